@@ -11,9 +11,18 @@ LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
 """ISA levels, as in `ops/native_library.py`, which loads the best one that the processor has."""
 
 FLAGS = [
-    "-O3", "-g0", "-falign-loops=32", "-std=c++17", "-fno-exceptions", "-fno-gnu-unique", "-fvisibility=hidden",
-    "-pthread", "-ffp-contract=off", "-Wall", "-Wextra",
-]  # fmt: skip
+    "-O3",
+    "-g0",
+    "-falign-loops=32",
+    "-std=c++17",
+    "-fno-exceptions",
+    "-fno-gnu-unique",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+]
 
 ROOT = Path(__file__).resolve().parent
 

@@ -71,11 +71,12 @@ def settings() -> str:
     parser = argparse.ArgumentParser()
     add_settings(parser)
     lines = [
-        "# Settings\n", HEAD,
+        "# Settings\n",
+        HEAD,
         "Every setting is a flag (`--max-num-seqs 64`), an environment variable (`CHORUS_MAX_NUM_SEQS=64`), or a line "
         "of the TOML file that `--config` names (`max_num_seqs = 64`). Flags win over variables, variables over the "
         "file. Sizes take units (`512MB`, `2GiB`).\n",
-    ]  # fmt: skip
+    ]
     for group in parser._action_groups:
         found = [action for action in group._group_actions if action.dest.startswith("setting_")]
         if found:
@@ -116,12 +117,13 @@ def metrics() -> str:
         scraped = httpx.get(f"{url}/metrics", timeout=60).text
     families = sorted(text_string_to_metric_families(scraped), key=lambda family: family.name)
     lines = [
-        "# Metrics\n", HEAD,
+        "# Metrics\n",
+        HEAD,
         "`GET /metrics` has these series. `vllm:` series have vLLM's names and labels, for existing dashboards and "
         "gateways. With keys, a key sees the series of its own tenant and models; an admin key sees all. A cluster "
         "adds the series named in [clusters](../how-to/cluster.md#limits-and-metrics).\n",
         "| series | type | labels | meaning |\n|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for family in families:
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         name = family.name + ("_total" if family.type == "counter" else "")

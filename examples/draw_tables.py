@@ -82,9 +82,14 @@ def main() -> None:
     page = PAGE.read_text("utf-8")
     for theme, ink in INKS.items():
         style: dict[Any, Any] = {
-            "svg.fonttype": "none", "svg.hashsalt": "chorus", "font.size": 9, "axes.spines.top": False,
-            "axes.spines.right": False, "legend.frameon": False, "axes.titlesize": "medium",
-        }  # fmt: skip
+            "svg.fonttype": "none",
+            "svg.hashsalt": "chorus",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+            "axes.titlesize": "medium",
+        }
         style |= {
             f"{name}": ink for name in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
         }

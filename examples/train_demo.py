@@ -79,9 +79,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", BOS)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>", padding_side="left",
-        clean_up_tokenization_spaces=False, model_max_length=512, chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -95,10 +101,20 @@ def save_tokenizer(folder: Path) -> None:
 def build_base() -> LlamaForCausalLM:
     """The untrained base."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.05, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -199,8 +215,11 @@ def train(name: str, model: LlamaForCausalLM, schedule: Schedule, draw: Callable
             optimizer.zero_grad(set_to_none=True)
         if (step + 1) % 100 == 0:
             seconds = time.monotonic() - started
-            print(f"{name} {step + 1:5d}/{schedule.steps} loss {loss.item():.4f} "
-                  f"tokens {hits.float().mean().item():.4f} {seconds:.0f} s", flush=True)  # fmt: skip
+            print(
+                f"{name} {step + 1:5d}/{schedule.steps} loss {loss.item():.4f} "
+                f"tokens {hits.float().mean().item():.4f} {seconds:.0f} s",
+                flush=True,
+            )
 
 
 def train_base(folder: Path, seed: int, schedule: Schedule) -> None:

@@ -21,6 +21,7 @@ import torch
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
+from .interpreted import InterpretedFile, is_interpreting
 from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
@@ -44,6 +45,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
         return 0
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpretedFile | None:
+    """Have files of interpreted tests run by processes that interpret."""
+    if module_path.stem.endswith("_interpreted") and not is_interpreting():
+        return InterpretedFile.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,7 +83,7 @@ def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
             tests.setdefault(test, []).append(
                 (item, {axis: tuple(id(params.params[n]) for n in axis) for axis in axes})
             )
-            alone[test] = (marker.kwargs.get("alone"),)
+            alone[test] = (str(marker.kwargs.get("alone")),)
     return {item for test, cases in tests.items() for item in _unneeded(cases, alone[test])}
 
 
@@ -251,14 +259,14 @@ def save_adapter(
     torch.manual_seed(seed)
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] - peft takes fractions, too
         target_modules=targets,
         use_rslora=rslora,
         init_lora_weights=False,
         task_type="CAUSAL_LM",
         **more,
     )
-    get_peft_model(LlamaForCausalLM.from_pretrained(model), config).save_pretrained(path)
+    get_peft_model(LlamaForCausalLM.from_pretrained(model), config).save_pretrained(str(path))
 
 
 @dataclass

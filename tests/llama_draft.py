@@ -20,12 +20,16 @@ class LlamaDraft:
         self.embed, self.norm, self.head = map(_matrix, (model.model.embed_tokens, model.model.norm, model.lm_head))
         self.layers = [
             (
-                _matrix(layer.input_layernorm), _matrix(attention.q_proj, attention.k_proj, attention.v_proj).T,
-                _matrix(attention.o_proj).T, _matrix(layer.post_attention_layernorm),
-                _matrix(mlp.gate_proj, mlp.up_proj).T, _matrix(mlp.down_proj).T,
+                _matrix(layer.input_layernorm),
+                _matrix(attention.q_proj, attention.k_proj, attention.v_proj).T,
+                _matrix(attention.o_proj).T,
+                _matrix(layer.post_attention_layernorm),
+                _matrix(mlp.gate_proj, mlp.up_proj).T,
+                _matrix(mlp.down_proj).T,
             )
-            for layer in model.model.layers for attention, mlp in [(layer.self_attn, layer.mlp)]
-        ]  # fmt: skip
+            for layer in model.model.layers
+            for attention, mlp in [(layer.self_attn, layer.mlp)]
+        ]
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """The `count` tokens after `prompt`."""

@@ -20,8 +20,11 @@ def run_python(*command: str, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         env={**plain, "OMP_NUM_THREADS": "1", **environment},
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def runs(pid: str) -> bool:

@@ -10,9 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 PAGES = [
-    *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("perf/**/*.md")),
-    ROOT / "Makefile", *sorted(ROOT.glob(".github/workflows/*.yml")), *sorted(ROOT.glob("perf/**/*.py")),
-]  # fmt: skip
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("perf/**/*.md")),
+    ROOT / "Makefile",
+    *sorted(ROOT.glob(".github/workflows/*.yml")),
+    *sorted(ROOT.glob("perf/**/*.py")),
+]
 
 #: A module and what stands behind it, up to the end of the command.
 _COMMAND = re.compile(r"python3? -m (?:chorus\.)?((?:perf|tests|server|core)[\w.]*)((?:[^`|>;&#\n\\]|\\\n)*)")
@@ -55,5 +59,7 @@ def test_commands_that_are_gone_are_found(tmp_path):
         "`python -m chorus.perf.bench --quick --out x`, `python -m chorus.perf.gpu`, python -m chorus.perf.bench.sizes"
     )
     assert [problem(*each, tmp_path) for each in commands(text)] == [
-        "perf.bench has no --out", "perf.gpu is no module", "perf.bench.sizes is no command",
-    ]  # fmt: skip
+        "perf.bench has no --out",
+        "perf.gpu is no module",
+        "perf.bench.sizes is no command",
+    ]

@@ -74,9 +74,14 @@ class Study:
         images = HostImages(1 << 40, InlineReads())
         ticks = itertools.count()
         self._store = AdapterStore(
-            self._pool, WeightlessAdapters(LLAMA.dims, self._page), images, order, costs, self._page.page_bytes,
+            self._pool,
+            WeightlessAdapters(LLAMA.dims, self._page),
+            images,
+            order,
+            costs,
+            self._page.page_bytes,
             clock=lambda: next(ticks) * _TICK,
-        )  # fmt: skip
+        )
         self._prefix = PrefixCache(self._pool, order, costs, BLOCK_TOKENS)
         self._reclaimer = Reclaimer(self._pool, order, self._store, self._prefix, ShadowPages(self._pool, order))
         self._live: deque[Live] = deque()

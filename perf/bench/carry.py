@@ -33,7 +33,7 @@ PACKAGES = (
     "markupsafe",
     "rich", "markdown-it-py", "mdurl", "pygments",
     "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
-    "peft", "nvtx", "msgpack", "orjson", "llguidance", "python-multipart", "shtab",
+    "peft", "nvtx", "msgpack", "orjson", "llguidance", "python-multipart", "shtab", "allpairspy",
 )  # fmt: skip
 
 #: Of the project's own needs: these stand on a machine with torch and transformers.
@@ -61,10 +61,23 @@ def download(packages: Sequence[str], python: str, out: Path) -> None:
     """Put a wheel of each package for `python` (`3.12`) into `out`. Their needs are not followed: name them too."""
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-        "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms, "--dest", str(out),
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        *platforms,
+        "--dest",
+        str(out),
         *packages,
-    ]  # fmt: skip
+    ]
     subprocess.run(command, check=True)
 
 

@@ -133,6 +133,9 @@ class Context:
         base_bytes, _ = geometry.step(itemsize, requests, 1, tokens)
         step_bytes, _ = geometry.step(itemsize, requests, 1, tokens, ranks)
         return Floors(
-            max(prefill_flops / flops, prefill_bytes / bandwidth), step_bytes / bandwidth,
-            (step_bytes - base_bytes) / bandwidth, prefill_flops, step_bytes,
-        )  # fmt: skip
+            max(prefill_flops / flops, prefill_bytes / bandwidth),
+            step_bytes / bandwidth,
+            (step_bytes - base_bytes) / bandwidth,
+            prefill_flops,
+            step_bytes,
+        )

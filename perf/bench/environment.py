@@ -17,9 +17,16 @@ _DIRTY = "-dirty"
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
-    "torch", "triton", "flashinfer-python", "apache-tvm-ffi", "cupy-cuda13x", "cupy-cuda12x", "transformers", "numpy",
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "apache-tvm-ffi",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "transformers",
+    "numpy",
     "vllm",
-)  # fmt: skip
+)
 
 
 def describe(device: str, *, opened: bool = True) -> dict[str, Any]:
@@ -80,10 +87,13 @@ def _cuda_device() -> dict[str, Any]:
 
     found = torch.cuda.get_device_properties(0)
     return {
-        "type": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}",
-        "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
+        "type": "cuda",
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_bytes": found.total_memory,
         "l2_bytes": found.L2_cache_size,
-    }  # fmt: skip
+    }
 
 
 def _output(*command: str) -> str | None:

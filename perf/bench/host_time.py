@@ -84,10 +84,16 @@ def prefill_time(
     with (
         idle_kernels(),
         idle_engine(
-            behind + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True,
+            behind + 1,
+            max_len,
+            lora,
+            work_dir,
+            StubDevice(),
+            ahead=False,
+            forward=True,
             mixed_graph_tokens=tokens + behind if pieces else 0,
         ) as engine,
-    ):  # fmt: skip
+    ):
         assert isinstance(engine.executor, CudaExecutor)
         computing = engine.executor.steps
         forward = (computing.mixed, "run") if pieces else (computing.decoder, "forward")

@@ -86,9 +86,11 @@ class Wrapper:
 
 
 _FLASHINFER = SimpleNamespace(
-    __version__="stub", BatchPrefillWithPagedKVCacheWrapper=Wrapper, BatchDecodeWithPagedKVCacheWrapper=Wrapper,
+    __version__="stub",
+    BatchPrefillWithPagedKVCacheWrapper=Wrapper,
+    BatchDecodeWithPagedKVCacheWrapper=Wrapper,
     decode=SimpleNamespace(fast_decode_plan=_nothing),
-)  # fmt: skip
+)
 
 
 @contextmanager
@@ -108,18 +110,31 @@ def idle_engine(
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
     config = EngineConfig(
-        model=random_model.checkpoint(model, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
-        max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
-        max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
-        async_scheduling=ahead, mixed_graph_tokens=mixed_graph_tokens,
-    )  # fmt: skip
+        model=random_model.checkpoint(model, work_dir),
+        device="cuda",
+        max_num_seqs=rows,
+        max_model_len=max_len,
+        max_num_batched_tokens=max(8192, rows),
+        num_pages=2 + rows * pages_per_row + adapter_pages,
+        max_lora_rank=_RANK,
+        prefix_cache=False,
+        lookahead=rows,
+        graph_capture="lazy",
+        small_gemm="off",
+        async_scheduling=ahead,
+        mixed_graph_tokens=mixed_graph_tokens,
+    )
 
     def flashinfer(*shape: Any, wanted: str, **sizes: Any) -> Any:
         from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
 
         return FlashInferBackend(
-            *shape, **sizes, num_sms=2, module=_FLASHINFER, new_event=device.event,
-        )  # fmt: skip
+            *shape,
+            **sizes,
+            num_sms=2,
+            module=_FLASHINFER,
+            new_event=device.event,
+        )
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(cuda, "choose_attention", flashinfer))

@@ -66,9 +66,12 @@ def prompt_launches(work_dir: Path) -> list[dict[str, Any]]:
 def _row(step: str, adapters: bool, by: str, launches: Sequence[str]) -> dict[str, Any]:
     counts = Counter(map(_kind, launches))
     return {
-        "step": step, "adapters": "each row" if adapters else "none", "by": by,
-        **{kind: counts[kind] for kind in _KINDS}, "all": len(launches),
-    }  # fmt: skip
+        "step": step,
+        "adapters": "each row" if adapters else "none",
+        "by": by,
+        **{kind: counts[kind] for kind in _KINDS},
+        "all": len(launches),
+    }
 
 
 def _kind(name: str) -> str:
@@ -102,11 +105,17 @@ def _engine(work_dir: Path, mixed_graph_tokens: int = 0) -> Iterator[tuple[Any, 
         idle_kernels(launched.append),
         patch.object(Wrapper, "run", run),
         idle_engine(
-            _ROWS + 1, 256, True, work_dir, StubDevice(launched.append), ahead=False, forward=True,
+            _ROWS + 1,
+            256,
+            True,
+            work_dir,
+            StubDevice(launched.append),
+            ahead=False,
+            forward=True,
             mixed_graph_tokens=mixed_graph_tokens,
         ) as engine,
         _recorded(launched) as layers,
-    ):  # fmt: skip
+    ):
         yield engine, launched, layers
 
 

@@ -162,13 +162,11 @@ def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: 
         part = AdapterPart(rank, 1.0, tuple(range(layers)), MODULES)
         layouts[rank] = AdapterLayout.build(
             [part], size.geometry.dims, layers, arena.layout.page_elems, arena.dtype.itemsize
-        )  # fmt: skip
+        )
     taken = arena.take([layouts[rank].num_pages for rank in ranks])
     rows = []
     for rank, pages in zip(ranks, taken, strict=True):
         (place,) = layouts[rank].parts
         slabs = place.slabs
-        rows.append(
-            AdapterRows(pages, rank, 1.0, slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.first_elem)
-        )  # fmt: skip
+        rows.append(AdapterRows(pages, rank, 1.0, slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.first_elem))
     return rows

@@ -61,9 +61,12 @@ class Options(argparse.Namespace):
         """Values that must be equal for results to belong together."""
         run = "quick" if self.quick else "full"
         return {
-            "run": run, "device": self.device, "model": self.model_size, "seed": self.seed,
+            "run": run,
+            "device": self.device,
+            "model": self.model_size,
+            "seed": self.seed,
             "engine": " ".join(sorted(self.engine)) or "as it is by default",
-        }  # fmt: skip
+        }
 
     def store(self) -> ResultStore:
         return ResultStore(self.out, self.settings)
@@ -102,13 +105,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
     add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")
     add(
-        "--engine", type=_field, nargs="+", default=[], metavar="NAME=VALUE",
+        "--engine",
+        type=_field,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
         help="fields of the engine's configuration, such as dependent_launch=off, to compare with a run without them",
-    )  # fmt: skip
+    )
     add(
-        "--beside", type=_named, nargs="+", default=[], metavar="NAME=PATH",
+        "--beside",
+        type=_named,
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
         help="what sections peers and levels compare with: vllm=ENV/bin/vllm, llamacpp=TREE, NAME=LIBRARY.so",
-    )  # fmt: skip
+    )
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     return command

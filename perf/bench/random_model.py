@@ -95,10 +95,17 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
             tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "random", "r": rank,
-        "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "random",
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
         "target_modules": sorted(shape.dims),
-    }  # fmt: skip
+    }
     _write_json(path / "adapter_config.json", config)
 
 

@@ -90,12 +90,23 @@ class Geometry:
     def config(self, dtype: str, **more: Any) -> dict[str, Any]:
         """config.json of the model; more: fields that the shapes don't decide."""
         return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype, "hidden_size": self.hidden,
-            "intermediate_size": self.ffn, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab,
-            "max_position_embeddings": self.positions, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-            "tie_word_embeddings": False, "eos_token_id": 2, **more,
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": dtype,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+            **more,
+        }
 
 
 _ROPE = {"rope_theta": 10000.0}

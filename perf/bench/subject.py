@@ -72,15 +72,24 @@ class Subject:
             context.work_dir / context.size.name / context.dtype_name, context.dtype_name
         )
         common: dict[str, Any] = {
-            "model": self.model, "load_format": "dummy",
-            "dtype": context.dtype_name, "device": context.device, "cpu_kernels": "torch" if context.smoke else "auto",
+            "model": self.model,
+            "load_format": "dummy",
+            "dtype": context.dtype_name,
+            "device": context.device,
+            "cpu_kernels": "torch" if context.smoke else "auto",
             "max_model_len": max_len,
-            "max_num_seqs": max_seqs, "max_num_batched_tokens": max(max_batched, max_seqs),
-            "block_tokens": page.block_tokens, "num_pages": 2 + kv_pages + adapter_pages + shadow_pages,
-            "max_lora_rank": MAX_RANK, "graph_capture": "lazy",
-            "host_cache_bytes": 2 * sum(files.values()) + (1 << 20), "prefix_cache": False,
-            "lookahead": max(1, max_seqs), "threads": 1 if context.smoke else None, "seed": context.seed,
-        }  # fmt: skip
+            "max_num_seqs": max_seqs,
+            "max_num_batched_tokens": max(max_batched, max_seqs),
+            "block_tokens": page.block_tokens,
+            "num_pages": 2 + kv_pages + adapter_pages + shadow_pages,
+            "max_lora_rank": MAX_RANK,
+            "graph_capture": "lazy",
+            "host_cache_bytes": 2 * sum(files.values()) + (1 << 20),
+            "prefix_cache": False,
+            "lookahead": max(1, max_seqs),
+            "threads": 1 if context.smoke else None,
+            "seed": context.seed,
+        }
         config = EngineConfig.model_validate({**common, **context.engine, **fields})
         began = clock()
         self.engine = Engine.from_config(config, InlineReads() if inline_reads else None)
@@ -105,10 +114,13 @@ class Subject:
         backends = getattr(self._steps, "backends", {})
         seconds = [step.seconds for step in report]
         return {
-            "seconds": self._startup_seconds, "graphs": len(report), "capture_seconds": sum(seconds),
-            "slowest_capture_seconds": max(seconds, default=0.0), "graph_bytes": sum(step.num_bytes for step in report),
+            "seconds": self._startup_seconds,
+            "graphs": len(report),
+            "capture_seconds": sum(seconds),
+            "slowest_capture_seconds": max(seconds, default=0.0),
+            "graph_bytes": sum(step.num_bytes for step in report),
             "ways": {str(bucket): [str(way) for way in chosen] for bucket, chosen in backends.items()},
-        }  # fmt: skip
+        }
 
     # -- requests
 

@@ -47,10 +47,15 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         change = self.change if self.change is None or math.isfinite(self.change) else None
         return {
-            "name": self.metric.name, "status": self.status.value, "kind": self.metric.rule.kind,
-            "better": self.metric.better, "baseline": self.baseline, "result": self.result, "change": change,
+            "name": self.metric.name,
+            "status": self.status.value,
+            "kind": self.metric.rule.kind,
+            "better": self.metric.better,
+            "baseline": self.baseline,
+            "result": self.result,
+            "change": change,
             "allowed": self.allowed,
-        }  # fmt: skip
+        }
 
 
 def noise(values: Sequence[float]) -> float:

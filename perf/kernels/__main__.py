@@ -25,9 +25,21 @@ from ..report.table import Table
 from .variants import SHARED_LIMIT, compile_all, plain_variants, variants
 
 _COLUMNS = (
-    "arch", "kernel", "group", "dtype", "tokens", "rank", "regs", "spills", "shared", "matrix", "wide", "loads", "bars",
+    "arch",
+    "kernel",
+    "group",
+    "dtype",
+    "tokens",
+    "rank",
+    "regs",
+    "spills",
+    "shared",
+    "matrix",
+    "wide",
+    "loads",
+    "bars",
     "KiB/SM",
-)  # fmt: skip
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,18 +60,32 @@ def main(argv: list[str] | None = None) -> int:
     for line in lines:
         variant = line.variant
         table.add(
-            line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or None,
-            line.registers, line.spill_bytes, line.shared_bytes, line.matrix or None, line.wide_loads,
-            line.loads_before if variant.pointer else None, line.barriers, line.bytes_in_flight >> 10,
-        )  # fmt: skip
+            line.arch,
+            variant.kernel,
+            variant.group,
+            variant.dtype,
+            variant.tokens,
+            variant.max_rank or None,
+            line.registers,
+            line.spill_bytes,
+            line.shared_bytes,
+            line.matrix or None,
+            line.wide_loads,
+            line.loads_before if variant.pointer else None,
+            line.barriers,
+            line.bytes_in_flight >> 10,
+        )
     table.show()
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     for failure in failures:
         print(f"FAILED {failure}")
     result = {
-        "compiler": f"triton {version('triton')}", "compile": [line.as_dict() for line in lines], "ok": not failures,
-        "shared_limit": SHARED_LIMIT, "seconds": round(time.perf_counter() - begin, 1),
-    }  # fmt: skip
+        "compiler": f"triton {version('triton')}",
+        "compile": [line.as_dict() for line in lines],
+        "ok": not failures,
+        "shared_limit": SHARED_LIMIT,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
     return conclude(result, not failures)
 
 

@@ -50,9 +50,10 @@ def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator
         get_current_target=lambda: GPUTarget("cuda", _CAPABILITY, 32),
     )
     with (
-        patch.object(DriverConfig, "active", driver), patch.object(compiler, "compile", Nothing),
+        patch.object(DriverConfig, "active", driver),
+        patch.object(compiler, "compile", Nothing),
         patch(f"{__name__}._launched", launched),
-    ):  # fmt: skip
+    ):
         yield
 
 
@@ -75,8 +76,10 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
         for name in ("rms_norm", "add_rms_norm", "rotate_and_write", "silu_and_mul"):
             stack.enter_context(patch.object(decoder, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
-            (decoder, "linear", linear), (decoder, "embedding", _embedding), (RotaryEmbedding, "at", _at),
-        ):  # fmt: skip
+            (decoder, "linear", linear),
+            (decoder, "embedding", _embedding),
+            (RotaryEmbedding, "at", _at),
+        ):
             stack.enter_context(patch.object(owner, name, value))
         yield
 

@@ -63,26 +63,36 @@ _elementwise = partial(Elementwise, "elementwise_triton")
 
 def _norm(hidden: int, add: bool) -> Elementwise:
     return _elementwise(
-        "rms_norm_rows", elementwise_schedule.norm_constants(hidden, add), elementwise_schedule.norm_options(hidden),
-        ("y", "x", "residual", "weight"), {"eps": "fp32", **_strides("x", "y", "residual")},
-    )  # fmt: skip
+        "rms_norm_rows",
+        elementwise_schedule.norm_constants(hidden, add),
+        elementwise_schedule.norm_options(hidden),
+        ("y", "x", "residual", "weight"),
+        {"eps": "fp32", **_strides("x", "y", "residual")},
+    )
 
 
 def _silu(ffn: int) -> Elementwise:
     return _elementwise(
-        "silu_and_mul_rows", elementwise_schedule.silu_constants(ffn), elementwise_schedule.silu_options(),
-        ("y", "gate_up"), _strides("gate_up", "y"),
-    )  # fmt: skip
+        "silu_and_mul_rows",
+        elementwise_schedule.silu_constants(ffn),
+        elementwise_schedule.silu_options(),
+        ("y", "gate_up"),
+        _strides("gate_up", "y"),
+    )
 
 
 def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise:
     return _elementwise(
-        "rotate_and_write_heads", elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm),
+        "rotate_and_write_heads",
+        elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm),
         elementwise_schedule.rotary_options(),
         ("q", "k_cache", "v_cache", "qkv", "cos", "sin", "q_norm", "k_norm"),
-        {**dict.fromkeys(("rows", "page", "offset"), "*i64"), "eps": "fp32",
-         **_strides("qkv", "table", "page", "token", "head")},
-    )  # fmt: skip
+        {
+            **dict.fromkeys(("rows", "page", "offset"), "*i64"),
+            "eps": "fp32",
+            **_strides("qkv", "table", "page", "token", "head"),
+        },
+    )
 
 
 #: Elementwise launches of Llama-3.1-8B, and the rotary embedding of Qwen3-8B, which norms heads.
@@ -103,10 +113,14 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
         shape = ExpandShape.build(decode(rows, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
 
     return Elementwise(
-        "small_gemm_triton", "multiply_rows", small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
-        small.gemm_options(schedule), ("y", "x", "weight", "bias", "arena"),
-        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")}, "weight",
-    )  # fmt: skip
+        "small_gemm_triton",
+        "multiply_rows",
+        small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
+        small.gemm_options(schedule),
+        ("y", "x", "weight", "bias", "arena"),
+        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
+        "weight",
+    )
 
 
 def _products(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
@@ -120,17 +134,24 @@ def _products(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwis
 
 #: Inputs, columns and group of products with Llama-3.1-8B's weights. `mlp`: with the activation behind the product.
 _PRODUCTS = {
-    "qkv": (4096, 6144, "qkv"), "o": (4096, 4096, "o"), "gu": (4096, 28672, ""), "mlp": (4096, 14336, "gate_up"),
-    "down": (14336, 4096, "down"), "head": (4096, 128256, ""),
-}  # fmt: skip
+    "qkv": (4096, 6144, "qkv"),
+    "o": (4096, 4096, "o"),
+    "gu": (4096, 28672, ""),
+    "mlp": (4096, 14336, "gate_up"),
+    "down": (14336, 4096, "down"),
+    "head": (4096, 128256, ""),
+}
 
 #: Products of few rows, in either tile.
 PRODUCTS = dict([*_products("base", "lora", small.TILE_ROWS[0]), *_products("many", "multi", small.TILE_ROWS[-1])])
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads.
 ATTENTION = {
-    "heads.128": (32, 8, 128), "heads.64": (8, 8, 64), "heads.96": (32, 8, 96), "heads.256": (16, 4, 256),
-}  # fmt: skip
+    "heads.128": (32, 8, 128),
+    "heads.64": (8, 8, 64),
+    "heads.96": (32, 8, 96),
+    "heads.256": (16, 4, 256),
+}
 
 _BLOCK_TOKENS = 16  # of a page
 
@@ -138,12 +159,20 @@ _BLOCK_TOKENS = 16  # of a page
 def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
     shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
     return Elementwise(
-        "attention_triton", "attend_rows", attention_constants(*shape, itemsize), attention_options(),
+        "attention_triton",
+        "attend_rows",
+        attention_constants(*shape, itemsize),
+        attention_options(),
         ("out", "q", "k_cache", "v_cache"),
-        {**dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
-         **dict.fromkeys(("values", "tops", "totals"), "*fp32"), "scale": "fp32", "least": "i32",
-         **_strides("page", "token", "head")}, "k_cache",
-    )  # fmt: skip
+        {
+            **dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
+            **dict.fromkeys(("values", "tops", "totals"), "*fp32"),
+            "scale": "fp32",
+            "least": "i32",
+            **_strides("page", "token", "head"),
+        },
+        "k_cache",
+    )
 
 
 _DRAWN = {"logits": "*fp32", "draws": "*fp64", "row_stride": "i32"}

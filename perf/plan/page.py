@@ -19,11 +19,24 @@ _BARS = 120  # intervals of the chart of arrivals
 _COLUMNS = 2
 _GREY = "#7d8794"
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "plan", "font.family": "sans-serif", "font.size": 9,
-    "axes.edgecolor": _GREY, "axes.labelcolor": _GREY, "axes.titlecolor": _GREY, "axes.titlesize": "medium",
-    "axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": _GREY, "grid.alpha": 0.3,
-    "xtick.color": _GREY, "ytick.color": _GREY, "text.color": _GREY, "legend.frameon": False,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "plan",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": _GREY,
+    "axes.labelcolor": _GREY,
+    "axes.titlecolor": _GREY,
+    "axes.titlesize": "medium",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _GREY,
+    "grid.alpha": 0.3,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "text.color": _GREY,
+    "legend.frameon": False,
+}
 
 
 def charts(plan: Plan) -> str:
@@ -120,23 +133,36 @@ tr.best td { color: var(--good); font-weight: 600; }
 def page(plan: Plan) -> str:
     title = f"Plan for {plan.fleet.trace.name} on {plan.fleet.profile.device}"
     command = plan.command()
-    return "\n".join((
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head><body>',
-        f'<h1>{escape(title)} <span class="badge">{escape(plan.origin)}</span></h1>',
-        f"<p>{escape(plan.summary())}</p>",
-        f"<h2>To run it</h2><pre>{escape(command)}</pre>" if command else "",
-        f"<h2>Charts</h2>{charts(plan)}",
-        f'<h2>Candidates</h2><div class="wide">{_table(plan)}</div>',
-        f"<p>Brackets: intervals over {plan.seeds} seeds, from order statistics.</p><h2>What this assumes</h2><ul>",
-        *(f"<li>{escape(one)}</li>" for one in plan.assumptions()),
-        f"</ul><p>Made by</p><pre>{escape(plan.made_by)}</pre></body></html>",
-    ))  # fmt: skip
+    return "\n".join(
+        (
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+            f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head><body>',
+            f'<h1>{escape(title)} <span class="badge">{escape(plan.origin)}</span></h1>',
+            f"<p>{escape(plan.summary())}</p>",
+            f"<h2>To run it</h2><pre>{escape(command)}</pre>" if command else "",
+            f"<h2>Charts</h2>{charts(plan)}",
+            f'<h2>Candidates</h2><div class="wide">{_table(plan)}</div>',
+            f"<p>Brackets: intervals over {plan.seeds} seeds, from order statistics.</p><h2>What this assumes</h2><ul>",
+            *(f"<li>{escape(one)}</li>" for one in plan.assumptions()),
+            f"</ul><p>Made by</p><pre>{escape(plan.made_by)}</pre></body></html>",
+        )
+    )
 
 
 def _table(plan: Plan) -> str:
-    heads = ("replicas", "arena", "host cache", "policy", "what failed", "within SLO, %", "TTFT p50, ms",
-             "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", plan.unit)  # fmt: skip
+    heads = (
+        "replicas",
+        "arena",
+        "host cache",
+        "policy",
+        "what failed",
+        "within SLO, %",
+        "TTFT p50, ms",
+        "TTFT p99, ms",
+        "TPOT p50, ms",
+        "TPOT p99, ms",
+        plan.unit,
+    )
     rows = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
     for one in sorted(plan.tried, key=lambda one: (not one.meets, one.candidate.replicas)):
         named = [str(one.candidate.replicas), size(one.candidate.arena), size(one.candidate.host), one.candidate.policy]

@@ -23,10 +23,23 @@ from .search import Fleet, Tried, cheapest, search
 PROFILE = "profile:"
 
 FOLLOWED = (
-    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "chunked_prefill", "block_tokens", "preemption",
-    "eviction", "lookahead", "prefetch", "max_adapters_per_step", "max_overtake_seconds", "fair_by",
-    "max_turn_seconds", "max_turn_steps", "max_load_stall_seconds", "adapter_read_seconds",
-)  # fmt: skip
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "chunked_prefill",
+    "block_tokens",
+    "preemption",
+    "eviction",
+    "lookahead",
+    "prefetch",
+    "max_adapters_per_step",
+    "max_overtake_seconds",
+    "fair_by",
+    "max_turn_seconds",
+    "max_turn_steps",
+    "max_load_stall_seconds",
+    "adapter_read_seconds",
+)
 """Fields of `EngineConfig` that `--engine` takes: a simulation follows them, and no other flag sets them."""
 _GIB = 1 << 30
 
@@ -88,8 +101,11 @@ class Plan:
     def summary(self) -> str:
         """One sentence: the plan, or that there is none."""
         slo = self.fleet.slo
-        limits = [f"{name} within {value * 1e3:g} ms" for name, value in (("TTFT", slo.ttft), ("TPOT", slo.tpot))
-                  if value < math.inf]  # fmt: skip
+        limits = [
+            f"{name} within {value * 1e3:g} ms"
+            for name, value in (("TTFT", slo.ttft), ("TPOT", slo.tpot))
+            if value < math.inf
+        ]
         asked = f"{slo.attainment:.1%} of the requests with {' and '.join(limits)}"
         if self.best is None:
             near = max(self.tried, key=lambda one: (one.candidate.replicas, one.attainment.low))
@@ -119,11 +135,14 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "summary": self.summary(), "predicted": self.predicted, "unit": self.unit,
+            "summary": self.summary(),
+            "predicted": self.predicted,
+            "unit": self.unit,
             "command": self.command(),
-            "profile": self.fleet.profile.name, "best": None if self.best is None else _row(self.best),
+            "profile": self.fleet.profile.name,
+            "best": None if self.best is None else _row(self.best),
             "candidates": [_row(one) for one in self.tried],
-        }  # fmt: skip
+        }
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -145,9 +164,16 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     targets = _names(arguments.targets, MODULES, "--targets")
     policies = _names(arguments.policy, POLICIES, "--policy")
     fleet = Fleet(
-        arguments.trace, profile, slo, targets, {**defaults, **engine}, arguments.rank, arguments.scale,
-        arguments.min_replicas, arguments.boot_seconds,
-    )  # fmt: skip
+        arguments.trace,
+        profile,
+        slo,
+        targets,
+        {**defaults, **engine},
+        arguments.rank,
+        arguments.scale,
+        arguments.min_replicas,
+        arguments.boot_seconds,
+    )
     config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
     slo.check(requests, profile.costs())
@@ -162,13 +188,26 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             f"--memory-bytes is {too_large[0]}, and {profile.device} has room for {whole}; give that or less"
         )
     tried = search(
-        fleet, [(arena, host) for arena in arenas for host in hosts], policies, arguments.max_replicas,
-        arguments.seeds, arguments.jobs, _progress if sys.stderr.isatty() else lambda tried: None,
-    )  # fmt: skip
+        fleet,
+        [(arena, host) for arena in arenas for host in hosts],
+        policies,
+        arguments.max_replicas,
+        arguments.seeds,
+        arguments.jobs,
+        _progress if sys.stderr.isatty() else lambda tried: None,
+    )
     return Plan(
-        fleet, str(arguments.model or "MODEL"), engine, tried, cheapest(tried), arguments.max_replicas, arguments.seeds,
-        predicted, note, shlex.join(["chorus", *sys.argv[1:]]),
-    )  # fmt: skip
+        fleet,
+        str(arguments.model or "MODEL"),
+        engine,
+        tried,
+        cheapest(tried),
+        arguments.max_replicas,
+        arguments.seeds,
+        predicted,
+        note,
+        shlex.join(["chorus", *sys.argv[1:]]),
+    )
 
 
 def _check_lengths(fleet: Fleet, most: float) -> None:

@@ -42,10 +42,15 @@ GPUS = {
     "l4": Gpu("NVIDIA L4 24 GB", 24e9, 300e9, 121e12, _PCIE_4, "NVIDIA L4 datasheet, half of its rate with sparsity"),
     "b200": Gpu("NVIDIA B200 180 GB", 180e9, 8e12, 2250e12, _PCIE_5, "NVIDIA DGX B200 datasheet, an eighth of it"),
     "mi300x": Gpu(
-        "AMD MI300X 192 GB", 192e9, 5.3e12, 1307.4e12, _PCIE_5, "AMD MI300X datasheet",
+        "AMD MI300X 192 GB",
+        192e9,
+        5.3e12,
+        1307.4e12,
+        _PCIE_5,
+        "AMD MI300X datasheet",
         "Chorus has no kernels for AMD GPUs: this is what they would take at the efficiency measured on an H100",
     ),
-}  # fmt: skip
+}
 
 
 def gpu_named(name: str) -> Gpu:
@@ -118,19 +123,28 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
     }
     return Profile(
-        name=f"{directory.resolve().name}-{gpu.name}", device=gpu.name,
+        name=f"{directory.resolve().name}-{gpu.name}",
+        device=gpu.name,
         model=f"{model.architecture}, {layers} layers, hidden size {model.hidden_size}",
-        source=f"predicted from config.json and {gpu.source}, at efficiencies measured on an H100", kernel="sgmv",
+        source=f"predicted from config.json and {gpu.source}, at efficiencies measured on an H100",
+        kernel="sgmv",
         geometry=Geometry(
-            source="config.json of the model", num_layers=layers, hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim, vocab_size=model.vocab_size, max_model_len=model.max_context, itemsize=size,
+            source="config.json of the model",
+            num_layers=layers,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_context,
+            itemsize=size,
         ),
         memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="what the weights leave"),
         step=_terms(step, "predicted"),
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
         link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),
-    )  # fmt: skip
+    )
 
 
 def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:

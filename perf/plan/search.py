@@ -149,10 +149,13 @@ def _outcome(records: Records, slo: Slo, replica_seconds: float) -> Outcome:
     several = tpot[records.column("tokens") > 1]
     return Outcome(
         attainment=float((~late & ~slow).sum()) / total,
-        missed_ttft=float(late.sum()) / total, missed_tpot=float(slow.sum()) / total,
-        failed=records.num_failed / total, replica_seconds=replica_seconds,
-        ttft=_quantiles(ttft), tpot=_quantiles(several if len(several) else np.zeros(1)),
-    )  # fmt: skip
+        missed_ttft=float(late.sum()) / total,
+        missed_tpot=float(slow.sum()) / total,
+        failed=records.num_failed / total,
+        replica_seconds=replica_seconds,
+        ttft=_quantiles(ttft),
+        tpot=_quantiles(several if len(several) else np.zeros(1)),
+    )
 
 
 def _quantiles(values: np.ndarray) -> tuple[float, ...]:

@@ -84,14 +84,21 @@ def _measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
     models = _by_model(plan, outcome)
     models.show()
     return {
-        "url": url, "endpoint": args.endpoint, "model": served.base, "adapters": served.adapters,
-        "workload": spec.model_dump(mode="json", by_alias=True), "substituted_adapters": names.substituted,
-        "shortened_requests": sum(request.shortened for request in plan), "requests": len(plan),
-        "failed": outcome.failed, "load": outcome.metrics, "errors": outcome.summary.get("error_summary"),
+        "url": url,
+        "endpoint": args.endpoint,
+        "model": served.base,
+        "adapters": served.adapters,
+        "workload": spec.model_dump(mode="json", by_alias=True),
+        "substituted_adapters": names.substituted,
+        "shortened_requests": sum(request.shortened for request in plan),
+        "requests": len(plan),
+        "failed": outcome.failed,
+        "load": outcome.metrics,
+        "errors": outcome.summary.get("error_summary"),
         "prompts": "skills" if any(asked) else "random",
         "models": [dict(zip(models.columns, row, strict=True)) for row in models.rows],
         "answers": judge(asked, outcome.texts) if any(asked) else None,
-    }  # fmt: skip
+    }
 
 
 def _send(http: httpx.Client, method: str, path: str, sent: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -112,8 +119,10 @@ def _by_model(plan: Sequence[PlannedRequest], outcome: aiperf.Outcome) -> Table:
         found.setdefault(request.model, []).append(times)
     table = Table("by model, ms", ["model", "requests", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"])
     for model, each in sorted(found.items(), key=lambda item: -len(item[1])):
-        known = ([one[name] for one in each if name in one] for name in
-                 (aiperf.OBJECTIVES["ttft"], aiperf.OBJECTIVES["tpot"]))  # fmt: skip
+        known = (
+            [one[name] for one in each if name in one]
+            for name in (aiperf.OBJECTIVES["ttft"], aiperf.OBJECTIVES["tpot"])
+        )
         marks = (np.percentile(its, (50, 99)).tolist() if its else (None, None) for its in known)
         table.add(model, len(each), *itertools.chain.from_iterable(marks))
     return table

@@ -47,20 +47,44 @@ def run(
     """
     directory.mkdir(parents=True, exist_ok=True)
     load = directory / "load.jsonl"
-    lines = ({"session_id": str(index), "timestamp": 1e3 * request.at, "payload": request.body} for index, request in
-             enumerate(plan))  # fmt: skip
+    lines = (
+        {"session_id": str(index), "timestamp": 1e3 * request.at, "payload": request.body}
+        for index, request in enumerate(plan)
+    )
     load.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
-    objectives = [f"{metric}:{getattr(args, f'slo_{name}'):g}" for name, metric in OBJECTIVES.items()
-                  if getattr(args, f"slo_{name}") is not None]  # fmt: skip
+    objectives = [
+        f"{metric}:{getattr(args, f'slo_{name}'):g}"
+        for name, metric in OBJECTIVES.items()
+        if getattr(args, f"slo_{name}") is not None
+    ]
     words = [
-        *shlex.split(args.aiperf), "profile", "--url", url, "--endpoint-type", args.endpoint, "--streaming",
-        "--model-names", ",".join(dict.fromkeys(request.model for request in plan)),
-        "--input-file", str(load), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule",
-        "--use-server-token-count", "--tokenizer", str(BUILTIN_MODEL),  # it wants one, and counts nothing with it
-        "--request-timeout-seconds", f"{args.timeout:g}", "--export-outputs-json", "--artifact-dir", str(directory),
-        "--ui", "none", *(("--goodput", " ".join(objectives)) if objectives else ()),
+        *shlex.split(args.aiperf),
+        "profile",
+        "--url",
+        url,
+        "--endpoint-type",
+        args.endpoint,
+        "--streaming",
+        "--model-names",
+        ",".join(dict.fromkeys(request.model for request in plan)),
+        "--input-file",
+        str(load),
+        "--custom-dataset-type",
+        "mooncake_trace",
+        "--fixed-schedule",
+        "--use-server-token-count",
+        "--tokenizer",
+        str(BUILTIN_MODEL),  # it wants one, and counts nothing with it
+        "--request-timeout-seconds",
+        f"{args.timeout:g}",
+        "--export-outputs-json",
+        "--artifact-dir",
+        str(directory),
+        "--ui",
+        "none",
+        *(("--goodput", " ".join(objectives)) if objectives else ()),
         *(("--api-key", key) if key else ()),
-    ]  # fmt: skip
+    ]
     try:
         done = subprocess.run(words, check=False)
     except OSError as error:
@@ -73,9 +97,10 @@ def run(
     answers = {int(found["conversation_id"]): found for found in _read(directory / "outputs.json")["data"]}
     found = [answers.get(index, {}) for index in range(len(plan))]
     return Outcome(
-        _read(directory / "profile_export_aiperf.json"), [one.get("response_text") for one in found],
+        _read(directory / "profile_export_aiperf.json"),
+        [one.get("response_text") for one in found],
         [one.get("metrics", {}) for one in found],
-    )  # fmt: skip
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -85,9 +85,14 @@ class ApiServer:
         number = next(self._numbers)
         name = self._names[number]
         record = {
-            "id": next(self._ids), "tokens": _PROMPT, "num_prompt_tokens": len(_PROMPT), "adapter": name,
-            "content_hash": name, "tenant": "", "call": "",
-        }  # fmt: skip
+            "id": next(self._ids),
+            "tokens": _PROMPT,
+            "num_prompt_tokens": len(_PROMPT),
+            "adapter": name,
+            "content_hash": name,
+            "tenant": "",
+            "call": "",
+        }
         return record, _RANKS[number % len(_RANKS)]
 
 

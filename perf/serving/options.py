@@ -14,10 +14,15 @@ from .aiperf import OBJECTIVES
 
 #: The workload without a file. With adapters, all have the same share of the requests.
 _WORKLOAD: dict[str, Any] = {
-    "requests": 200, "arrivals": {"process": "poisson", "rate": 8.0}, "popularity": {"kind": "uniform"},
-    "lengths": {"kind": "laws", "prompt": {"law": "constant", "tokens": 128},
-                "output": {"law": "constant", "tokens": 64}},
-}  # fmt: skip
+    "requests": 200,
+    "arrivals": {"process": "poisson", "rate": 8.0},
+    "popularity": {"kind": "uniform"},
+    "lengths": {
+        "kind": "laws",
+        "prompt": {"law": "constant", "tokens": 128},
+        "output": {"law": "constant", "tokens": 64},
+    },
+}
 
 
 def parse(argv: list[str] | None, spec: ModuleSpec | None, doc: str | None) -> argparse.Namespace:
@@ -35,11 +40,21 @@ def parse(argv: list[str] | None, spec: ModuleSpec | None, doc: str | None) -> a
 
     add = command.add_argument_group("workload").add_argument
     add("--workload", type=Path, metavar="FILE", help="a specification; docs/simulator.md has its fields")
-    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="instead of the file's, or of 200 requests "
-        "of 128 + 64 tokens, 8 a second: arrivals.rate=20, lengths.prompt.tokens=512")  # fmt: skip
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="instead of the file's, or of 200 requests "
+        "of 128 + 64 tokens, 8 a second: arrivals.rate=20, lengths.prompt.tokens=512",
+    )
     add("--seed", type=int, default=0, help="of the prompts")
-    add("--prompts", choices=("auto", "skills", "random"), default="auto",
-        help="skills: questions with exact answers, as with auto where the built-in model is served")  # fmt: skip
+    add(
+        "--prompts",
+        choices=("auto", "skills", "random"),
+        default="auto",
+        help="skills: questions with exact answers, as with auto where the built-in model is served",
+    )
 
     add = command.add_argument_group("run").add_argument
     add("--warm-up", type=int, default=3, metavar="N", help="requests to the base model before measuring")

@@ -95,9 +95,13 @@ def measure(
 
 def _line(name: str, times: list[float], regrets: list[float], moves: list[int]) -> dict[str, Any]:
     return {
-        "planner": name, "ms": median(times), "most_ms": max(times), "regret": median(regrets) if regrets else None,
-        "most_regret": max(regrets, default=None), "moves": median(moves),
-    }  # fmt: skip
+        "planner": name,
+        "ms": median(times),
+        "most_ms": max(times),
+        "regret": median(regrets) if regrets else None,
+        "most_regret": max(regrets, default=None),
+        "moves": median(moves),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,8 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     loop_ms = loop_us() / 1e3
     repeats = {
         f"{shape}, {line['planner']}": [each / loop_ms for each in line.pop("times", ())]
-        for shape, lines in result.items() for line in lines if line["planner"] != "stay"
-    }  # fmt: skip
+        for shape, lines in result.items()
+        for line in lines
+        if line["planner"] != "stay"
+    }
     return conclude({"device": processor(), "load": vars(arguments), "plans": result, "repeats": repeats}, True)
 
 

@@ -108,9 +108,15 @@ def started(
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        env={**os.environ, **(environment or {})}, preexec_fn=prepare,
-    ) as process:  # fmt: skip
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=prepare,
+    ) as process:
         try:
             yield LaunchedServer(process)
         finally:

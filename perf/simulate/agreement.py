@@ -77,9 +77,13 @@ def run(args: Any) -> dict[str, Any]:
     A machine drifts in speed: a round is simulated with what was measured just before it and just after.
     """
     config = EngineConfig(
-        model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, threads=1, max_num_seqs=SEATS, max_num_batched_tokens=256,
+        model=BUILTIN_MODEL,
+        adapters=BUILTIN_ADAPTERS,
+        threads=1,
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=256,
         memory_bytes=128 << 20,
-    )  # fmt: skip
+    )
     fleet = Fleet.of(config, args.replicas)
     found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
     fits: list[FittedWorks] = []
@@ -108,11 +112,21 @@ def serve(config: EngineConfig, replicas: int, policies: Sequence[str], trace: l
             if not alone:
                 server.serve(trace, one_by_one=True, prompts="judged")
                 alone = server.texts
-        yield Run(policy, known, before, server.speed, {
-            "real": means(real), "moved": moved, "requests": len(real), "spent": server.spent, "speed": server.speed,
-            "changed": sum(one != other for one, other in zip(texts, alone, strict=True)),
-            "foreign": loud.foreign_share(quiet) - loud.stolen_share(quiet),
-        })  # fmt: skip
+        yield Run(
+            policy,
+            known,
+            before,
+            server.speed,
+            {
+                "real": means(real),
+                "moved": moved,
+                "requests": len(real),
+                "spent": server.spent,
+                "speed": server.speed,
+                "changed": sum(one != other for one, other in zip(texts, alone, strict=True)),
+                "foreign": loud.foreign_share(quiet) - loud.stolen_share(quiet),
+            },
+        )
 
 
 def order(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, str, Spread, Spread]]:

@@ -100,9 +100,16 @@ def _run_studies(arguments: argparse.Namespace) -> int:
     for study in studies:
         with _timed(study.name, arguments) as progress:
             results = run_study(
-                study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
-                jobs=arguments.jobs, region=arguments.region, only=arguments.rows, progress=progress,
-            )  # fmt: skip
+                study,
+                quick=arguments.quick,
+                scale=arguments.scale,
+                seed=arguments.seed,
+                seeds=arguments.seeds,
+                jobs=arguments.jobs,
+                region=arguments.region,
+                only=arguments.rows,
+                progress=progress,
+            )
         all_results.append(results)
         found = results.to_json()
         _print([found], document([results], flags, share), arguments)
@@ -129,9 +136,13 @@ def _run_figures(arguments: argparse.Namespace) -> int:
     arguments.seeds = seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     with _timed("figures", arguments) as progress:
         results = compute(
-            [known[name] for name in names], seeds=seeds, first=arguments.seed or 0, quick=arguments.quick,
-            jobs=arguments.jobs, progress=progress,
-        )  # fmt: skip
+            [known[name] for name in names],
+            seeds=seeds,
+            first=arguments.seed or 0,
+            quick=arguments.quick,
+            jobs=arguments.jobs,
+            progress=progress,
+        )
     flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + _flags(arguments)
     flags += "" if arguments.markdown is None else f" --markdown {arguments.markdown}"
     text = document(results, f"chorus simulate figures{flags}", seeds)

@@ -38,10 +38,13 @@ def _study(results: Results, flags: str, share: float) -> Iterator[str]:
     for strip in results.region:
         yield ""
         heads = [f"orders by {strip.axis.name}", *(point_text(strip, point) for point, _ in strip.points)]
-        yield from markdown_table(heads, (
-            [order_text(same[0]), *(held_text(o) if o.holds_in(share) else f"~~{held_text(o)}~~" for o in same)]
-            for same in zip(*(orders for _, orders in strip.points), strict=True)
-        ))  # fmt: skip
+        yield from markdown_table(
+            heads,
+            (
+                [order_text(same[0]), *(held_text(o) if o.holds_in(share) else f"~~{held_text(o)}~~" for o in same)]
+                for same in zip(*(orders for _, orders in strip.points), strict=True)
+            ),
+        )
 
 
 def _cells(results: Results, row: Row) -> Iterator[str]:

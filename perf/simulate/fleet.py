@@ -64,9 +64,13 @@ class Fleet:
             engine.close()
 
     def simulate(
-        self, trace: Sequence[TraceRequest], policy: str, before: Sequence[TraceRequest] = (),
-        works: Works | None = None, speed: float = 1.0,
-    ) -> tuple[Records, float]:  # fmt: skip
+        self,
+        trace: Sequence[TraceRequest],
+        policy: str,
+        before: Sequence[TraceRequest] = (),
+        works: Works | None = None,
+        speed: float = 1.0,
+    ) -> tuple[Records, float]:
         """Serve a trace in virtual time, from second 0 on: its records, and the seconds that replicas computed. The
         means of answers are learned, as in the front.
 
@@ -79,13 +83,16 @@ class Fleet:
         earlier = [each._replace(id=_EARLIER + each.id, arrival=begin + each.arrival) for each in before]
         simulation = Simulation(
             works.slower(self.profile), self.config, self.replicas, adapters=self.adapters, now=begin
-        )  # fmt: skip
+        )
         estimates = simulation.estimates()
         migrating = Migrating("greedy", MigrationSettings.of(MIGRATION), estimates.costs, self.adapters)
         records = simulation.run(
-            [*earlier, *trace], POLICIES[policy](estimates, 0), [migrating], answers=estimates.answers,
+            [*earlier, *trace],
+            POLICIES[policy](estimates, 0),
+            [migrating],
+            answers=estimates.answers,
             host=Host(works, speed),
-        )  # fmt: skip
+        )
         return _since(records, 0.0), sum(replica.executor.busy_seconds for replica in simulation.replicas)
 
 
@@ -128,13 +135,21 @@ def skewed(
 
     settings: FIELD=VALUE, other fields of the workload. Adapters of a trace are served adapters, in turns.
     """
-    spec = WorkloadSpec.parse({
-        "seed": seed, "duration": seconds, "arrivals": {"process": "poisson", "rate": rate},
-        "popularity": {"kind": "power_law", "exponent": 2.0},
-        "lengths": {"kind": "laws", "prompt": {"law": "uniform", "low": 16, "high": 128},
-                    "output": {"law": "uniform", "low": 8, "high": 96}},
-        "adapters": {"count": len(ranks), "ranks": {"kind": "fixed", "rank": 8}},
-    }, settings=settings)  # fmt: skip
+    spec = WorkloadSpec.parse(
+        {
+            "seed": seed,
+            "duration": seconds,
+            "arrivals": {"process": "poisson", "rate": rate},
+            "popularity": {"kind": "power_law", "exponent": 2.0},
+            "lengths": {
+                "kind": "laws",
+                "prompt": {"law": "uniform", "low": 16, "high": 128},
+                "output": {"law": "uniform", "low": 8, "high": 96},
+            },
+            "adapters": {"count": len(ranks), "ranks": {"kind": "fixed", "rank": 8}},
+        },
+        settings=settings,
+    )
     names, known = sorted(ranks), dict[str | None, str]()
     for each in spec:
         known.setdefault(each.adapter, names[len(known) % len(names)])

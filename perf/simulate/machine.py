@@ -170,9 +170,13 @@ class Host:
         self._client.do(now, works.client.of_prompt(tokens), sent)
 
     def deliver(
-        self, now: float, rows: int, began: Sequence[TraceRequest], ended: Sequence[tuple[int, Served]],
+        self,
+        now: float,
+        rows: int,
+        began: Sequence[TraceRequest],
+        ended: Sequence[tuple[int, Served]],
         done: Callable[[Served], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have a step's tokens go through front and client.
 
         began: requests that have their first token among them. ended: requests that end, by id. done: called with

@@ -118,9 +118,9 @@ METRICS: Mapping[str, Metric] = {
     "ttft_p50": Metric("median TTFT, ms", _MS, 0, lambda it: float(np.median(it.of("ttft")))),
     "ttft_p99": Metric("TTFT p99, ms", _MS, 0, _percentile("ttft", 99)),
     "ttft_most": Metric("longest TTFT, ms", _MS, 0, lambda it: float(it.of("ttft").max())),
-    "queue_per_token": Metric("queueing per token, ms", _MS, 1, lambda it: (
-        float((it.of("queue") / it.of("tokens")).mean())
-    )),
+    "queue_per_token": Metric(
+        "queueing per token, ms", _MS, 1, lambda it: float((it.of("queue") / it.of("tokens")).mean())
+    ),
     "rate_at_limit": Metric("requests/s at the limit"),
     "others_ttft_p99": Metric("others' TTFT p99, ms", _MS, 0, _others_p99),
     "e2e_mean": Metric("latency, ms", _MS, 0, _mean("e2e")),
@@ -128,46 +128,56 @@ METRICS: Mapping[str, Metric] = {
     "time_per_token_p99": Metric("time per token p99, ms", _MS, 1, _percentile("time_per_token", 99)),
     "time_per_token_p90": Metric("time per token p90, ms", _MS, 1, _percentile("time_per_token", 90)),
     # the sum of latencies over the sum of tokens, which is dLoRA's latency (§7.1)
-    "latency_per_token": Metric("latency over tokens, ms", _MS, 1, lambda it: (
-        float(it.of("e2e").sum() / it.of("tokens").sum())
-    )),
-    "merged_share": Metric("merged steps, %", _PERCENT, 1, lambda it: (
-        it.total(lambda each: each.executor.num_merged_steps) / it.total(lambda each: each.engine.stats().num_steps)
-    )),
+    "latency_per_token": Metric(
+        "latency over tokens, ms", _MS, 1, lambda it: float(it.of("e2e").sum() / it.of("tokens").sum())
+    ),
+    "merged_share": Metric(
+        "merged steps, %",
+        _PERCENT,
+        1,
+        lambda it: (
+            it.total(lambda each: each.executor.num_merged_steps) / it.total(lambda each: each.engine.stats().num_steps)
+        ),
+    ),
     "merges": Metric("merges", 1, 0, lambda it: it.total(lambda each: each.engine.merging.num_merges)),
     "slo_attainment": Metric("within SLO, %", _PERCENT, 1, Outcome.within_slo),
     "cold_share": Metric("cold-start share, %", _PERCENT, 1, _mean("cold_share")),
     "tokens_per_second": Metric("output tokens/s", 1, 0, lambda it: float(it.tokens.sum()) / it.seconds),
     "total_tokens_per_second": Metric("tokens/s", 1, 0, lambda it: it.all_tokens / it.seconds),
     "requests_per_second": Metric("requests/s", 1, 1, lambda it: int(it.counted.sum()) / it.seconds),
-    "cold_starts_per_second": Metric("cold starts/s", 1, 1, lambda it: (
-        it.total(lambda each: each.engine.num_cold_starts) / it.seconds
-    )),
+    "cold_starts_per_second": Metric(
+        "cold starts/s", 1, 1, lambda it: it.total(lambda each: each.engine.num_cold_starts) / it.seconds
+    ),
     "assisted_share": Metric("assisted cold starts, %", _PERCENT, 1, lambda it: it.assisted / it.starts),
     "cold_start_regret": Metric("regret of a cold start, ms", _MS, 2, lambda it: it.regret / it.starts),
     # of the request that ended first: what it waited for loads, its own and others'
     "first_cold": Metric("first cold start, ms", _MS, 1, lambda it: float(it.of("cold_share")[0] * it.of("e2e")[0])),
     "replica_hours": Metric("replica-hours", 1, 2, lambda it: it.replica_seconds / 3600),
-    "replicas_in_use": Metric("replicas in use", 1, 1, lambda it: (
-        float((it.loads > 0).sum(axis=1).mean()) if len(it.loads) else None
-    )),
+    "replicas_in_use": Metric(
+        "replicas in use", 1, 1, lambda it: float((it.loads > 0).sum(axis=1).mean()) if len(it.loads) else None
+    ),
     "replicas_released": Metric("idle for ≥ 1 min, %", _PERCENT, 1, Outcome.released),
-    "busy_batch": Metric("batch of busy ones", 1, 1, lambda it: (
-        float((it.records.column("e2e") - it.records.column("queue")).sum(dtype=np.float64)) / it.busy
-    )),
+    "busy_batch": Metric(
+        "batch of busy ones",
+        1,
+        1,
+        lambda it: float((it.records.column("e2e") - it.records.column("queue")).sum(dtype=np.float64)) / it.busy,
+    ),
     "ttft_increase": Metric("TTFT, +%", _PERCENT, 0),
     "others_ttft_p99_increase": Metric("others' TTFT p99, +%", _PERCENT, 0),
     "time_per_token_increase": Metric("time per token, +%", _PERCENT, 0),
     "e2e_increase": Metric("latency, +%", _PERCENT, 0),
     "moved": Metric("requests moved", 1, 0, lambda it: it.records.num_moved),
     "simulated_seconds": Metric("simulated, s", 1, 0, lambda it: it.seconds),
-}  # fmt: skip
+}
 
 #: Metrics that are relative to another row, and the metric that they compare.
 INCREASES = {
-    "ttft_increase": "ttft_mean", "others_ttft_p99_increase": "others_ttft_p99",
-    "time_per_token_increase": "time_per_token_mean", "e2e_increase": "e2e_mean",
-}  # fmt: skip
+    "ttft_increase": "ttft_mean",
+    "others_ttft_p99_increase": "others_ttft_p99",
+    "time_per_token_increase": "time_per_token_mean",
+    "e2e_increase": "e2e_mean",
+}
 
 
 def metrics_of(outcome: Outcome) -> dict[str, float]:

@@ -103,8 +103,14 @@ class HttpServer:
         count = max(1, request.prompt_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
         ids = self._tokenizer.encode(letters, add_special_tokens=False).ids[:count]
         text = self._tokenizer.decode(ids)
-        return {"model": request.adapter or self._base, "prompt": text, "max_tokens": request.output_tokens,
-                "stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}  # fmt: skip
+        return {
+            "model": request.adapter or self._base,
+            "prompt": text,
+            "max_tokens": request.output_tokens,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "temperature": 0.0,
+        }
 
 
 def processor_seconds(pid: int) -> float:

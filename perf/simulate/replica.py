@@ -106,16 +106,21 @@ class Replica:
         self.phase = Phase.SERVING
         self.clock = VirtualClock(now - _BEFORE)
         self.engine, self.executor = simulated_engine(
-            profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
+            profile,
+            adapters,
+            config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None),
+            self.clock,
             **options,
-        )  # fmt: skip
+        )
         self.clock.now = now
         self.wake = math.inf
         store, self._registered = self.engine.store, set[str]()
         self.state = ReplicaState(
-            self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA, self._registered),
-            on_host=_Adapters(store, _HOST, self._registered), name=f"replica-{index}",
-        )  # fmt: skip
+            self.engine.config.max_num_seqs,
+            resident=_Adapters(store, _ARENA, self._registered),
+            on_host=_Adapters(store, _HOST, self._registered),
+            name=f"replica-{index}",
+        )
         self.failures: list[float] = []  # arrivals of requests that were refused or ended with an error
         self.began: list[TraceRequest] = []  # requests that had their first token in the last step
         self.ended: list[TraceRequest] = []  # by the last step, failures included
@@ -312,10 +317,16 @@ class Replica:
                 started = now if found.start is None else found.start
                 done(
                     Served(
-                        item.arrival, each.first_token - item.arrival, now - item.arrival, started - item.arrival,
-                        found.cold, request.num_output_tokens, self.index, item.tenant,
+                        item.arrival,
+                        each.first_token - item.arrival,
+                        now - item.arrival,
+                        started - item.arrival,
+                        found.cold,
+                        request.num_output_tokens,
+                        self.index,
+                        item.tenant,
                     )
-                )  # fmt: skip
+                )
 
     def _fail(self, request_id: str) -> None:
         each = self._open.pop(request_id)

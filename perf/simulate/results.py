@@ -81,9 +81,14 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         order = self.order
         return {
-            "metric": order.metric, "rows": order.order, "source": order.source, "within": order.within,
-            "held": self.held, "seeds": self.seeds, "pairs": list(map(asdict, self.pairs)),
-        }  # fmt: skip
+            "metric": order.metric,
+            "rows": order.order,
+            "source": order.source,
+            "within": order.within,
+            "held": self.held,
+            "seeds": self.seeds,
+            "pairs": list(map(asdict, self.pairs)),
+        }
 
 
 def judge(
@@ -149,16 +154,21 @@ class Results:
             ],
             "spreads": {row.name: {name: self.spreads[row.name][name] for name in names} for row in self.study.rows},
             "orders": [order.to_json() for order in self.orders],
-        }  # fmt: skip
+        }
         if self.failed:
             found["failed"] = self.failed
         if self.region:
             found["region"] = [
-                {"axis": strip.axis.name, "fields": strip.axis.fields, "points": [
-                    {"point": point, "orders": [order.to_json() for order in orders]} for point, orders in strip.points
-                ]}
+                {
+                    "axis": strip.axis.name,
+                    "fields": strip.axis.fields,
+                    "points": [
+                        {"point": point, "orders": [order.to_json() for order in orders]}
+                        for point, orders in strip.points
+                    ],
+                }
                 for strip in self.region
-            ]  # fmt: skip
+            ]
         return found
 
 
@@ -189,13 +199,17 @@ def run_study(
     places: list[tuple[Axis, Any] | None] = [None]
     if region:
         places += [(axis, point) for axis in study.region for point in axis.points]
-    found = simulate({
-        (index, number, row.name): Task(
-            f"{study.name}: row {row.name!r}",
-            study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
-        )
-        for (index, place), number, row in itertools.product(enumerate(places), numbers, study.rows)
-    }, jobs=jobs, progress=progress)  # fmt: skip
+    found = simulate(
+        {
+            (index, number, row.name): Task(
+                f"{study.name}: row {row.name!r}",
+                study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
+            )
+            for (index, place), number, row in itertools.product(enumerate(places), numbers, study.rows)
+        },
+        jobs=jobs,
+        progress=progress,
+    )
     runs = [
         [_completed(study, {row.name: found[index, number, row.name] for row in study.rows}) for number in numbers]
         for index in range(len(places))

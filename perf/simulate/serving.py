@@ -62,11 +62,20 @@ def _run(setup: Setup) -> dict[str, float]:
     spec, config = WorkloadSpec.parse(setup.workload, setup.directory), engine_config(setup.engine)
     told_rank = None if setup.router.sees_ranks else mean_rank(spec)
     simulation = Simulation(
-        profile, config, setup.replicas, targets=setup.targets, stream=setup.stream, mix=setup.mix,
-        most_prompts=setup.most_prompts, most_rows=setup.most_rows, keep_idle=setup.keep_idle,
-        tells_tenants=setup.tells_tenants, told_rank=told_rank, assist=setup.assist,
+        profile,
+        config,
+        setup.replicas,
+        targets=setup.targets,
+        stream=setup.stream,
+        mix=setup.mix,
+        most_prompts=setup.most_prompts,
+        most_rows=setup.most_rows,
+        keep_idle=setup.keep_idle,
+        tells_tenants=setup.tells_tenants,
+        told_rank=told_rank,
+        assist=setup.assist,
         policies=lambda: _policies(setup, config, profile),
-    )  # fmt: skip
+    )
     source: Iterable[TraceRequest] = spec
     _place(setup, spec, simulation)
     if setup.preload is not None:
@@ -88,9 +97,15 @@ def _run(setup: Setup) -> dict[str, float]:
         looks.append([replica.state.num_requests for replica in seen])
 
     records = simulation.run(
-        source, _policy(router, estimates, spec.seed, told_rank), [scaling, _migrating(setup, simulation)],
-        clients=setup.clients, watch=look, period=LOOK, staleness=router.staleness, answers=answers if learns else None,
-    )  # fmt: skip
+        source,
+        _policy(router, estimates, spec.seed, told_rank),
+        [scaling, _migrating(setup, simulation)],
+        clients=setup.clients,
+        watch=look,
+        period=LOOK,
+        staleness=router.staleness,
+        answers=answers if learns else None,
+    )
     outcome = Outcome(
         setup,
         records,

@@ -71,9 +71,13 @@ class Simulation:
                 each(event, cluster)
 
         return simulate(
-            self.known(requests), self.replicas, route, make=self.make, controller=controller if control else None,
+            self.known(requests),
+            self.replicas,
+            route,
+            make=self.make,
+            controller=controller if control else None,
             **options,
-        )  # fmt: skip
+        )
 
     def known(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
         """The same requests; their adapters are in the catalogue."""

@@ -106,10 +106,15 @@ class WorkloadSpec(Strict):
                 index = np.where(to_base.random(n) < self.adapters.base_share, BASE, index)
             if n:
                 yield from map(
-                    TraceRequest, range(first, first + n), (times[:n] / NS).tolist(), self._names(chosen, index),
-                    prompt[:n].tolist(), output[:n].tolist(), self._ranks(chosen, index),
+                    TraceRequest,
+                    range(first, first + n),
+                    (times[:n] / NS).tolist(),
+                    self._names(chosen, index),
+                    prompt[:n].tolist(),
+                    output[:n].tolist(),
+                    self._ranks(chosen, index),
                     self._tenants(chosen, index, first),
-                )  # fmt: skip
+                )
             first += n
             if n < len(times) or first == self.requests:
                 return

@@ -89,9 +89,9 @@ class Csv(Strict):
             if len(values) != len(header):
                 problem = f"{len(values)} fields, the header has {len(header)}"
                 raise TraceError(self.path, line, problem, "mend or drop the line")
-            row = TraceRow(**{
-                field: self._value(line, field, header[place], values[place]) for field, place in columns.items()
-            })  # fmt: skip
+            row = TraceRow(
+                **{field: self._value(line, field, header[place], values[place]) for field, place in columns.items()}
+            )
             if found and not self.sort and (row.arrival or 0.0) < (found[-1].arrival or 0.0):
                 value = values[columns["arrival"]]
                 mend = "it is before the row above; sort the file by time of arrival, or set sort"
@@ -150,5 +150,7 @@ def _at_least(least: int) -> tuple[Callable[[str], int], str]:
 
 _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "arrival": (_seconds, "seconds, or a time like 2023-11-16 18:17:03.98"),
-    "prompt_tokens": _at_least(1), "output_tokens": _at_least(1), "rank": _at_least(0),
-}  # fmt: skip
+    "prompt_tokens": _at_least(1),
+    "output_tokens": _at_least(1),
+    "rank": _at_least(0),
+}

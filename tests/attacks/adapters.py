@@ -141,6 +141,7 @@ def show(found: Sequence[Decided], gaps: dict[str, list[float]]) -> None:
     table = Table("gaps between the neighbour's tokens, ms", ["", "gaps", "p99", "p99.9", "max"])
     for name, seconds in gaps.items():
         ms = spread((1e3 * gap for gap in seconds), (99, 99.9))
+        assert ms is not None, f"no gaps of {name}"
         table.add(name, len(seconds), ms["p99"], ms["p99.9"], ms["max"])
     table.show()
 

@@ -41,8 +41,13 @@ def company(address: Address, number: int, rules: Sequence[str]) -> Iterator[Non
 
     def ask_on(index: int) -> None:
         for turn in itertools.count(index):
-            body = {"prompt": f"a{turn}", "max_tokens": 400, "ignore_eos": True, "temperature": 1.0,
-                    "grammar": f"start: s\n{rules[turn % len(rules)]}"}  # fmt: skip
+            body = {
+                "prompt": f"a{turn}",
+                "max_tokens": 400,
+                "ignore_eos": True,
+                "temperature": 1.0,
+                "grammar": f"start: s\n{rules[turn % len(rules)]}",
+            }
             with suppress(OSError), ask(address, "/v1/completions", json.dumps(body).encode()) as connection:
                 while not over.is_set() and connection.recv(1 << 16):
                     pass
@@ -88,8 +93,12 @@ def main() -> int:
         with company(server.address, args.others, AMBIGUOUS):
             beside = latencies(server.url, args.requests, args.tokens)
     times = median(beside) / median(alone)
-    result = {"alone_ms": 1e3 * median(alone), "plain_ms": 1e3 * median(plain),
-              "beside_ms": 1e3 * median(beside), "worst_ms": 1e3 * max(beside)}  # fmt: skip
+    result = {
+        "alone_ms": 1e3 * median(alone),
+        "plain_ms": 1e3 * median(plain),
+        "beside_ms": 1e3 * median(beside),
+        "worst_ms": 1e3 * max(beside),
+    }
     return judge(result, [Goal("neighbour's median, times that alone", times, args.most, at_most=True)])
 
 

@@ -64,8 +64,16 @@ class Neighbour:
 
 
 def _stream(address: Address, times: Any, count: Any) -> None:
-    body = json.dumps({"prompt": "neighbour", "max_tokens": 400, "ignore_eos": True, "stream": True,
-                       "temperature": 0, "return_token_ids": True}).encode()  # fmt: skip
+    body = json.dumps(
+        {
+            "prompt": "neighbour",
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+    ).encode()
     attacker = multiprocessing.parent_process()
     while attacker is not None and attacker.is_alive():  # one that was killed has closed nothing
         with suppress(OSError), ask(address, "/v1/completions", body) as connection:

@@ -108,15 +108,22 @@ class Chaos:
         self._random = random.Random(seed)
         self._reloads = Reloads()
         self._bodies = [
-            body for questions in skill_questions(BUILTIN_NAME, QUESTIONS, seed).values() for question in questions
+            body
+            for questions in skill_questions(BUILTIN_NAME, QUESTIONS, seed).values()
+            for question in questions
             for body in [{**question.body(), "stream": False}]
-        ]  # fmt: skip
+        ]
         for index in range(LONG_QUESTIONS):
             rest: dict[str, Any] = {"temperature": 1.0, "seed": index} if index % 2 else {"temperature": 0}
             self._bodies.append(
-                {"model": (BUILTIN_NAME, *CONTENTS)[index % 4], "prompt": f"long {index}\n", "ignore_eos": True,
-                 "max_tokens": LONG_TOKENS, **rest}
-            )  # fmt: skip
+                {
+                    "model": (BUILTIN_NAME, *CONTENTS)[index % 4],
+                    "prompt": f"long {index}\n",
+                    "ignore_eos": True,
+                    "max_tokens": LONG_TOKENS,
+                    **rest,
+                }
+            )
         self._expected: list[str] = []
         self._word = "".join(self._random.choices("abcdefghij", k=6))
         self._stop = threading.Event()
@@ -358,9 +365,7 @@ class Chaos:
             fields = line.split()
             if int(fields[2].rpartition(":")[2], 16) == port:
                 for pid in self._server.children("api-server"):
-                    if any(
-                        os.readlink(one) == f"socket:[{fields[9]}]" for one in Path(f"/proc/{pid}/fd").iterdir()
-                    ):  # fmt: skip
+                    if any(os.readlink(one) == f"socket:[{fields[9]}]" for one in Path(f"/proc/{pid}/fd").iterdir()):
                         return pid
         return self._server.pid
 

@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from typing import Any, cast
 
 from .attacked_server import Address
 
@@ -50,8 +50,10 @@ class Answer:
         said = json.loads(self.body)
         if not isinstance(said, dict) or "choices" not in said:
             return said
-        texts = ((one["index"], one.get("text", (one.get("message") or {}).get("content")), one["finish_reason"])
-                 for one in said["choices"])  # fmt: skip
+        texts = (
+            (one["index"], one.get("text", (one.get("message") or {}).get("content")), one["finish_reason"])
+            for one in said["choices"]
+        )
         return sorted((index, text or "", ends) for index, text, ends in texts)
 
     def fault(self) -> str | None:
@@ -84,7 +86,9 @@ def exchange(address: Address, raw: bytes, may_wait: bool = False) -> Answer:
         with socket.create_connection(address, timeout=HANG_SECONDS) as connection:
             with suppress(OSError):  # it may be answered before all of it was read
                 connection.sendall(raw)
-            response = HTTPResponse(_Received(connection, may_wait), method="HEAD" if is_head else None)
+            response = HTTPResponse(
+                cast(socket.socket, _Received(connection, may_wait)), method="HEAD" if is_head else None
+            )
             response.begin()
             return Answer(response.status, response.headers.get("content-type", ""), response.read(), not is_head)
     except (HTTPException, OSError, ValueError) as error:

@@ -265,10 +265,22 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="chorus-fuzz-") as where:
         root, spare = directories(Path(where))
         flags = [
-            "--adapters", str(root), "--adapter-roots", f"{root}:{spare}", "--memory-bytes", "4MiB", "--threads", "1",
-            "--block-tokens", "4",
-            "--host-cache-bytes", "1MiB", "--max-waiting", "64", *(word for name in PATIENCE for word in (name, "900")),
-        ]  # fmt: skip
+            "--adapters",
+            str(root),
+            "--adapter-roots",
+            f"{root}:{spare}",
+            "--memory-bytes",
+            "4MiB",
+            "--threads",
+            "1",
+            "--block-tokens",
+            "4",
+            "--host-cache-bytes",
+            "1MiB",
+            "--max-waiting",
+            "64",
+            *(word for name in PATIENCE for word in (name, "900")),
+        ]
         with launched(flags) as server:
             fuzz = Fuzz(server, root, spare, args.seed, args.questions)
             fuzz.prepare()
@@ -278,9 +290,16 @@ def main(argv: list[str] | None = None) -> int:
             more = fuzz.run(args.first, args.requests, args.clients)
     found = fuzz.found
     answers = found.counts["answers"] + found.counts["answers of mutants"]
-    result = {"ok": not found.violations, "requests": args.requests, "answers": answers, "first": args.first,
-              "violations": len(found.violations), **more, "seconds": round(time.monotonic() - began, 1),
-              "counts": dict(sorted(found.counts.items()))}  # fmt: skip
+    result = {
+        "ok": not found.violations,
+        "requests": args.requests,
+        "answers": answers,
+        "first": args.first,
+        "violations": len(found.violations),
+        **more,
+        "seconds": round(time.monotonic() - began, 1),
+        "counts": dict(sorted(found.counts.items())),
+    }
     return conclude(result, result["ok"])
 
 

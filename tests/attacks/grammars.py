@@ -35,12 +35,20 @@ COMPILE_BAR, MASK_BAR = 2.0, 0.5
 """Seconds of the CPU that a hostile grammar may take to compile, and for one token."""
 
 _LEAVES: tuple[dict[str, Any], ...] = (
-    {"type": "string", "maxLength": 5}, {"type": "string", "minLength": 2, "maxLength": 4}, {"type": "boolean"},
-    {"type": "string", "pattern": "^[a-c]+(-[0-9]{2})?$"}, {"type": "null"}, {"type": "integer", "multipleOf": 7},
-    {"type": "integer", "minimum": -20, "exclusiveMaximum": 1000}, {"type": "number", "minimum": 0, "maximum": 1.5},
-    {"type": "string", "format": "date"}, {"type": "string", "format": "uuid"}, {"enum": ["é", "\\\"", 1, None, [2]]},
-    {"const": {"a b": ["\n", 1.5]}}, {"type": ["integer", "null"], "maximum": 9, "minimum": 0},
-)  # fmt: skip
+    {"type": "string", "maxLength": 5},
+    {"type": "string", "minLength": 2, "maxLength": 4},
+    {"type": "boolean"},
+    {"type": "string", "pattern": "^[a-c]+(-[0-9]{2})?$"},
+    {"type": "null"},
+    {"type": "integer", "multipleOf": 7},
+    {"type": "integer", "minimum": -20, "exclusiveMaximum": 1000},
+    {"type": "number", "minimum": 0, "maximum": 1.5},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"enum": ["é", '\\"', 1, None, [2]]},
+    {"const": {"a b": ["\n", 1.5]}},
+    {"type": ["integer", "null"], "maximum": 9, "minimum": 0},
+)
 
 
 def random_schema(draw: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -59,8 +67,12 @@ def random_schema(draw: random.Random, depth: int = 3) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": inner[0], "maxProperties": 2}
     names = draw.sample(["a", "b b", "ü", "d-e", '"f"'], len(inner))
     required = draw.sample(names, draw.randint(0, len(names)))
-    return {"type": "object", "properties": dict(zip(names, inner, strict=True)), "required": required,
-            "additionalProperties": False}  # fmt: skip
+    return {
+        "type": "object",
+        "properties": dict(zip(names, inner, strict=True)),
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def hostile() -> dict[str, dict[str, Any]]:
@@ -85,23 +97,41 @@ def hostile() -> dict[str, dict[str, Any]]:
         "gbnf": {"ebnf": "root ::= " + "(" * 2000 + '"a"' + ")" * 2000},
         "choices": {"guided_choice": [f"choice {i}" for i in range(2000)]},
         "properties": {"json_schema": {"type": "object", "properties": {f"p{i}": text for i in range(1000)}}},
-        "one of": {"json_schema": {"oneOf": [{"type": "object", "properties": {f"k{i}": text}, "required": [f"k{i}"],
-                                              "additionalProperties": False} for i in range(250)]}},
+        "one of": {
+            "json_schema": {
+                "oneOf": [
+                    {
+                        "type": "object",
+                        "properties": {f"k{i}": text},
+                        "required": [f"k{i}"],
+                        "additionalProperties": False,
+                    }
+                    for i in range(250)
+                ]
+            }
+        },
         "doubled": {"json_schema": {"$ref": "#/$defs/d0", "$defs": {**doubled, "d25": {"type": "object"}}}},
-        "crossed": {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(4)]}
-                                              for i in range(14)]}},
+        "crossed": {
+            "json_schema": {
+                "allOf": [{"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(4)]} for i in range(14)]
+            }
+        },
         "itself": {"json_schema": {"$ref": "#"}},
         "list": {"json_schema": {"properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "type": "object"}},
         "far": {"json_schema": {"$ref": "http://127.0.0.1:9/schema.json"}},
         "file": {"json_schema": {"$ref": "file:///etc/passwd"}},
         "items": {"json_schema": {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}},
         "length": {"json_schema": {"type": "string", "minLength": 10**6, "maxLength": 10**7}},
-        "patterns": {"json_schema": {"type": "object", "properties": {
-            f"p{i}": {"type": "string", "pattern": f".*a.{{{200 + i}}}b"} for i in range(300)}}},
+        "patterns": {
+            "json_schema": {
+                "type": "object",
+                "properties": {f"p{i}": {"type": "string", "pattern": f".*a.{{{200 + i}}}b"} for i in range(300)},
+            }
+        },
         "multiple": {"json_schema": {"type": "integer", "multipleOf": 99999989, "minimum": 3}},
         "multiples": {"json_schema": {"type": "integer", "allOf": [{"multipleOf": 999983}, {"multipleOf": 999979}]}},
         "deep": {"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000},
-    }  # fmt: skip
+    }
 
 
 @dataclass

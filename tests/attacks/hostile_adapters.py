@@ -138,8 +138,19 @@ def _edit(path: Path, rng: random.Random) -> None:
     pieces = ["(", ")", "*", "+", "{9,}", ".*", "|", "[a-z]", "q_proj", "\\d", "(?=", "x", "?", "^", "$", "é", "\\"]
     pattern = "".join(rng.choices(pieces, k=rng.randrange(1, 400)))
     values = [pattern, [pattern] * rng.randrange(2000), {pattern: 4}, None, -1, 10**18, True, rng.random(), [[[]]]]
-    fields = ["r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "exclude_modules",
-              "layers_to_transform", "layers_pattern", "use_rslora", "bias", "init_lora_weights"]  # fmt: skip
+    fields = [
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "rank_pattern",
+        "alpha_pattern",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "use_rslora",
+        "bias",
+        "init_lora_weights",
+    ]
     _config(path, **{rng.choice(fields): rng.choice(values) for _ in range(rng.choice([1, 1, 2, 3]))})
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -88,13 +89,18 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     q, kv = heads * head_dim, kv_heads * head_dim
     layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize)
     dims = {
-        "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
-        "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-    }  # fmt: skip
+        "q_proj": (hidden, q),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (q, hidden),
+        "gate_proj": (hidden, ffn),
+        "up_proj": (hidden, ffn),
+        "down_proj": (ffn, hidden),
+    }
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
-    def vector(width: int, wanted: bool = True, centre: float = 1.0) -> torch.Tensor | None:
+    def vector(width: int, wanted: bool = True, centre: float = 1.0) -> Any:
         return centre + 0.1 * torch.randn(width, generator=generator) if wanted else None
 
     def bias(width: int) -> torch.Tensor | None:
@@ -102,16 +108,21 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
 
     layers = [
         LayerWeights(
-            input_norm=vector(hidden), post_attention_norm=vector(hidden),
+            input_norm=vector(hidden),
+            post_attention_norm=vector(hidden),
             qkv=native.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
             o=native.pack(weights(hidden, q, scale=q**-0.5)),
             gate_up=native.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),
             down=native.pack(weights(hidden, ffn, scale=ffn**-0.5)),
-            qkv_bias=bias(q + 2 * kv), q_norm=vector(head_dim, own), k_norm=vector(head_dim, own),
-            o_bias=bias(hidden), gate_up_bias=bias(2 * ffn), down_bias=bias(hidden),
+            qkv_bias=bias(q + 2 * kv),
+            q_norm=vector(head_dim, own),
+            k_norm=vector(head_dim, own),
+            o_bias=bias(hidden),
+            gate_up_bias=bias(2 * ffn),
+            down_bias=bias(hidden),
         )
         for _ in range(num_layers)
-    ]  # fmt: skip
+    ]
     longest = rng.random() < 0.15
     requests = [
         Request([rng.randrange(vocab) for _ in range(rng.randint(100, 260) if longest and not i else length)], [])
@@ -136,10 +147,22 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         request.entries = _entries(rng, len(adapters))
     cos, sin = rotary_table(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 1 + max(len(r.tokens) for r in requests))
     model = native.NativeModel(
-        hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=vocab,
-        block_tokens=layout.block_tokens, eps=1e-5, layers=layers, embed=weights(vocab, hidden),
-        lm_head=native.pack(weights(vocab, hidden)), norm=vector(hidden), cos=cos, sin=sin, arena=arena,
-    )  # fmt: skip
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        block_tokens=layout.block_tokens,
+        eps=1e-5,
+        layers=layers,
+        embed=weights(vocab, hidden),
+        lm_head=native.pack(weights(vocab, hidden)),
+        norm=vector(hidden),
+        cos=cos,
+        sin=sin,
+        arena=arena,
+    )
     return World(model, layout, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
 
 
@@ -152,12 +175,17 @@ def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
     return [AdapterPart(rng.choice(RANKS), rng.choice((0.5, 1.0, 2.0)), layers, share) for share in shares]
 
 
-def _rows(part: AdapterPart, place: object, pages: list[int]) -> AdapterRows:
+def _rows(part: AdapterPart, place: Any, pages: list[int]) -> AdapterRows:
     slabs = place.slabs
     return AdapterRows(
-        pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems, slabs.a_offset, slabs.b_offset,
+        pages,
+        part.rank,
+        part.scale / part.rank**0.5,
+        slabs.slab_elems,
+        slabs.a_offset,
+        slabs.b_offset,
         place.first_elem,
-    )  # fmt: skip
+    )
 
 
 def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
@@ -239,8 +267,9 @@ def compute(decoder: native.NativeDecoder, world: World, rows: Sequence[Row]) ->
     width = max(map(len, tables))
     plan = native.NativeRows()
     plan.plan(indptr, torch.tensor([table + [0] * (width - len(table)) for table in tables]), lengths)
-    tensors = (torch.tensor(values) for values in (ids, positions, page, offset))
-    return decoder.forward(*tensors, plan, torch.arange(len(ids)), segments).clone()  # the next step overwrites them
+    tokens, at, pages, offsets = (torch.tensor(values) for values in (ids, positions, page, offset))
+    answer = decoder.forward(tokens, at, pages, offsets, plan, torch.arange(len(ids)), segments)
+    return answer.clone()  # the next step overwrites them
 
 
 def _close(segments: Segments, world: World, entries: list[int] | None, begin: int, end: int) -> None:

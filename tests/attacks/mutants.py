@@ -38,9 +38,11 @@ ODD: Sequence[Any] = (
 
 _PART = {"type": "text", "text": "abc"}
 _SCHEMA = {
-    "type": "object", "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
-    "required": ["a"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": _SCHEMA}}
 _FUNCTION = {"name": "f", "description": "abc", "parameters": _SCHEMA, "strict": True}
 _TOOLS = [{"type": "function", "function": _FUNCTION}, {"type": "function", "function": {"name": "g"}}]
@@ -48,11 +50,16 @@ _FLAT = [{"type": "function", **_FUNCTION}]
 _ANTHROPICS = [{"name": "f", "description": "abc", "input_schema": _SCHEMA}]
 _NAMED = {"type": "function", "function": {"name": "f"}}
 _CHOICES = (
-    "none", "auto", "required", _NAMED, {"type": "function", "name": "f"}, {"type": "any"},
+    "none",
+    "auto",
+    "required",
+    _NAMED,
+    {"type": "function", "name": "f"},
+    {"type": "any"},
     {"type": "tool", "name": "f"},
     {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_NAMED]}},
     {"type": "allowed_tools", "mode": "required", "tools": _FLAT},
-)  # fmt: skip
+)
 
 LIKELY: dict[str, Sequence[Any]] = {
     "n": (1, 2, 3), "max_tokens": (0, 1, 5, None), "max_completion_tokens": (1, 7), "logprobs": (0, 1, 5, True),
@@ -85,25 +92,53 @@ LIKELY: dict[str, Sequence[Any]] = {
 """Values that a field expects."""
 
 _BODIES = (
-    CompletionRequest, ChatCompletionRequest, TextToTokens, ChatToTokens, TokensToText, AddAdapter, LoadLoraAdapter,
+    CompletionRequest,
+    ChatCompletionRequest,
+    TextToTokens,
+    ChatToTokens,
+    TokensToText,
+    AddAdapter,
+    LoadLoraAdapter,
     UnloadLoraAdapter,
-)  # fmt: skip
+)
 _OF_OTHERS = (each for body in (ResponsesBody, MessagesBody) for each in (*body.model_fields, *body.refused))
 _OF_BODIES = (field.alias or name for body in _BODIES for name, field in body.model_fields.items())
 FIELDS = sorted({*ALIASES, *HARMLESS, *NEUTRAL, *_OF_BODIES, *_OF_OTHERS})
 """Every field that a body may have, in any call."""
 
 HEADERS = (
-    b"content-type: text/plain", b"content-type: application/json; charset=x", b"content-type:",
-    b"host: evil.org", b"host:", b"origin: http://evil.org", b"origin: null", b"expect: 100-continue",
+    b"content-type: text/plain",
+    b"content-type: application/json; charset=x",
+    b"content-type:",
+    b"host: evil.org",
+    b"host:",
+    b"origin: http://evil.org",
+    b"origin: null",
+    b"expect: 100-continue",
     b"expect: nothing",
-    b"transfer-encoding: gzip", b"transfer-encoding: chunked, chunked", b"content-encoding: gzip",
-    b"upgrade: websocket", b"connection: upgrade", b"authorization: Bearer \xff\xfe",
-    b"x-request-id: " + b"r" * 5000, b"x-request-id: \x7f",
-    b"cookie: " + b"c" * 20000, b"x: " + b"y" * 70000, b"content-length: 5", b"content-length: -1",
-    b"content-length: 99999999999999999999", b"content-length: 1e3", b"accept: text/event-stream", b": x", b"no colon",
-    b" folded: x", b"x\0y: z", b"range: bytes=0-1", b"traceparent: 00-x", b"forwarded: for=1.2.3.4",
-)  # fmt: skip
+    b"transfer-encoding: gzip",
+    b"transfer-encoding: chunked, chunked",
+    b"content-encoding: gzip",
+    b"upgrade: websocket",
+    b"connection: upgrade",
+    b"authorization: Bearer \xff\xfe",
+    b"x-request-id: " + b"r" * 5000,
+    b"x-request-id: \x7f",
+    b"cookie: " + b"c" * 20000,
+    b"x: " + b"y" * 70000,
+    b"content-length: 5",
+    b"content-length: -1",
+    b"content-length: 99999999999999999999",
+    b"content-length: 1e3",
+    b"accept: text/event-stream",
+    b": x",
+    b"no colon",
+    b" folded: x",
+    b"x\0y: z",
+    b"range: bytes=0-1",
+    b"traceparent: 00-x",
+    b"forwarded: for=1.2.3.4",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +216,11 @@ def structured_calls() -> list[Call]:
     used = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     turns = [*user, {"role": "assistant", "tool_calls": [used]}, {"role": "tool", "tool_call_id": "1", "content": "5"}]
     items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "abc"}]}, {"type": "reasoning", "summary": []},
+        {"role": "user", "content": [{"type": "input_text", "text": "abc"}]},
+        {"type": "reasoning", "summary": []},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "1", "output": "5"},
-    ]  # fmt: skip
+    ]
     blocks = [
         {"role": "user", "content": [_PART]},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
@@ -194,25 +230,43 @@ def structured_calls() -> list[Call]:
     responses = {"input": items, "tools": _FLAT, "max_output_tokens": MAX_TOKENS, "instructions": "abc"}
     messages = {"messages": blocks, "tools": _ANTHROPICS, "max_tokens": MAX_TOKENS, "system": [_PART]}
     return [
-        *(Call("POST", CHAT, {**chat, "tool_choice": choice, "stream": stream})
-          for choice in ("auto", "required", _NAMED) for stream in (False, True)),
+        *(
+            Call("POST", CHAT, {**chat, "tool_choice": choice, "stream": stream})
+            for choice in ("auto", "required", _NAMED)
+            for stream in (False, True)
+        ),
         Call("POST", CHAT, {**chat, "response_format": _FORMAT}),
         Call("POST", f"{CHAT}/batch", {**chat, "messages": [turns, turns]}),
         Call("POST", COMPLETIONS, {"prompt": "abc", "guided_json": _SCHEMA, "max_tokens": MAX_TOKENS}),
-        *(Call("POST", "/v1/responses", {**responses, "stream": stream, **more})
-          for stream in (False, True)
-          for more in ({}, {"tool_choice": "required"}, {"text": {"format": {"type": "json_object"}}})),
-        *(Call("POST", "/v1/messages", {**messages, "stream": stream, "tool_choice": {"type": kind}})
-          for stream in (False, True) for kind in ("auto", "any")),
+        *(
+            Call("POST", "/v1/responses", {**responses, "stream": stream, **more})
+            for stream in (False, True)
+            for more in ({}, {"tool_choice": "required"}, {"text": {"format": {"type": "json_object"}}})
+        ),
+        *(
+            Call("POST", "/v1/messages", {**messages, "stream": stream, "tool_choice": {"type": kind}})
+            for stream in (False, True)
+            for kind in ("auto", "any")
+        ),
         Call("POST", "/v1/messages/count_tokens", messages),
-    ]  # fmt: skip
+    ]
 
 
 def other_calls(adapter: str, path: str) -> list[Call]:
     """The routes that don't generate. adapter, path: a name that is free to be loaded, and a directory."""
     user = [{"role": "user", "content": "abc"}]
-    gets = ("/health", "/version", "/metrics", "/v1/models", "/v1/models/upper", "/ping", "/load", "/v1/adapters",
-            "/v1/adapters/upper", "/openapi.json")  # fmt: skip
+    gets = (
+        "/health",
+        "/version",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/upper",
+        "/ping",
+        "/load",
+        "/v1/adapters",
+        "/v1/adapters/upper",
+        "/openapi.json",
+    )
     return [
         *(Call("GET", path) for path in gets),
         Call("POST", "/tokenize", {"prompt": "hello world", "add_special_tokens": False, "return_token_strs": True}),
@@ -298,32 +352,61 @@ def rendered(draw: random.Random, value: Any) -> bytes:
 
 def _damaged_text(draw: random.Random, body: bytes) -> bytes:
     """JSON that no library would write."""
-    odd = draw.choice([
-        b"1e400", b"-0", b"01", b"NaN", b"Infinity", b'"\\ud800"', b'"\\u0000"', b"9" * 5000, b"1e-999", b"[" * 5000,
-        b'{"a":' * 100, b"'x'", b"undefined", b"/**/1", b"\xff", b"0x10", b"1_0",
-    ])  # fmt: skip
+    odd = draw.choice(
+        [
+            b"1e400",
+            b"-0",
+            b"01",
+            b"NaN",
+            b"Infinity",
+            b'"\\ud800"',
+            b'"\\u0000"',
+            b"9" * 5000,
+            b"1e-999",
+            b"[" * 5000,
+            b'{"a":' * 100,
+            b"'x'",
+            b"undefined",
+            b"/**/1",
+            b"\xff",
+            b"0x10",
+            b"1_0",
+        ]
+    )
     field = draw.choice(FIELDS).encode()
-    return draw.choice([
-        body.replace(b"{", b'{"' + field + b'": ' + odd + b", ", 1),  # twice the same key, maybe
-        body[:-1] + b', "' + field + b'": ' + odd + b"}",
-        body.replace(b": ", b": " + odd + b" ", 1),
-        b"\xef\xbb\xbf" + body, body.decode().encode("utf-16"), body.decode().encode("utf-32-be"), body + body,
-        body + b"\0", b" " * 5000 + body, body.replace(b",", b",,", 1), body.replace(b'"', b"'"), odd, b"",
-    ])  # fmt: skip
+    return draw.choice(
+        [
+            body.replace(b"{", b'{"' + field + b'": ' + odd + b", ", 1),  # twice the same key, maybe
+            body[:-1] + b', "' + field + b'": ' + odd + b"}",
+            body.replace(b": ", b": " + odd + b" ", 1),
+            b"\xef\xbb\xbf" + body,
+            body.decode().encode("utf-16"),
+            body.decode().encode("utf-32-be"),
+            body + body,
+            body + b"\0",
+            b" " * 5000 + body,
+            body.replace(b",", b",,", 1),
+            body.replace(b'"', b"'"),
+            odd,
+            b"",
+        ]
+    )
 
 
 def damaged(draw: random.Random, data: bytes) -> bytes:
     """Some bytes changed, taken out, put in or cut off."""
     for _ in range(draw.choice([1, 1, 2, 5])):
         at = draw.randrange(len(data) + 1)
-        data = draw.choice([
-            data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :],
-            data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :] if at < len(data) else data,
-            data[:at] + data[at + draw.randint(1, 8) :],
-            data[:at] + draw.randbytes(draw.randint(1, 8)) + data[at:],
-            data[:at] + data[max(0, at - 9) :],
-            data[:at],
-        ])  # fmt: skip
+        data = draw.choice(
+            [
+                data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :],
+                data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :] if at < len(data) else data,
+                data[:at] + data[at + draw.randint(1, 8) :],
+                data[:at] + draw.randbytes(draw.randint(1, 8)) + data[at:],
+                data[:at] + data[max(0, at - 9) :],
+                data[:at],
+            ]
+        )
     return data
 
 
@@ -337,22 +420,24 @@ def _badly_framed(draw: random.Random, method: str, path: str, body: bytes) -> t
         parts.append(b"%x\r\n%s\r\n" % (len(rest[:size]), rest[:size]))
         rest = rest[size:]
     whole = framed(method, path, body)
-    return draw.choice([
-        (chunked + b"".join(parts) + b"0\r\n\r\n", False),
-        (chunked + b"".join(parts) + b"0\r\ntrailer: x\r\n\r\n", False),
-        (chunked + b"".join(parts), True),
-        (chunked + b"zz\r\n" + body, True),
-        (chunked + b"ffffffffffffffffff\r\n" + body, True),
-        (chunked + b"5;" + b"e" * 3000 + b"\r\nhello\r\n0\r\n\r\n", True),
-        (framed(method, path, body, length=len(body) + 7), True),
-        (framed(method, path, body, length=max(0, len(body) - 3)), True),
-        (framed(method, path, body, [draw.choice(HEADERS)]), True),
-        (framed(method, path, body, [b"transfer-encoding: chunked"]), True),
-        (whole[: draw.randrange(len(whole))], True),
-        (whole + whole, False),
-        (whole.replace(b"HTTP/1.1", draw.choice([b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"", b"HTTP/1.1 x"])), True),
-        (whole.replace(b"\r\n", b"\n"), True),
-        (b"\r\n\r\n" + whole, True),
-        (draw.randbytes(draw.choice([1, 20, 3000])), True),
-        (framed(method, path, body, [b"x-%d: y" % index for index in range(draw.choice([50, 3000]))]), True),
-    ])  # fmt: skip
+    return draw.choice(
+        [
+            (chunked + b"".join(parts) + b"0\r\n\r\n", False),
+            (chunked + b"".join(parts) + b"0\r\ntrailer: x\r\n\r\n", False),
+            (chunked + b"".join(parts), True),
+            (chunked + b"zz\r\n" + body, True),
+            (chunked + b"ffffffffffffffffff\r\n" + body, True),
+            (chunked + b"5;" + b"e" * 3000 + b"\r\nhello\r\n0\r\n\r\n", True),
+            (framed(method, path, body, length=len(body) + 7), True),
+            (framed(method, path, body, length=max(0, len(body) - 3)), True),
+            (framed(method, path, body, [draw.choice(HEADERS)]), True),
+            (framed(method, path, body, [b"transfer-encoding: chunked"]), True),
+            (whole[: draw.randrange(len(whole))], True),
+            (whole + whole, False),
+            (whole.replace(b"HTTP/1.1", draw.choice([b"HTTP/1.0", b"HTTP/2.0", b"HTTP/9", b"", b"HTTP/1.1 x"])), True),
+            (whole.replace(b"\r\n", b"\n"), True),
+            (b"\r\n\r\n" + whole, True),
+            (draw.randbytes(draw.choice([1, 20, 3000])), True),
+            (framed(method, path, body, [b"x-%d: y" % index for index in range(draw.choice([50, 3000]))]), True),
+        ]
+    )

@@ -36,11 +36,31 @@ def main(argv: list[str] | None = None) -> int:
     with launched(list(FLAGS)) as server, tempfile.TemporaryDirectory() as notes:  # which schemathesis writes
         excluded = [word for path in STOPPING for word in ("--exclude-path", path)]
         drawn = subprocess.run(
-            [program, "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error", "--max-examples",
-             str(args.examples), "--seed", str(args.seed), "--mode", "all", "--continue-on-failure",
-             "--request-timeout", "60", "--suppress-health-check", "too_slow", "--no-color", *excluded],
-            stdout=subprocess.PIPE, text=True, check=False, cwd=notes,
-        )  # fmt: skip
+            [
+                program,
+                "run",
+                f"{server.url}/openapi.json",
+                "--checks",
+                "not_a_server_error",
+                "--max-examples",
+                str(args.examples),
+                "--seed",
+                str(args.seed),
+                "--mode",
+                "all",
+                "--continue-on-failure",
+                "--request-timeout",
+                "60",
+                "--suppress-health-check",
+                "too_slow",
+                "--no-color",
+                *excluded,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=notes,
+        )
         healthy = httpx.get(f"{server.url}/health", timeout=60).status_code == 200
     print(drawn.stdout[-6000:], flush=True)
     counted = _COUNT.search(drawn.stdout)

@@ -89,9 +89,11 @@ def measure(name: str, seeds: Sequence[int]) -> dict[str, float]:
     runs = {
         label: [Run(seed, count, size, rate, tells) for seed in seeds]
         for label, count, tells in (
-            ("at_share", NUM_AT_SHARE, True), ("flood", NUM_FLOOD, True), ("without_shares", NUM_FLOOD, False)
+            ("at_share", NUM_AT_SHARE, True),
+            ("flood", NUM_FLOOD, True),
+            ("without_shares", NUM_FLOOD, False),
         )
-    }  # fmt: skip
+    }
     found = {"throughput": sum(run.tokens for run in runs["flood"]) / sum(run.tokens for run in runs["without_shares"])}
     for label, each in runs.items():
         ttft = [seconds for run in each for seconds in run.ttft]

@@ -43,13 +43,28 @@ COMPANY = (1, 8, 31)
 """Plain answers beside which the neighbour's rate is measured, too: a step that more share takes longer for all."""
 
 COSTLY: dict[str, Sequence[Any]] = {
-    "n": (1, 2, 8, 31, 128), "max_tokens": (1, 16, 64, 200), "logprobs": (0, 1, 5, 20), "prompt_logprobs": (0, 1, 20),
-    "top_logprobs": (1, 20), "stream": (True,), "echo": (True,), "stop": (["a"], ["\0"] * 2, ["€😀"] * 4),
-    "bad_words": (["w"], [f"w{i}" for i in range(50)], [f"w{i}" for i in range(256)]), "ignore_eos": (True,),
-    "logit_bias": ({"0": 100}, {str(i): 5 for i in range(100)}), "temperature": (0, 1, 2), "repetition_penalty": (1.3,),
-    "allowed_token_ids": (list(range(256)),), "min_tokens": (16, 200), "best_of": (31,), "top_k": (5,), "seed": (7,),
-    "return_token_ids": (True,), "return_tokens_as_token_ids": (True,), "tools": ([{"a": 1}] * 300,),
-}  # fmt: skip
+    "n": (1, 2, 8, 31, 128),
+    "max_tokens": (1, 16, 64, 200),
+    "logprobs": (0, 1, 5, 20),
+    "prompt_logprobs": (0, 1, 20),
+    "top_logprobs": (1, 20),
+    "stream": (True,),
+    "echo": (True,),
+    "stop": (["a"], ["\0"] * 2, ["€😀"] * 4),
+    "bad_words": (["w"], [f"w{i}" for i in range(50)], [f"w{i}" for i in range(256)]),
+    "ignore_eos": (True,),
+    "logit_bias": ({"0": 100}, {str(i): 5 for i in range(100)}),
+    "temperature": (0, 1, 2),
+    "repetition_penalty": (1.3,),
+    "allowed_token_ids": (list(range(256)),),
+    "min_tokens": (16, 200),
+    "best_of": (31,),
+    "top_k": (5,),
+    "seed": (7,),
+    "return_token_ids": (True,),
+    "return_tokens_as_token_ids": (True,),
+    "tools": ([{"a": 1}] * 300,),
+}
 """Values that make an answer dear."""
 
 
@@ -79,9 +94,14 @@ class Row:
 
     @property
     def missed(self) -> list[str]:
-        bars = {"delay": self.delay > MAX_DELAY, "memory": self.growth > MAX_GROWTH, "rate": self.rate < LEAST_RATE,
-                "gap": self.gap > MAX_GAP, "went out": self.went_out > 0,
-                "no answer": self.status == 0 or (self.status >= 500 and self.status != 503)}  # fmt: skip
+        bars = {
+            "delay": self.delay > MAX_DELAY,
+            "memory": self.growth > MAX_GROWTH,
+            "rate": self.rate < LEAST_RATE,
+            "gap": self.gap > MAX_GAP,
+            "went out": self.went_out > 0,
+            "no answer": self.status == 0 or (self.status >= 500 and self.status != 503),
+        }
         return [name for name, missed in bars.items() if missed]
 
 
@@ -90,28 +110,72 @@ def shapes() -> Iterator[Attack]:
     user = [{"role": "user", "content": "hi"}]
     prompts = ["a b " * 120] * 128
     for count in (100, 20, 1):
-        yield attack(f"128 prompts, echo, prompt_logprobs={count}", COMPLETIONS, prompt=prompts, echo=True,
-                     prompt_logprobs=count, max_tokens=1)  # fmt: skip
+        yield attack(
+            f"128 prompts, echo, prompt_logprobs={count}",
+            COMPLETIONS,
+            prompt=prompts,
+            echo=True,
+            prompt_logprobs=count,
+            max_tokens=1,
+        )
     yield attack("9 prompts, echo, logprobs=20", COMPLETIONS, prompt=prompts[:9], echo=True, logprobs=20, max_tokens=1)
-    yield attack("9 prompts, echo, logprobs=20, stream", COMPLETIONS, prompt=prompts[:9], echo=True, logprobs=20,
-                 max_tokens=1, stream=True)  # fmt: skip
+    yield attack(
+        "9 prompts, echo, logprobs=20, stream",
+        COMPLETIONS,
+        prompt=prompts[:9],
+        echo=True,
+        logprobs=20,
+        max_tokens=1,
+        stream=True,
+    )
     for count in (100, 20):
         yield attack(f"n=128, logprobs={count}", COMPLETIONS, prompt="x", n=128, logprobs=count, ignore_eos=True)
         yield attack(f"chat n=128, top_logprobs={count}", CHAT, messages=user, n=128, logprobs=True, top_logprobs=count)
-    yield attack("n=128, logprobs=20, stream", COMPLETIONS, prompt="x", n=128, logprobs=20, max_tokens=30, stream=True,
-                 ignore_eos=True)  # fmt: skip
-    yield attack("1 answer of 1,500 tokens, logprobs=20", COMPLETIONS, prompt="x", logprobs=20, max_tokens=1500,
-                 ignore_eos=True)  # fmt: skip
+    yield attack(
+        "n=128, logprobs=20, stream",
+        COMPLETIONS,
+        prompt="x",
+        n=128,
+        logprobs=20,
+        max_tokens=30,
+        stream=True,
+        ignore_eos=True,
+    )
+    yield attack(
+        "1 answer of 1,500 tokens, logprobs=20", COMPLETIONS, prompt="x", logprobs=20, max_tokens=1500, ignore_eos=True
+    )
     words = [f"w{index}" for index in range(1024)]
     yield attack("1,024 bad words, n=31", COMPLETIONS, prompt="x", bad_words=words, n=31, ignore_eos=True)
-    yield attack("256 bad words, n=31", COMPLETIONS, prompt="x", bad_words=words[:256], n=31, ignore_eos=True,
-                 max_tokens=64)  # fmt: skip
-    yield attack("logit_bias of 256, n=31", COMPLETIONS, prompt="x", n=31, ignore_eos=True, max_tokens=64,
-                 logit_bias={str(token): 1 for token in range(256)})  # fmt: skip
-    yield attack("16 stop strings of 1,024, n=31", COMPLETIONS, prompt="x", stop=["a" * 1023 + "b"] * 16, n=31,
-                 logit_bias={"97": 100}, max_tokens=400)  # fmt: skip
-    yield attack("16 stop strings of 500", COMPLETIONS, prompt="x", stop=["a" * 499 + chr(98 + i) for i in range(16)],
-                 logit_bias={"97": 100}, max_tokens=1000, ignore_eos=True)  # fmt: skip
+    yield attack(
+        "256 bad words, n=31", COMPLETIONS, prompt="x", bad_words=words[:256], n=31, ignore_eos=True, max_tokens=64
+    )
+    yield attack(
+        "logit_bias of 256, n=31",
+        COMPLETIONS,
+        prompt="x",
+        n=31,
+        ignore_eos=True,
+        max_tokens=64,
+        logit_bias={str(token): 1 for token in range(256)},
+    )
+    yield attack(
+        "16 stop strings of 1,024, n=31",
+        COMPLETIONS,
+        prompt="x",
+        stop=["a" * 1023 + "b"] * 16,
+        n=31,
+        logit_bias={"97": 100},
+        max_tokens=400,
+    )
+    yield attack(
+        "16 stop strings of 500",
+        COMPLETIONS,
+        prompt="x",
+        stop=["a" * 499 + chr(98 + i) for i in range(16)],
+        logit_bias={"97": 100},
+        max_tokens=1000,
+        ignore_eos=True,
+    )
     yield attack("200,000 empty messages", CHAT, messages=[{}] * 200_000)
     yield attack("200,000 messages", CHAT, messages=[{"role": "user", "content": ""}] * 200_000)
     yield attack("2,000 messages", CHAT, messages=[{"role": "user", "content": ""}] * 2000, max_tokens=4)
@@ -129,10 +193,19 @@ def shapes() -> Iterator[Attack]:
     yield attack(
         "n=31, 400 tokens, stream", COMPLETIONS, prompt="x", n=31, max_tokens=400, ignore_eos=True, stream=True
     )
-    yield attack("endless invalid bytes", COMPLETIONS, prompt="x", logit_bias={"128": 100}, max_tokens=1500,
-                 ignore_eos=True)  # fmt: skip
-    yield attack("endless invalid bytes, n=8, stream", COMPLETIONS, prompt="x", logit_bias={"128": 100}, n=8,
-                 max_tokens=1000, ignore_eos=True, stream=True)  # fmt: skip
+    yield attack(
+        "endless invalid bytes", COMPLETIONS, prompt="x", logit_bias={"128": 100}, max_tokens=1500, ignore_eos=True
+    )
+    yield attack(
+        "endless invalid bytes, n=8, stream",
+        COMPLETIONS,
+        prompt="x",
+        logit_bias={"128": 100},
+        n=8,
+        max_tokens=1000,
+        ignore_eos=True,
+        stream=True,
+    )
     yield Attack("60,000 brackets", COMPLETIONS, b'{"prompt":' + b"[" * 60_000 + b"]" * 5000)
     yield Attack("12,000 braces", COMPLETIONS, b'{"a":' * 12_000 + b"1" + b"}" * 3000)
     yield attack("6,000 unknown fields", COMPLETIONS, prompt="x", **{f"f{index}": 1 for index in range(6000)})
@@ -204,9 +277,9 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float], can
     alone = (before + rate(tokens, end, time.monotonic())) / 2
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
     meanwhile, delay = rate(tokens, begin, end), worst_delay(server.health.answers, begin, end)
-    shares = [meanwhile / other if other else 1.0 for other in (alone, plain)]
+    of_alone, of_plain = (meanwhile / other if other else 1.0 for other in (alone, plain))
     gap, went_out = worst_gap(tokens, begin, end), canary.count()
-    return Row(attack.name, status, len(attack.body), took, delay, growth, *shares, gap, went_out)
+    return Row(attack.name, status, len(attack.body), took, delay, growth, of_alone, of_plain, gap, went_out)
 
 
 def long_model(directory: Path) -> Path:
@@ -254,8 +327,13 @@ def main() -> int:
     missed = {row.name: row.missed for row in rows if row.missed}
     worst = [worst_of(rows), worst_of(rows[len(chosen) :])]
     print(f"random bodies: {worst[1]}")
-    result = {"requests": len(rows), **worst[0], "health_failures": failures, "missed": missed,
-              "met": not missed and not failures}  # fmt: skip
+    result = {
+        "requests": len(rows),
+        **worst[0],
+        "health_failures": failures,
+        "missed": missed,
+        "met": not missed and not failures,
+    }
     return conclude(result, result["met"])
 
 

@@ -51,6 +51,7 @@ def hold_up(engine: Engine, begin: Callable[[Path], Callable[[float], object] | 
 
         def publish_late(num_ready: int) -> None:
             nonlocal ready
+            assert arrive is not None
             arrive((num_ready - ready) / layout.num_layers)
             ready = num_ready
             publish(num_ready)
@@ -66,9 +67,15 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
     """Times to first token of the ordinary requests, in seconds."""
     over, seconds = threading.Event(), args.megabytes * 1e6 / BYTES_PER_SECOND
     config = EngineConfig(
-        model=BUILTIN_MODEL, memory_bytes=64 << 20, max_num_seqs=args.seats, prefix_cache=False, threads=1, seed=seed,
-        device="cpu", max_waiting=None,
-    )  # fmt: skip
+        model=BUILTIN_MODEL,
+        memory_bytes=64 << 20,
+        max_num_seqs=args.seats,
+        prefix_cache=False,
+        threads=1,
+        seed=seed,
+        device="cpu",
+        max_waiting=None,
+    )
     sources = sorted(path for path in BUILTIN_ADAPTERS.iterdir() if path.is_dir())
     copies = [Path(shutil.copytree(sources[2], where / f"slow-{index}")) for index in range(slow_adapters)]
 
@@ -168,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
                 count = args.slow if kind == "with" else 0
                 took = run_round(count, args, index, Path(where))
             seen[kind] += took
-    found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
+    found = {kind: ms for kind, took in seen.items() if (ms := spread(1e3 * seconds for seconds in took))}
     table = Table("TTFT, ms", ["slow files", "requests", "p50", "p99", "max"])
     for kind, ms in found.items():
         table.add(kind, len(seen[kind]), ms["p50"], ms["p99"], ms["max"])

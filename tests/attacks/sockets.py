@@ -42,9 +42,10 @@ KINDS: dict[str, tuple[bytes, bytes]] = {
     "slow body": (b"POST /v1/completions HTTP/1.1\r\n" + _JSON + b"content-length: 5000\r\n\r\n", b" "),
     "unread pages": (b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200, b""),
     "unread stream": (
-        b"POST /v1/completions HTTP/1.1\r\n" + _JSON + b"content-length: %d\r\n\r\n" % len(_STREAM) + _STREAM, b""
+        b"POST /v1/completions HTTP/1.1\r\n" + _JSON + b"content-length: %d\r\n\r\n" % len(_STREAM) + _STREAM,
+        b"",
     ),
-}  # fmt: skip
+}
 """Kind → what is sent at once, and what every two seconds."""
 
 DRIP_SECONDS = 2.0
@@ -143,16 +144,24 @@ def run(sockets: int, descriptors: int, seconds: float) -> dict[str, Any]:
             left = num_sockets(server) - before
             probe.end()
         return {
-            "sockets": sum(opened.values()), "descriptors": descriptors,
+            "sockets": sum(opened.values()),
+            "descriptors": descriptors,
             "kinds": {
-                kind: {"opened": count, "closed": len(closed[kind]),
-                       "last_closed_s": round(max(closed[kind], default=0), 1)}
+                kind: {
+                    "opened": count,
+                    "closed": len(closed[kind]),
+                    "last_closed_s": round(max(closed[kind], default=0), 1),
+                }
                 for kind, count in opened.items()
             },
-            "open_in_server_after": left, "after_s": seconds, "probes": len(probe.answers),
-            "probe_failures": probe.failures[:5], "slowest_probe_s": round(max(took for _, took in probe.answers), 3),
-            "exit_code": server.stop(), "log_bytes": server.log_bytes,
-        }  # fmt: skip
+            "open_in_server_after": left,
+            "after_s": seconds,
+            "probes": len(probe.answers),
+            "probe_failures": probe.failures[:5],
+            "slowest_probe_s": round(max(took for _, took in probe.answers), 3),
+            "exit_code": server.stop(),
+            "log_bytes": server.log_bytes,
+        }
 
 
 def main() -> int:

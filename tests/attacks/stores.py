@@ -188,7 +188,7 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
             table.add(args.adapters, served, aside, *took.values())
             table.show()
             seen, spent = run_rounds(server, store, args)
-    found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
+    found = {kind: ms for kind, took in seen.items() if (ms := spread(1e3 * seconds for seconds in took))}
     columns = ["hung reads", "requests", "p50", "p99", "max", "server's CPU seconds"]
     times = Table("TTFT of the base model, ms", columns)
     for kind, ms in found.items():
@@ -196,11 +196,14 @@ def _measure(where: Path, args: argparse.Namespace) -> int:
     times.show()
     ratio = found["with"]["p99"] / found["without"]["p99"]
     result = {
-        "served": served, "set_aside": aside, "hung": args.hung, "p99_ratio": round(ratio, 3),
+        "served": served,
+        "set_aside": aside,
+        "hung": args.hung,
+        "p99_ratio": round(ratio, 3),
         "start": {name: [round(alone[name], 1), round(took[name], 1)] for name in took},
         "cpu_seconds": {kind: round(seconds, 1) for kind, seconds in spent.items()},
         "ttft_p99_ms": {kind: round(ms["p99"], 1) for kind, ms in found.items()},
-    }  # fmt: skip
+    }
     good = args.adapters - args.broken
     goals = [Goal("served", served, good), Goal("p99 with hung reads / without", ratio, 1.25, at_most=True)]
     return judge(result, goals)

@@ -206,11 +206,18 @@ def under_load(root: Path, swaps: int, clients: int, cluster: int, flags: Sequen
         after = held(server.url)
         directories = [path for path in (root / "uploads").iterdir() if path.is_dir()]
         return {
-            "swaps": swaps, "seconds": seconds, "answers": life.num_answers, "wrong": life.wrong[:5],
-            "held": [before, after], "directories": len(directories), "mib_more": (rss(server.pid) - resident) / 2**20,
-            "ok": not life.wrong and after["versions"] <= KEEP and len(directories) <= KEEP + 1
+            "swaps": swaps,
+            "seconds": seconds,
+            "answers": life.num_answers,
+            "wrong": life.wrong[:5],
+            "held": [before, after],
+            "directories": len(directories),
+            "mib_more": (rss(server.pid) - resident) / 2**20,
+            "ok": not life.wrong
+            and after["versions"] <= KEEP
+            and len(directories) <= KEEP + 1
             and after["pages"] <= KEEP * life.most_pages,
-        }  # fmt: skip
+        }
 
 
 def killed(root: Path, times: int, cluster: int) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def test_the_canary_counts_connections():
     assert len(urls) > 60 and all(canary.url.partition("//")[2].encode() in body for body in urls)
     assert canary.count() == 0
     for _ in range(2):
-        with socket.create_connection(canary.url.removeprefix("http://").split(":")):
+        host, port = canary.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))):
             pass
     assert canary.count() == 2 and canary.count() == 0
     canary.close()

@@ -134,8 +134,10 @@ def labels(one: Target) -> dict[str, bool]:
 
 def numbers(one: Target) -> dict[str, bool]:
     """Versions count per name."""
-    told = [one.push(content, name).json()["version"] for content, name in
-            (("upper", NAME), ("reverse", NAME), ("rot13", "other"))]  # fmt: skip
+    told = [
+        one.push(content, name).json()["version"]
+        for content, name in (("upper", NAME), ("reverse", NAME), ("rot13", "other"))
+    ]
     return {"numbers count per name": told == [1, 2, 1]}
 
 
@@ -144,13 +146,19 @@ def full_disk(one: Target) -> dict[str, bool]:
     before, limits = one.served(), resource.prlimit(one.server.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(one.server.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        told = [one.push("upper", "other"), one.http.delete(f"/v1/adapters/{NAME}"),
-                one.http.patch(f"/v1/adapters/{NAME}", json={"paused": True})]  # fmt: skip
+        told = [
+            one.push("upper", "other"),
+            one.http.delete(f"/v1/adapters/{NAME}"),
+            one.http.patch(f"/v1/adapters/{NAME}", json={"paused": True}),
+        ]
     finally:
         resource.prlimit(one.server.pid, resource.RLIMIT_FSIZE, limits)
     codes = [(each.status_code, each.json().get("error", {}).get("code")) for each in told]
-    return {"refused": codes == [(503, "storage_unavailable")] * 3, "not in force": one.served() == before,
-            "then made": one.push("upper", "other").is_success}  # fmt: skip
+    return {
+        "refused": codes == [(503, "storage_unavailable")] * 3,
+        "not in force": one.served() == before,
+        "then made": one.push("upper", "other").is_success,
+    }
 
 
 def force_while_paused(one: Target) -> dict[str, bool]:
@@ -194,8 +202,11 @@ def large(one: Target) -> tuple[dict[str, bool], dict[str, float]]:
     over.set()
     watcher.join()
     worst = max(took for _, took in probe.answers)
-    checks = {"it is judged": answer.status_code == 400, "memory": peak <= MOST_LARGE_BYTES,
-              "neighbours": worst <= MOST_PING_SECONDS + calm and not probe.failures}  # fmt: skip
+    checks = {
+        "it is judged": answer.status_code == 400,
+        "memory": peak <= MOST_LARGE_BYTES,
+        "neighbours": worst <= MOST_PING_SECONDS + calm and not probe.failures,
+    }
     return checks, {"large_mib": peak / 2**20, "large_ping_seconds": worst}
 
 
@@ -269,8 +280,10 @@ def slow(one: Target) -> dict[str, bool]:
                     continue
         return b""
 
-    return {"fast enough": send(100 << 10, 20).startswith(b"HTTP/1.1 400"),
-            "too slow": send(4 << 10, 20).startswith(b"HTTP/1.1 408")}  # fmt: skip
+    return {
+        "fast enough": send(100 << 10, 20).startswith(b"HTTP/1.1 400"),
+        "too slow": send(4 << 10, 20).startswith(b"HTTP/1.1 408"),
+    }
 
 
 def on_a_server(root: Path) -> tuple[dict[str, dict[str, bool]], dict[str, float]]:

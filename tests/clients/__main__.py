@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> int:
-    command = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    command = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     command.add_argument("url", help="the server's, such as http://127.0.0.1:8000")
     command.add_argument("model", help="a name that it serves")
     command.add_argument("--only", default="", help="the client's file, without its ending")

@@ -67,5 +67,17 @@ def cases(url, model):
     def anthropics_tools():
         assert claude.bind_tools([weather], tool_choice="any").invoke("Weather?").tool_calls
 
-    return [whole, streamed, batched, by_schema, by_tool, tools, streamed_tools, responses, completions, anthropics,
-            anthropics_stream, anthropics_tools]  # fmt: skip
+    return [
+        whole,
+        streamed,
+        batched,
+        by_schema,
+        by_tool,
+        tools,
+        streamed_tools,
+        responses,
+        completions,
+        anthropics,
+        anthropics_stream,
+        anthropics_tools,
+    ]

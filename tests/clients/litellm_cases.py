@@ -6,8 +6,12 @@ import litellm
 
 PACKAGES = ("litellm",)
 USER = [{"role": "user", "content": "Name a city."}]
-PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"],
-              "additionalProperties": False}  # fmt: skip
+PARAMETERS = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 

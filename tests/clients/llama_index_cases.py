@@ -16,9 +16,17 @@ class City(BaseModel):
 
 def cases(url, model):
     llm = OpenAILike(
-        model=model, api_base=f"{url}/v1", api_key="none", is_chat_model=True, is_function_calling_model=True,
-        max_tokens=120, max_retries=0, timeout=300, context_window=2048, should_use_structured_outputs=True,
-    )  # fmt: skip
+        model=model,
+        api_base=f"{url}/v1",
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_tokens=120,
+        max_retries=0,
+        timeout=300,
+        context_window=2048,
+        should_use_structured_outputs=True,
+    )
     asked = [ChatMessage(role="user", content="Name a city.")]
 
     def whole():

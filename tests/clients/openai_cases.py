@@ -17,9 +17,11 @@ class City(BaseModel):
 
 
 PARAMETERS = {
-    "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
-    "required": ["city", "unit"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
 FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
 
@@ -69,8 +71,9 @@ def cases(url, model):
         assert chat.create(messages=[*USER, message, result], tools=[TOOL], **limits).choices[0].finish_reason
 
     def streamed_tool():
-        with chat.stream(messages=USER, tools=[TOOL], tool_choice="required", parallel_tool_calls=False,
-                         **limits) as stream:  # fmt: skip
+        with chat.stream(
+            messages=USER, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, **limits
+        ) as stream:
             kinds = {event.type for event in stream}
             (call,) = stream.get_final_completion().choices[0].message.tool_calls
         assert "tool_calls.function.arguments.done" in kinds and call.function.parsed_arguments["unit"] in ("C", "F")
@@ -123,7 +126,23 @@ def cases(url, model):
         stream.close()
 
     return [
-        models, whole, streamed, parsed, parsed_stream, json_object, forced_tool, named_tool, tool_round, streamed_tool,
-        logprobs, several, completion, response, parsed_response, streamed_response, response_with_tool, errors,
+        models,
+        whole,
+        streamed,
+        parsed,
+        parsed_stream,
+        json_object,
+        forced_tool,
+        named_tool,
+        tool_round,
+        streamed_tool,
+        logprobs,
+        several,
+        completion,
+        response,
+        parsed_response,
+        streamed_response,
+        response_with_tool,
+        errors,
         cancelled,
-    ]  # fmt: skip
+    ]

@@ -3,7 +3,7 @@
 `python -m tests.core.entered` counts them of a decode step and of one with an arrival, on torch's operators
 and, where they are there, the native ones; `--list` names them, and in each what is called. The CUDA path is counted
 where it runs without a GPU, in
-tests/core/executors/interpreted_cuda.py.
+tests/core/executors/test_cuda_interpreted.py.
 """
 
 from __future__ import annotations

@@ -64,11 +64,17 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakePools:
     """Put fake graphs and streams in torch.cuda's place."""
     pools = FakePools()
     fakes: dict[str, Callable] = {
-        "Stream": object, "stream": lambda stream: nullcontext(), "synchronize": lambda *device: None,
-        "device": lambda device: nullcontext(), "graph_pool_handle": pools.handle, "CUDAGraph": pools.graph,
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "Stream": object,
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda *device: None,
+        "device": lambda device: nullcontext(),
+        "graph_pool_handle": pools.handle,
+        "CUDAGraph": pools.graph,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
         "empty_cache": lambda: None,
-    }  # fmt: skip
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return pools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class HostDevice(CudaDevice):
     def pinned(self, num_bytes):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def event(self):
+    def event(self) -> Any:
         return _PastEvent()
 
     def copy(self, target, source):
@@ -48,7 +49,7 @@ class HostDevice(CudaDevice):
         work()
         return 0
 
-    def is_done(self):
+    def is_done(self) -> bool:
         return True
 
     def synchronize(self):

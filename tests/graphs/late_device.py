@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .host_device import HostDevice
@@ -26,7 +28,7 @@ class LateDevice(HostDevice):
         self._pinned.add(block.untyped_storage().data_ptr())
         return block
 
-    def event(self):
+    def event(self) -> Any:
         return _Event(self)
 
     def copy(self, target, source):

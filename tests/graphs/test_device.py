@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,18 +54,23 @@ def capture_fails(device):
         device.capture(work)
 
 
+def pool_of(replay: Any) -> Any:
+    """The memory pool of the graph whose bound `replay` this is."""
+    return replay.__self__.pool
+
+
 def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch):
     pools = fake_graphs(monkeypatch)
     device = CudaDevice(0)
     first, second = device.capture(lambda: None), device.capture(lambda: None)
-    assert first.__self__.pool == second.__self__.pool
-    pool = first.__self__.pool
+    pool = pool_of(first)
+    assert pool_of(second) == pool
     del first
     third = device.capture(lambda: None)
-    assert third.__self__.pool == pool
+    assert pool_of(third) == pool
     del second, third
     assert pools.uses(pool) == 0
-    assert device.capture(lambda: None).__self__.pool != pool, "a pool without graphs can't be captured into"
+    assert pool_of(device.capture(lambda: None)) != pool, "a pool without graphs can't be captured into"
 
 
 def test_seconds_are_the_median_of_replays_between_events(monkeypatch):
@@ -93,9 +100,9 @@ def test_a_first_capture_that_fails_spoils_no_other(monkeypatch):
     capture_fails(device)
     kept = device.capture(lambda: None)
     capture_fails(device)
-    assert device.capture(lambda: None).__self__.pool == kept.__self__.pool
+    assert pool_of(device.capture(lambda: None)) == pool_of(kept)
     device.release()
-    assert device.capture(lambda: None).__self__.pool != kept.__self__.pool
+    assert pool_of(device.capture(lambda: None)) != pool_of(kept)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +110,13 @@ def test_a_first_capture_that_fails_spoils_no_other(monkeypatch):
     [
         ([], None),
         ([torch.AcceleratorError("CUDA error: out of memory")], None),  # left behind by an earlier call, told once
-        ([torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for …")] * 9,
-         "CUDA error: an illegal memory access was encountered"),
+        (
+            [torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for …")] * 9,
+            "CUDA error: an illegal memory access was encountered",
+        ),
         ([RuntimeError("CUDA error: device-side assert triggered")] * 9, "CUDA error: device-side assert triggered"),
     ],
-)  # fmt: skip
+)
 def test_a_device_that_only_repeats_its_error_has_failed(monkeypatch, errors, failure):
     """As CUDA does once a kernel has ended its context, whoever asks."""
     fake_graphs(monkeypatch)

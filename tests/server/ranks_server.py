@@ -16,7 +16,7 @@ PATIENCE_SECONDS = 2.0
 
 def main(kind: str, *flags: str) -> None:
     if kind == "gloo":
-        from ..core.executors import interpreted_ranks as interpreted
+        from ..core.executors import test_cuda_ranks_interpreted as interpreted
 
         of_cpu = RankDevices(interpreted.late_device, interpreted.no_driver, interpreted.gloo_collectives)
         cuda_ranks.RankDevices = lambda: of_cpu

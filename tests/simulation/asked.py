@@ -97,10 +97,20 @@ class Asked:
 
     def _check_cached(self, count: int, everybody: Iterable[Asked]) -> None:
         begins = self.prompt[:count]
-        promise(not count or self.was_sent_back or any(
-            other is not self and other.scope == self.scope and self.adapter in (other.adapter, *other.earlier)
-            and (other.prompt + other.told.tokens)[:count] == begins for other in everybody
-        ), "{} got {} tokens from the cache that no request of its scope had", self.request.id, count)  # fmt: skip
+        promise(
+            not count
+            or self.was_sent_back
+            or any(
+                other is not self
+                and other.scope == self.scope
+                and self.adapter in (other.adapter, *other.earlier)
+                and (other.prompt + other.told.tokens)[:count] == begins
+                for other in everybody
+            ),
+            "{} got {} tokens from the cache that no request of its scope had",
+            self.request.id,
+            count,
+        )
 
     def check_end(self, alone: Told) -> None:
         """Check the answer, or what came of it before an error, against the one that it gets alone."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
@@ -75,9 +76,14 @@ class CheckedAdapters:
     """
 
     def __init__(
-        self, disk: Disk, pause: Callable[[float], None], clock: VirtualClock, memory: Memory, rng: random.Random,
+        self,
+        disk: Disk,
+        pause: Callable[[float], None],
+        clock: VirtualClock,
+        memory: Memory,
+        rng: random.Random,
         reached: Counter[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._disk = disk
         self._pause = pause
         self._clock = clock
@@ -114,7 +120,8 @@ class CheckedAdapters:
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         held = [self._memory[page][0] for page in pages]
-        content = held[0][0]
+        content: Any = held[0]
+        content = content[0]
         promise(held == [(content, index, layout.num_layers) for index in range(len(pages))], "not whole, yet saved")
         image = HostImage()
         image.data = content
@@ -132,9 +139,14 @@ class CheckedTransfer:
     """Layers on their way into pages. After `cancel` a copy may still be writing, until `is_quiet`."""
 
     def __init__(
-        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: Memory, clock: VirtualClock,
+        self,
+        image: HostImage,
+        layout: AdapterLayout,
+        pages: list[int],
+        memory: Memory,
+        clock: VirtualClock,
         rng: random.Random,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._image = image
         self._num_layers = layout.num_layers
         self._pages = pages

@@ -32,14 +32,25 @@ class CheckedEngine:
     """
 
     def __init__(
-        self, reads: Reads | None = None, adapters: Iterable[str] = (), policies: Policies | None = None, *,
-        is_ahead: bool = False, swap_seconds: float = 0.0, **config: Any,
-    ) -> None:  # fmt: skip
+        self,
+        reads: Reads | None = None,
+        adapters: Iterable[str] = (),
+        policies: Policies | None = None,
+        *,
+        is_ahead: bool = False,
+        swap_seconds: float = 0.0,
+        **config: Any,
+    ) -> None:
         defaults = {
-            "num_pages": 200, "block_tokens": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_cache": False
-        }  # fmt: skip
+            "num_pages": 200,
+            "block_tokens": 4,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "prefix_cache": False,
+        }
         self.config = EngineConfig(model=Path("made-up"), **{**defaults, **config})
         self.clock, self.asked, self.plans = VirtualClock(), dict[str, Asked](), list[list[tuple[str, int]]]()
+        assert self.config.num_pages is not None
         memory = empty_memory(self.config.num_pages, self.config.block_tokens)
         rng, reached = random.Random(0), Counter[str]()
         self.disk = Disk(rng)
@@ -47,7 +58,7 @@ class CheckedEngine:
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
-        executor = LateResults(self.executor) if is_ahead else self.executor
+        executor: Any = LateResults(self.executor) if is_ahead else self.executor
         self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
@@ -60,9 +71,14 @@ class CheckedEngine:
         self.engine.store.register(name, Path(name))
 
     def add(
-        self, name: str, adapter: str | None = None, prompt: Iterable[int] = (3, 4, 5), max_tokens: int = 3,
-        tenant: str = "", **params: Any,
-    ) -> Request:  # fmt: skip
+        self,
+        name: str,
+        adapter: str | None = None,
+        prompt: Iterable[int] = (3, 4, 5),
+        max_tokens: int = 3,
+        tenant: str = "",
+        **params: Any,
+    ) -> Request:
         wanted = SamplingParams(max_tokens, temperature=0, ignore_eos=True, **params)
         request = Request(name, list(prompt), wanted, adapter, tenant=tenant)
         self.engine.add_request(request)

@@ -126,6 +126,7 @@ class CheckedExecutor:
 
     def _check_merged(self, merged: Adapter, owner: dict[int, str]) -> None:
         promise(self.shadow is not None, "a merged step without a shadow")
+        assert self.shadow is not None
         promise(merged.transfer is None, f"{merged} is merged before it is there")
         self._claim(merged, owner)
         self._check_bytes(merged)

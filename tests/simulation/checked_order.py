@@ -16,7 +16,7 @@ from .asked import Asked, promise
 from .invariants import STATES
 from .made_up_model import seconds_of
 
-Moment = tuple[float, int]
+Moment = tuple[float, float]
 """Time in seconds, and steps of the engine."""
 
 
@@ -159,9 +159,7 @@ class CheckedOrder:
         gave = sum(request.adapter in new for request in self._scheduler.running)
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
-        alone = [
-            each for each in paused if not each.call and each.coming is None and each.adapter not in left_out
-        ]  # fmt: skip
+        alone = [each for each in paused if not each.call and each.coming is None and each.adapter not in left_out]
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
@@ -179,9 +177,10 @@ class CheckedOrder:
         of one that was preempted, or that had no row, is free from the next step on.
         """
         most = self._config.max_adapters_per_step
-        adapters = {request.adapter for request in self._scheduler.running} - {None}
+        adapters = {request.adapter for request in self._scheduler.running if request.adapter is not None}
         has_preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
-        return set() if most is None or (len(adapters) <= most and not has_preempted) else adapters - {*plan.adapters}
+        fit = most is None or (len(adapters) <= most and not has_preempted)
+        return set() if fit else adapters.difference(plan.adapters)
 
     def _check_adapters(self, plan: StepPlan, left_out: Set[Adapter]) -> None:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""

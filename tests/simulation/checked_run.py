@@ -48,6 +48,7 @@ class CheckedRun(EngineRun):
         self.seeds = Seeds(config.seed)
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
+        assert config.num_pages is not None
         memory = empty_memory(config.num_pages, config.block_tokens)
         is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
         reads = InlineReads() if is_inline else VirtualReads(self.clock, rng.randint(1, 3))
@@ -95,19 +96,30 @@ class CheckedRun(EngineRun):
         max_turn = rng.choice([(0.2, 1000), (1000.0, 4), (10.0, 1000)])
         tokens = rng.choice([24, 24, MAX_MODEL_LEN, MAX_MODEL_LEN, 64, 64, 120, 600])
         return EngineConfig(
-            model=Path("made-up"), block_tokens=block,
+            model=Path("made-up"),
+            block_tokens=block,
             num_pages=2 - (-tokens // block) + rng.randint(1, 12),
-            max_num_seqs=seqs, max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
-            chunked_prefill=rng.random() < 0.8, host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
-            eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7, lookahead=rng.choice([1, 2, 8]),
-            prefetch=rng.choice([0, 1, 3]), max_adapters_per_step=rng.choice([None, None, 1, 2]),
-            max_overtake_seconds=rng.choice([0.0, 0.05, 1.0, 1000.0]), max_waiting=rng.choice([None, None, 3, 12]),
-            max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]), share_prefix_cache=rng.random() < 0.3,
-            adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]), fair_by=rng.choice(["tenant", "tenant", "adapter"]),
-            weights=rng.choice([{}, {}, {"a": 0.01, self.names[0]: 100.0}]), max_turn_seconds=max_turn[0],
-            max_turn_steps=max_turn[1], preemption=rng.choice(["recompute", "swap", "swap", "auto"]),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
+            chunked_prefill=rng.random() < 0.8,
+            host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
+            eviction=rng.choice(["cost", "lru"]),
+            prefix_cache=rng.random() < 0.7,
+            lookahead=rng.choice([1, 2, 8]),
+            prefetch=rng.choice([0, 1, 3]),
+            max_adapters_per_step=rng.choice([None, None, 1, 2]),
+            max_overtake_seconds=rng.choice([0.0, 0.05, 1.0, 1000.0]),
+            max_waiting=rng.choice([None, None, 3, 12]),
+            max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]),
+            share_prefix_cache=rng.random() < 0.3,
+            adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]),
+            fair_by=rng.choice(["tenant", "tenant", "adapter"]),
+            weights=rng.choice([{}, {}, {"a": 0.01, self.names[0]: 100.0}]),
+            max_turn_seconds=max_turn[0],
+            max_turn_steps=max_turn[1],
+            preemption=rng.choice(["recompute", "swap", "swap", "auto"]),
             seed=rng.randrange(1 << 30),
-        )  # fmt: skip
+        )
 
     def _span(self) -> range:
         return range(self.rng.randint(20, 90))
@@ -125,11 +137,15 @@ class CheckedRun(EngineRun):
         call = f"c{len(self.asked)}" if count > 1 and rng.random() < 0.5 else ""
         own, is_one_prompt = [rng.randrange(2, VOCAB)], bool(call) or rng.random() < 0.3
         params = SamplingParams(
-            max_tokens=rng.choice([None, *range(1, longest + 1)]), temperature=rng.choice([0.0, 1.0]),
-            ignore_eos=rng.random() < 0.5, stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
-            prompt_logprobs=rng.choice([None, None, None, 0]), logprobs=rng.choice([None, None, None, 0]),
-            seed=rng.choice([None, 7]), presence_penalty=rng.choice([0.0, 0.0, 0.0, 0.5]),
-        )  # fmt: skip
+            max_tokens=rng.choice([None, *range(1, longest + 1)]),
+            temperature=rng.choice([0.0, 1.0]),
+            ignore_eos=rng.random() < 0.5,
+            stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+            logprobs=rng.choice([None, None, None, 0]),
+            seed=rng.choice([None, 7]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.0, 0.5]),
+        )
         for _ in range(count):
             if not is_one_prompt:
                 own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
@@ -202,6 +218,7 @@ class CheckedRun(EngineRun):
         self.disk.unlucky.add(self.disk.content[path])
 
     def _outweighs(self, adapter: Adapter) -> bool:
+        assert self.executor.shadow is not None
         return self.executor.shadow.outweighs(adapter)
 
     @property

@@ -17,9 +17,14 @@ class CheckedSwaps:
     page_seconds = 1e-4
 
     def __init__(
-        self, memory: Memory, clock: VirtualClock, rng: random.Random, reached: Counter[str], delay: float = 0.0,
+        self,
+        memory: Memory,
+        clock: VirtualClock,
+        rng: random.Random,
+        reached: Counter[str],
+        delay: float = 0.0,
         trouble: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """delay: typical seconds of a copy; without any it ends at once. trouble: part of the late copies that fail."""
         self._memory = memory
         self._clock = clock

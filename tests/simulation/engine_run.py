@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chorus.core.engine import Engine
 from chorus.core.requests.record import NotHere
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
@@ -21,28 +23,42 @@ from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.files.identity import with_content
 
-from .asked import Asked, Violation, promise
+from .asked import Asked, Told, Violation, promise
+from .invariants import Invariants
 
 OVERLOADED = "too many wait"
 
 
-class EngineRun:
+class EngineRun(ABC):
     """An engine from its start to its end; a subclass makes it, over an executor that has the faults of `_fault`.
 
     `acts` names what may happen, and how often it does. `rng`, which all of it is drawn from, may be another for each.
-
-    The subclass has, too: names: adapters that may come.
-    _span(), _ask(), _directory(name): an item for each act; submits requests; directory of an adapter's next version.
-    _alone(asked): the outputs of the request when it runs alone.
-    has_hung, _is_unlucky(adapter), _break_files(path): a read hung; an adapter's files may fail; from now on they do.
-    _wait(), _pause(), _drain(): let time go by; the same after a step without outputs; go on until all has ended.
-    _note(): comes between any two changes of the engine within an act.
     """
 
+    engine: Engine
+    executor: Any
+    names: Sequence[str]
+    """Adapters that may come."""
+    invariants: Invariants
+
     acts: Mapping[str, int] = {
-        "ask": 6, "step": 14, "abort": 1, "load": 2, "unload": 1, "pin": 1, "unpin": 1, "wait": 1, "break": 1,
-        "fault": 1, "reclaim": 1, "preempt": 1, "move": 1, "merge": 1, "merge_whole": 1, "unmerge": 1,
-    }  # fmt: skip
+        "ask": 6,
+        "step": 14,
+        "abort": 1,
+        "load": 2,
+        "unload": 1,
+        "pin": 1,
+        "unpin": 1,
+        "wait": 1,
+        "break": 1,
+        "fault": 1,
+        "reclaim": 1,
+        "preempt": 1,
+        "move": 1,
+        "merge": 1,
+        "merge_whole": 1,
+        "unmerge": 1,
+    }
     not_pinned: Collection[Tier] = (Tier.LOADING,)
     """Where an adapter's bytes may be when it can't be pinned yet."""
 
@@ -55,8 +71,49 @@ class EngineRun:
         self.pinned: set[Adapter] = set()
         self.num_directories = self._num_preemptions = self._num_given_up = 0
 
+    @abstractmethod
+    def _span(self) -> Iterable[object]:
+        """Return an iterable with one item for each act."""
+
+    @abstractmethod
+    def _ask(self) -> None:
+        """Submit requests."""
+
+    @abstractmethod
+    def _alone(self, asked: Asked) -> Told:
+        """Return the outputs of the request when it runs alone."""
+
+    @abstractmethod
+    def _directory(self, name: str) -> Path:
+        """Return the directory of an adapter's next version."""
+
+    @property
+    @abstractmethod
+    def has_hung(self) -> bool:
+        """True if a read hung."""
+
+    @abstractmethod
+    def _is_unlucky(self, adapter: Adapter | None) -> bool:
+        """Return True if reading the adapter's files may fail."""
+
+    @abstractmethod
+    def _break_files(self, path: Path) -> None:
+        """Let all later reads of these files fail."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Let time go by."""
+
+    @abstractmethod
+    def _pause(self) -> None:
+        """Let time go by after a step without outputs."""
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Continue until all requests have ended."""
+
     def run(self) -> None:
-        """Live; raises Violation, or whatever the engine raises that it must not."""
+        """Perform the acts; raises Violation, or any error that the engine must not raise."""
         acts = [act for act, weight in self.acts.items() for _ in range(weight)]
         try:
             for _ in self._span():
@@ -131,7 +188,7 @@ class EngineRun:
             return "model"
         if not config.chunked_prefill and total - 1 > config.max_num_batched_tokens:
             return "prompt"
-        fits = self._could_fit(self.current.get(name), total - 1)
+        fits = self._could_fit(None if name is None else self.current.get(name), total - 1)
         return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
     def _could_fit(self, adapter: Adapter | None, num_tokens: int) -> bool:
@@ -243,6 +300,7 @@ class EngineRun:
             promise(adapter is None, f"{name} is unknown")
             return
         except InvalidRequest as error:
+            assert adapter is not None
             promise(error.field == "pin" and adapter not in self.pinned, f"{name} is pinned, and refused: {error}")
             is_too_much = 2 * (self._num_pinned + adapter.num_pages) > usable
             has_no_room = not adapter.pages and held + adapter.num_pages > usable
@@ -250,10 +308,12 @@ class EngineRun:
             self.reached["no room to pin"] += 1
             return
         except (AdapterFormatError, OSError, TimeoutError) as error:
+            assert adapter is not None
             promise(self.has_hung or self._is_unlucky(adapter), f"{name} can't be pinned: {error}")
             promise(adapter.transfer is not None or not adapter.pages, f"{name} is there, and can't be pinned: {error}")
             self.reached["not pinned"] += 1
             return
+        assert adapter is not None
         if is_pinned:
             self.pinned.add(adapter)
             promise(bool(adapter.pages) and 2 * self._num_pinned <= usable, f"{name} is pinned without pages, or room")
@@ -296,6 +356,7 @@ class EngineRun:
         except UnknownAdapter:
             promise(adapter is None, f"{name} is unknown")
         except CannotMerge as error:
+            assert adapter is not None
             if "no merged mode" in str(error):
                 promise(shadow is None, "merging is refused where there is a merged mode")
             elif "resident" in str(error):
@@ -375,8 +436,8 @@ class EngineRun:
             self._pause()
         return plan is not None or bool(outputs)
 
-    def _note(self) -> None:
-        """Nothing, unless a subclass follows the engine more closely."""
+    def _note(self) -> None:  # noqa: B027 - optional
+        """Called between any two changes of the engine within an act, for subclasses that follow it more closely."""
 
     _before_step = _after_step = _note
 
@@ -410,11 +471,13 @@ class EngineRun:
 
     def _check_invariants(self) -> None:
         self._note()
-        here, unseen = {None: False}, [asked for asked in self.active.values() if not asked.was_here]
+        here: dict[Adapter | None, bool] = {None: False}
+        unseen = [asked for asked in self.active.values() if not asked.was_here]
         for asked in unseen:
-            if asked.adapter not in here:
-                here[asked.adapter] = self.engine.store.tier(asked.adapter) in (Tier.HOST, Tier.DEVICE)
-            asked.was_here = here[asked.adapter]
+            adapter = asked.adapter
+            if adapter is not None and adapter not in here:
+                here[adapter] = self.engine.store.tier(adapter) in (Tier.HOST, Tier.DEVICE)
+            asked.was_here = here[adapter]
         live = [request for asked in self.active.values() if (request := asked.request).state is not RequestState.DONE]
         self.invariants.check(live, self.pinned)
 

@@ -293,12 +293,34 @@ def turns_forgotten(patch):
 
 
 FAULTS: tuple[Fault, ...] = (
-    page_freed_twice, page_lost, shared_page_written, swapped_page_lost, host_bytes_leaked, hasty_swaps, failed_swaps,
-    pages_of_adapter_reused, hasty_release, lasting_pins, adapters_in_wrong_indices, shadow_outlives_its_adapter,
-    removal_spares_requests, blind_prefixes, stale_versions, shared_cache, scores_of_what_is_left, forgetful_moves,
-    rows_of_the_gone, rows_left_ahead, shifted_seed, late_result_twice, row_recomputed, bucket_too_small,
-    rows_out_of_order, overtaken_for_good, turns_forgotten,
-)  # fmt: skip
+    page_freed_twice,
+    page_lost,
+    shared_page_written,
+    swapped_page_lost,
+    host_bytes_leaked,
+    hasty_swaps,
+    failed_swaps,
+    pages_of_adapter_reused,
+    hasty_release,
+    lasting_pins,
+    adapters_in_wrong_indices,
+    shadow_outlives_its_adapter,
+    removal_spares_requests,
+    blind_prefixes,
+    stale_versions,
+    shared_cache,
+    scores_of_what_is_left,
+    forgetful_moves,
+    rows_of_the_gone,
+    rows_left_ahead,
+    shifted_seed,
+    late_result_twice,
+    row_recomputed,
+    bucket_too_small,
+    rows_out_of_order,
+    overtaken_for_good,
+    turns_forgotten,
+)
 
 
 def found_after(fault: Fault, runs_until: Callable[[int], int | None], most: int) -> int | None:
@@ -309,8 +331,9 @@ def found_after(fault: Fault, runs_until: Callable[[int], int | None], most: int
 
 
 DRIVERS: dict[str, Callable[[int], int | None]] = {
-    "seeds": seeds.runs_until_one_fails, "hypothesis": machine.runs_until_one_fails
-}  # fmt: skip
+    "seeds": seeds.runs_until_one_fails,
+    "hypothesis": machine.runs_until_one_fails,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chorus.core.executors.base import Executor
 from chorus.core.requests.types import PENDING, ScheduledRow, StepPlan, StepResult
 
 from .asked import Violation
@@ -46,7 +45,7 @@ class Launched:
         return self.outcome
 
 
-def late_results(executor: Executor, rng: random.Random) -> Executor:
+def late_results(executor: Any, rng: random.Random) -> Any:
     """Return the executor, every other time a step ahead."""
     return LateResults(executor, fails_at_once=rng.random() < 0.5) if rng.random() < 0.5 else executor
 
@@ -58,7 +57,7 @@ class LateResults:
     fails_at_once: steps that fail do so when they are launched, not when they are read.
     """
 
-    def __init__(self, inner: Executor, *, fails_at_once: bool = False) -> None:
+    def __init__(self, inner: Any, *, fails_at_once: bool = False) -> None:
         self.violations: list[Violation] = getattr(inner, "violations", [])
         self.num_launched = 0
         self.num_ahead = 0

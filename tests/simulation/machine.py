@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as seeded
@@ -17,6 +17,7 @@ from .checked_run import CheckedRun
 
 RNGS = st.randoms(use_true_random=False)
 ACTS = [act for act, weight in CheckedRun.acts.items() for _ in range(weight)]
+HEALTH_CHECKS: list[Any] = list(HealthCheck)
 NUM_ACTS = 40
 """Most acts of a run."""
 
@@ -33,6 +34,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(rng=RNGS, act=st.sampled_from(ACTS))
     def act(self, rng: random.Random, act: str) -> None:
+        assert self.simulation is not None
         self.simulation.rng = rng
         try:
             self.simulation.act(act)
@@ -48,6 +50,7 @@ class Machine(RuleBasedStateMachine):
                 self.close()
 
     def close(self) -> None:
+        assert self.simulation is not None
         self.simulation.engine.close()
         self.simulation = None
 
@@ -57,10 +60,18 @@ def run(begin_run: type[CheckedRun], seed: int, runs: int, *, shrinks: bool = Tr
     logging.disable(logging.CRITICAL)  # the engine logs each fault
     machine = seeded(seed)(type("Runs", (Machine,), {"begin_run": begin_run}))  # unseeded they are the same again
     phases = [each for each in Phase if shrinks or each is Phase.generate]
-    run_state_machine_as_test(machine, settings=settings(
-        max_examples=runs, stateful_step_count=NUM_ACTS, phases=phases, report_multiple_bugs=shrinks, deadline=None,
-        database=None, suppress_health_check=list(HealthCheck),
-    ))  # fmt: skip
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=runs,
+            stateful_step_count=NUM_ACTS,
+            phases=phases,
+            report_multiple_bugs=shrinks,
+            deadline=None,
+            database=None,
+            suppress_health_check=HEALTH_CHECKS,
+        ),
+    )
 
 
 def runs_until_one_fails(most: int) -> int | None:

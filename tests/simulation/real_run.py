@@ -54,12 +54,26 @@ FAULT = "an injected fault"
 GRACE = 5.0
 """Seconds until every page is back after the last read was let go."""
 WAYS: list[dict[str, Any]] = [
-    {}, {}, {}, {}, {"max_tokens": None}, {"max_tokens": 3}, {"stop_token_ids": (97, 101, 105)}, {"logprobs": 2},
-    {"prompt_logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0}, {"logit_bias": {101: 2.0, 97: -100.0}},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}, {"min_tokens": 9},
-    {"bad_words": ((101,), (97, 98))}, {"allowed_token_ids": tuple(range(90, 125))}, {"top_k": 5}, {"top_p": 0.9},
-    {"min_p": 0.05}, {"ignore_eos": True},
-]  # fmt: skip
+    {},
+    {},
+    {},
+    {},
+    {"max_tokens": None},
+    {"max_tokens": 3},
+    {"stop_token_ids": (97, 101, 105)},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"logprobs": 0, "prompt_logprobs": 0},
+    {"logit_bias": {101: 2.0, 97: -100.0}},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"min_tokens": 9},
+    {"bad_words": ((101,), (97, 98))},
+    {"allowed_token_ids": tuple(range(90, 125))},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"ignore_eos": True},
+]
 """Options that requests may ask for beside a temperature and a seed."""
 
 
@@ -128,7 +142,7 @@ class RealRun(EngineRun):
         self.calm, self.where, self.over = calm, where, over
         self.names = [name for name in calm.prompts if name is not None]
         self.broken: set[Path] = set()
-        self.has_hung = False
+        self._has_hung = False
         config = self._draw_config()
         inner = open_executor(config)
         self.executor: Any = Faulty(inner)
@@ -149,18 +163,28 @@ class RealRun(EngineRun):
         rng = self.rng
         seats = rng.choice([1, 2, 4, 8, 16])
         return _config(
-            num_pages=self._ranks * rng.choice([40, 60, 90, 400]), block_tokens=rng.choice([4, 8, 16]),
-            max_num_seqs=seats, max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
+            num_pages=self._ranks * rng.choice([40, 60, 90, 400]),
+            block_tokens=rng.choice([4, 8, 16]),
+            max_num_seqs=seats,
+            max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
             chunked_prefill=rng.random() < 0.8,
-            adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]), host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
-            eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7,
-            share_prefix_cache=rng.random() < 0.3, lookahead=rng.choice([1, 2, 8]), prefetch=rng.choice([0, 1, 3]),
-            max_adapters_per_step=rng.choice([None, None, 1, 3]), max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
-            max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]), max_waiting=rng.choice([None, 8, 64]),
+            adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]),
+            host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
+            eviction=rng.choice(["cost", "lru"]),
+            prefix_cache=rng.random() < 0.7,
+            share_prefix_cache=rng.random() < 0.3,
+            lookahead=rng.choice([1, 2, 8]),
+            prefetch=rng.choice([0, 1, 3]),
+            max_adapters_per_step=rng.choice([None, None, 1, 3]),
+            max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
+            max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]),
+            max_waiting=rng.choice([None, 8, 64]),
             cpu_kernels=rng.choice(["auto", "auto", "auto", "auto" if self._assistants else "torch"]),
-            seed=rng.randrange(1 << 30), preemption=rng.choice(["auto", "swap", "recompute"]),
-            tensor_parallel_size=self._ranks, offload_workers=self._assistants,
-        )  # fmt: skip
+            seed=rng.randrange(1 << 30),
+            preemption=rng.choice(["auto", "swap", "recompute"]),
+            tensor_parallel_size=self._ranks,
+            offload_workers=self._assistants,
+        )
 
     def _span(self) -> Iterator[None]:
         most = ANSWERS_PER_ENGINE[self.engine.config.cpu_kernels]
@@ -199,7 +223,7 @@ class RealRun(EngineRun):
             self.engine.config.adapter_read_seconds,
         )
         if fate < 0.05 and patience < 1:
-            self.has_hung = True
+            self._has_hung = True
             self.broken.add(path)
             self.over.wait(None if fate < 0.02 else self._draw.uniform(0, 3 * patience))
         elif fate < 0.15:
@@ -210,6 +234,10 @@ class RealRun(EngineRun):
         if seconds > patience:
             self.broken.add(path)
         return (lambda share: self.over.wait(seconds)) if 0.15 <= fate < 0.25 else None
+
+    @property
+    def has_hung(self) -> bool:
+        return self._has_hung
 
     def _break_files(self, path: Path) -> None:
         self.broken.add(path)

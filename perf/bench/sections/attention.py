@@ -85,8 +85,10 @@ def run(context: Context) -> dict[str, Any]:
     """Microseconds per layer, and bytes over the time as a share of the measured bandwidth."""
     found: dict[str, Any] = {
         "method": context.timer.method,
-        "bandwidth_bytes_per_s": context.bandwidth(), "absent": {}, "rows": [],
-    }  # fmt: skip
+        "bandwidth_bytes_per_s": context.bandwidth(),
+        "absent": {},
+        "rows": [],
+    }
     for tokens in context.pick((40,), (256, 1024, 4096), (256, 1024, 4096, 16384)):
         for rows in context.pick((1, 3), (1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64, 128)):
             if rows * tokens <= context.pick(1 << 20, 1 << 18, 1 << 19):  # what memory surely has room for
@@ -119,9 +121,10 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
         sample = context.timer.time(case.work(attention))
         seconds = sample.seconds / case.layers
         row |= {
-            f"{name}_error": error, f"{name}_us": seconds * 1e6,
+            f"{name}_error": error,
+            f"{name}_us": seconds * 1e6,
             f"{name}_share": case.cost.bytes / seconds / context.bandwidth(),
-        }  # fmt: skip
+        }
     if "flashinfer_us" in row:
         row["over_flashinfer"] = row["triton_us"] / row["flashinfer_us"]
     return row

@@ -65,10 +65,11 @@ def _base(context: Context, engines: Mapping[str, Subject], bucket: int) -> dict
         engine.clear(requests[name])
     has_plain = "plain" in engines
     return {
-        "base_ms": median(seconds["base"]) * 1e3, "base_device_ms": device * 1e3,
+        "base_ms": median(seconds["base"]) * 1e3,
+        "base_device_ms": device * 1e3,
         "plain_ms": median(seconds["plain"]) * 1e3 if has_plain else None,
         "base_over_plain": ratio(seconds, "base", "plain") if has_plain else None,
-    }  # fmt: skip
+    }
 
 
 def _median(engine: Subject, steps: int, rows: int) -> float:
@@ -90,14 +91,22 @@ def _row(context: Context, bucket: int, base: dict[str, Any], step: float, devic
     adapters_ms = floor.adapters * 1e3
     base_floor_ms = floor.decode * 1e3 - adapters_ms
     return {
-        "bucket": bucket, "context_tokens": _prompt(context), **base, "lora_ms": step, "lora_device_ms": device,
-        "base_floor_ms": base_floor_ms, "adapters_floor_ms": adapters_ms, "step_bytes": floor.step_bytes,
+        "bucket": bucket,
+        "context_tokens": _prompt(context),
+        **base,
+        "lora_ms": step,
+        "lora_device_ms": device,
+        "base_floor_ms": base_floor_ms,
+        "adapters_floor_ms": adapters_ms,
+        "step_bytes": floor.step_bytes,
         "base_over_floor": base["base_ms"] / base_floor_ms,
-        "base_device_over_floor": base["base_device_ms"] / base_floor_ms, "lora_over_base": step / base["base_ms"],
+        "base_device_over_floor": base["base_device_ms"] / base_floor_ms,
+        "lora_over_base": step / base["base_ms"],
         "lora_less_floor_over_base": (step - adapters_ms) / base["base_ms"],
         "lora_device_less_floor_over_base": (device - adapters_ms) / base["base_device_ms"],
-        "lora_over_floor": step / (floor.decode * 1e3), "tokens_per_s": bucket / step * 1e3,
-    }  # fmt: skip
+        "lora_over_floor": step / (floor.decode * 1e3),
+        "tokens_per_s": bucket / step * 1e3,
+    }
 
 
 def _prompt(context: Context) -> int:
@@ -107,14 +116,23 @@ def _prompt(context: Context) -> int:
 def tables(values: dict[str, Any]) -> list[Table]:
     rows = values["buckets"]
     steps = {
-        "bucket": "bucket", "no LoRA": "plain_ms", "base": "base_ms", "floor": "base_floor_ms",
-        "base/floor": "base_over_floor", "base/no LoRA": "base_over_plain", "LoRA": "lora_ms",
-        "adapters' floor": "adapters_floor_ms", "LoRA/base": "lora_over_base",
+        "bucket": "bucket",
+        "no LoRA": "plain_ms",
+        "base": "base_ms",
+        "floor": "base_floor_ms",
+        "base/floor": "base_over_floor",
+        "base/no LoRA": "base_over_plain",
+        "LoRA": "lora_ms",
+        "adapters' floor": "adapters_floor_ms",
+        "LoRA/base": "lora_over_base",
         "less floor": "lora_less_floor_over_base",
-    }  # fmt: skip
+    }
     device = {
-        "bucket": "bucket", "base": "base_device_ms", "base/floor": "base_device_over_floor", "LoRA": "lora_device_ms",
+        "bucket": "bucket",
+        "base": "base_device_ms",
+        "base/floor": "base_device_over_floor",
+        "LoRA": "lora_device_ms",
         "(LoRA less adapters' floor)/base": "lora_device_less_floor_over_base",
-    }  # fmt: skip
+    }
     title = f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections"
     return [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]

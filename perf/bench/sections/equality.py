@@ -155,9 +155,12 @@ def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
 def tables(values: dict[str, Any]) -> list[Table]:
     cases = {"case": "case", "rows": "rows", "steps": "steps", "equal bits": "equal"}
     start = {
-        "seconds": "seconds", "graphs": "graphs", "capture s": "capture_seconds",
-        "slowest s": "slowest_capture_seconds", "graphs MB": lambda row: row["graph_bytes"] / 1e6,
-    }  # fmt: skip
+        "seconds": "seconds",
+        "graphs": "graphs",
+        "capture s": "capture_seconds",
+        "slowest s": "slowest_capture_seconds",
+        "graphs MB": lambda row: row["graph_bytes"] / 1e6,
+    }
     return [
         rows_table(f"(g) captured against eager: {values['compared']}", cases, values["cases"]),
         rows_table("(g) engine start", start, [values["startup"]] if "startup" in values else []),

@@ -47,10 +47,16 @@ def run(context: Context) -> dict[str, Any]:
                 rate, beside = size["requests"] * size["output_tokens"] / answered.seconds, offline.get(popularity)
                 itl, itl_p99 = np.percentile(answered.gaps, (50, 99)).tolist()
                 found["rows"].append(
-                    {"popularity": popularity, "tokens_per_s": rate, "offline_tokens_per_s": beside,
-                     "over_offline": None if beside is None else rate / beside,
-                     "ttft_ms": 1e3 * median(answered.firsts), "itl_ms": 1e3 * itl, "itl_p99_ms": 1e3 * itl_p99}
-                )  # fmt: skip
+                    {
+                        "popularity": popularity,
+                        "tokens_per_s": rate,
+                        "offline_tokens_per_s": beside,
+                        "over_offline": None if beside is None else rate / beside,
+                        "ttft_ms": 1e3 * median(answered.firsts),
+                        "itl_ms": 1e3 * itl,
+                        "itl_p99_ms": 1e3 * itl_p99,
+                    }
+                )
     return found
 
 
@@ -72,18 +78,27 @@ def bodies(
     """Requests with random prompts, one for each of the adapters; None: of the base model."""
     base = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
     return [
-        {"model": name or base, "prompt": draw.choices(range(3, vocab), k=size["prompt_tokens"]), "temperature": 0,
-         "max_tokens": size["output_tokens"], "ignore_eos": True}
+        {
+            "model": name or base,
+            "prompt": draw.choices(range(3, vocab), k=size["prompt_tokens"]),
+            "temperature": 0,
+            "max_tokens": size["output_tokens"],
+            "ignore_eos": True,
+        }
         for name in adapters
-    ]  # fmt: skip
+    ]
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {
-        "popularity": "popularity", "tokens/s": "tokens_per_s", "without HTTP": "offline_tokens_per_s",
-        "share": "over_offline", "TTFT ms, median": "ttft_ms", "between tokens ms, median": "itl_ms",
+        "popularity": "popularity",
+        "tokens/s": "tokens_per_s",
+        "without HTTP": "offline_tokens_per_s",
+        "share": "over_offline",
+        "TTFT ms, median": "ttft_ms",
+        "between tokens ms, median": "itl_ms",
         "99 %": "itl_p99_ms",
-    }  # fmt: skip
+    }
     title = (
         f"(i) over HTTP, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
         f"{values['output_tokens']} tokens at once"

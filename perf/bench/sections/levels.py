@@ -30,10 +30,11 @@ RANKS = (8, 16, 32, 64)
 
 #: Case → rows, whether they are prompts, and the ranks of their adapters.
 CASES: dict[str, tuple[int, bool, tuple[int, ...]]] = {
-    "decode, 1 row": (1, False, ()), "decode, 8 rows": (8, False, ()),
+    "decode, 1 row": (1, False, ()),
+    "decode, 8 rows": (8, False, ()),
     "decode, 8 adapters": (8, False, tuple(rank for rank in RANKS for _ in range(2))),
     "prefill, 8 prompts": (8, True, ()),
-}  # fmt: skip
+}
 
 _PRODUCTS = 4_000_000  # in registers: some milliseconds
 
@@ -104,20 +105,30 @@ def _rows(
     for name, its in seconds.items():
         limit = max(work[0] / rates[name]["read"], work[1] / rates[name]["products"])
         rows.append(
-            {"level": name, "case": case, "ms": min(its) * 1e3,
-             "share": limit / min(its), "over_first": ratio(seconds, name, first)}
-        )  # fmt: skip
+            {
+                "level": name,
+                "case": case,
+                "ms": min(its) * 1e3,
+                "share": limit / min(its),
+                "over_first": ratio(seconds, name, first),
+            }
+        )
     return rows
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns: dict[str, Any] = {
-        "level": "level", "case": "case", "ms": "ms", "share of limit": "share", "time over the first's": "over_first",
-    }  # fmt: skip
+        "level": "level",
+        "case": "case",
+        "ms": "ms",
+        "share of limit": "share",
+        "time over the first's": "over_first",
+    }
     rates = {
-        "level": lambda item: item[0], "read GB/s": lambda item: item[1]["read"] / 1e9,
+        "level": lambda item: item[0],
+        "read GB/s": lambda item: item[1]["read"] / 1e9,
         "products GFLOP/s": lambda item: item[1]["products"] / 1e9,
-    }  # fmt: skip
+    }
     return [
         rows_table("(s) what the machine allows by level", rates, values["rates"].items()),
         rows_table(f"(s) steps of levels, {values['prompt_tokens']} tokens before", columns, values["rows"]),

@@ -25,8 +25,10 @@ def run(context: Context) -> dict[str, Any]:
 
     found: dict[str, Any] = {"method": context.timer.method}
     for case, measure in (
-        ("device memory", _device_memory), ("host to device", _host_to_device), ("matmul", _matmul),
-    ):  # fmt: skip
+        ("device memory", _device_memory),
+        ("host to device", _host_to_device),
+        ("matmul", _matmul),
+    ):
         with context.row(found, case):
             found |= measure(context, rate)
     return found

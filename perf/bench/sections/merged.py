@@ -59,9 +59,11 @@ def _row(context: Context, subject: Subject, names: list[str], mix: str, kinds: 
     variants = ("base", "unmerged", "merged")
     seconds = in_turns({variant: partial(steps, variant) for variant in variants}, rounds)
     return {
-        "bucket": bucket, "mix": mix, **{f"{name}_ms": median(its) * 1e3 for name, its in seconds.items()},
+        "bucket": bucket,
+        "mix": mix,
+        **{f"{name}_ms": median(its) * 1e3 for name, its in seconds.items()},
         **{f"base_over_{variant}": ratio(seconds, "base", variant) for variant in variants[1:]},
-    }  # fmt: skip
+    }
 
 
 def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
@@ -78,20 +80,32 @@ def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
     if stats.merged_adapter != name:
         raise Unsettled(f"adapter {name!r} was not merged within {steps} steps")
     return {
-        "steps": steps, "ms": stats.merge_seconds * 1e3, "longest_pause_ms": stats.longest_merge_pause * 1e3,
-        "shadow_pages": stats.num_shadow_pages, "captured": subject.num_captured - before,
-    }  # fmt: skip
+        "steps": steps,
+        "ms": stats.merge_seconds * 1e3,
+        "longest_pause_ms": stats.longest_merge_pause * 1e3,
+        "shadow_pages": stats.num_shadow_pages,
+        "captured": subject.num_captured - before,
+    }
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
     steps = {
-        "rows": "bucket", "requests": "mix", "base": "base_ms", "unmerged": "unmerged_ms", "merged": "merged_ms",
-        "base/unmerged": "base_over_unmerged", "base/merged": "base_over_merged",
-    }  # fmt: skip
+        "rows": "bucket",
+        "requests": "mix",
+        "base": "base_ms",
+        "unmerged": "unmerged_ms",
+        "merged": "merged_ms",
+        "base/unmerged": "base_over_unmerged",
+        "base/merged": "base_over_merged",
+    }
     merges = {
-        "adapter": "adapter", "beside steps": "steps", "ms": "ms", "longest pause so far, ms": "longest_pause_ms",
-        "pages": "shadow_pages", "graphs captured": "captured",
-    }  # fmt: skip
+        "adapter": "adapter",
+        "beside steps": "steps",
+        "ms": "ms",
+        "longest pause so far, ms": "longest_pause_ms",
+        "pages": "shadow_pages",
+        "graphs captured": "captured",
+    }
     return [
         rows_table("(h) decode step with an adapter in the weights, ms", steps, values["rows"]),
         rows_table("(h) merging beside steps", merges, values["merges"]),

@@ -46,9 +46,14 @@ def run(context: Context) -> dict[str, Any]:
                 warm = _run(subject, chosen, prompt, output)
                 over = found["base"]["seconds"] / warm if "base" in found else None
                 found["rows"].append(
-                    {"popularity": popularity, "adapters": len(lengths), "cold_tokens_per_s": requests * output / cold,
-                     "tokens_per_s": requests * output / warm, "over_base": over}
-                )  # fmt: skip
+                    {
+                        "popularity": popularity,
+                        "adapters": len(lengths),
+                        "cold_tokens_per_s": requests * output / cold,
+                        "tokens_per_s": requests * output / warm,
+                        "over_base": over,
+                    }
+                )
     return found
 
 
@@ -61,9 +66,12 @@ def _run(subject: Subject, adapters: list[str | None], prompt: int, output: int)
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {
-        "popularity": "popularity", "adapters": "adapters", "cold": "cold_tokens_per_s", "warm": "tokens_per_s",
+        "popularity": "popularity",
+        "adapters": "adapters",
+        "cold": "cold_tokens_per_s",
+        "warm": "tokens_per_s",
         "warm/base": "over_base",
-    }  # fmt: skip
+    }
     known = {"popularity": "base", "adapters": 0, "cold_tokens_per_s": None, "over_base": 1.0}
     base = [{**known, **values["base"]}] if "base" in values else []
     title = (

@@ -38,8 +38,11 @@ RANKS = (8, 16, 32, 64)
 
 #: Case → whether the server has LoRA on, and the adapters of the requests in turn.
 CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
-    "plain": (False, [None]), "base": (True, [None]), "mixed": (True, range(REQUESTS)), "one": (True, [4]),
-}  # fmt: skip
+    "plain": (False, [None]),
+    "base": (True, [None]),
+    "mixed": (True, range(REQUESTS)),
+    "one": (True, [4]),
+}
 
 _RATES = {"output": "rate", "prefill": "prefill_rate", "decode": "decode_rate"}
 _BATCH = 1024
@@ -80,26 +83,58 @@ def chorus(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 
 def vllm(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = [
-        "serve", load.model, "--host", "127.0.0.1", "--port", free_port(), "--dtype", load.dtype, "--max-model-len",
-        load.room, "--max-num-seqs", REQUESTS, "--max-num-batched-tokens", _BATCH,
-    ]  # fmt: skip
+        "serve",
+        load.model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        free_port(),
+        "--dtype",
+        load.dtype,
+        "--max-model-len",
+        load.room,
+        "--max-num-seqs",
+        REQUESTS,
+        "--max-num-batched-tokens",
+        _BATCH,
+    ]
     if lora:
         named = [f"{name}={file}" for name, file in load.files.items()]
         flags += ["--enable-lora", "--max-lora-rank", max(RANKS), "--max-loras", len(named), "--lora-modules", *named]
     environment = {
-        "OMP_NUM_THREADS": str(load.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(load.threads),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[: load.threads])),
-        "HF_HUB_OFFLINE": "1", "LD_PRELOAD": ":".join(map(str, path.parents[1].glob("lib/libiomp5.so"))),
-    }  # fmt: skip
+        "HF_HUB_OFFLINE": "1",
+        "LD_PRELOAD": ":".join(map(str, path.parents[1].glob("lib/libiomp5.so"))),
+    }
     return Served(stack.enter_context(started([str(path), *map(str, flags)], environment)))
 
 
 def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     flags = [
-        path / "build" / "bin" / "llama-server", "-m", converted(load, path, "convert_hf_to_gguf.py", load.model),
-        "--host", "127.0.0.1", "--port", free_port(), "-np", REQUESTS, "-c", REQUESTS * (load.room + 64), "-t",
-        load.threads, "-tb", load.threads, "-b", _BATCH, "-ub", _BATCH, "--no-cache-prompt",
-    ]  # fmt: skip
+        path / "build" / "bin" / "llama-server",
+        "-m",
+        converted(load, path, "convert_hf_to_gguf.py", load.model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        free_port(),
+        "-np",
+        REQUESTS,
+        "-c",
+        REQUESTS * (load.room + 64),
+        "-t",
+        load.threads,
+        "-tb",
+        load.threads,
+        "-b",
+        _BATCH,
+        "-ub",
+        _BATCH,
+        "--no-cache-prompt",
+    ]
     if lora:
         script = "convert_lora_to_gguf.py"
         files = [converted(load, path, script, file, "--base", load.model) for file in load.files.values()]
@@ -207,9 +242,12 @@ def row(case: str, peer: str, samples: list[tuple[dict[str, float], float]]) -> 
     quiet = [rates for rates, foreign in samples if foreign <= FOREIGN_LIMIT]
     counted = quiet or [rates for rates, _ in samples]
     return {
-        "case": case, "peer": peer, **{name: median(each[name] for each in counted) for name in counted[0]},
-        "samples": len(samples), "quiet": len(quiet),
-    }  # fmt: skip
+        "case": case,
+        "peer": peer,
+        **{name: median(each[name] for each in counted) for name in counted[0]},
+        "samples": len(samples),
+        "quiet": len(quiet),
+    }
 
 
 def goals(values: dict[str, Any]) -> list[Goal]:
@@ -231,7 +269,7 @@ def goals(values: dict[str, Any]) -> list[Goal]:
         Goal("mixed / best peer's mixed", over("mixed", "mixed", peers), 2.5),
         Goal("mixed / vllm's mixed", over("mixed", "mixed", [name for name in peers if name == "vllm"]), 4.0),
         Goal("base / best peer's plain", over("base", "plain", peers), 0.95),
-    ]  # fmt: skip
+    ]
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

@@ -32,16 +32,26 @@ def run(context: Context) -> dict[str, Any]:
                     seconds = median(subject.first_token_seconds(tokens, adapter) for _ in range(repeats))
                     floor = context.floors(1, tokens, (RANK,) if adapter else ())
                     found["rows"].append(
-                        {"tokens": tokens, "rank": RANK if adapter else 0, "ms": seconds * 1e3,
-                         "tokens_per_s": tokens / seconds, "floor_ms": floor.prefill * 1e3,
-                         "flops": floor.prefill_flops, "over_floor": seconds / floor.prefill}
-                    )  # fmt: skip
+                        {
+                            "tokens": tokens,
+                            "rank": RANK if adapter else 0,
+                            "ms": seconds * 1e3,
+                            "tokens_per_s": tokens / seconds,
+                            "floor_ms": floor.prefill * 1e3,
+                            "flops": floor.prefill_flops,
+                            "over_floor": seconds / floor.prefill,
+                        }
+                    )
     return found
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {
-        "tokens": "tokens", "adapter": lambda row: f"r{row['rank']}" if row["rank"] else "base", "ms": "ms",
-        "tokens/s": "tokens_per_s", "floor ms": "floor_ms", "time/floor": "over_floor",
-    }  # fmt: skip
+        "tokens": "tokens",
+        "adapter": lambda row: f"r{row['rank']}" if row["rank"] else "base",
+        "ms": "ms",
+        "tokens/s": "tokens_per_s",
+        "floor ms": "floor_ms",
+        "time/floor": "over_floor",
+    }
     return [rows_table("(d) prefill", columns, values["rows"])]

@@ -80,8 +80,9 @@ def run(context: Context) -> dict[str, Any]:
     """Microseconds per product, and bytes over the time as a share of the measured bandwidth."""
     found: dict[str, Any] = {
         "method": context.timer.method,
-        "bandwidth_bytes_per_s": context.bandwidth(), "rows": [],
-    }  # fmt: skip
+        "bandwidth_bytes_per_s": context.bandwidth(),
+        "rows": [],
+    }
     for name in CASES:
         for count in context.pick((1, 3), (1, 16, 32, MAX_ROWS), (1, 2, 4, 8, 16, 24, 32, 48, MAX_ROWS)):
             with context.row(found, f"product {name}, {count} rows"):

@@ -36,12 +36,18 @@ def run(context: Context) -> dict[str, Any]:
         engines = {
             size: stack.enter_context(
                 Subject(
-                    context, adapters, max_seqs=_ROWS, max_batched=2048, max_len=prompt + steps + 64,
-                    inline_reads=True, tensor_parallel_size=size, threads=count,
+                    context,
+                    adapters,
+                    max_seqs=_ROWS,
+                    max_batched=2048,
+                    max_len=prompt + steps + 64,
+                    inline_reads=True,
+                    tensor_parallel_size=size,
+                    threads=count,
                 )
             )
             for size in {1, count}
-        }  # fmt: skip
+        }
         for mix, chosen in (("base", [None] * _ROWS), ("adapters", names)):
             with context.row(found, f"ranks, {mix}"):
                 work = {
@@ -51,9 +57,12 @@ def run(context: Context) -> dict[str, Any]:
                 in_turns(work, 1)  # warms up
                 taken = in_turns(work, rounds)
                 found["rows"].append(
-                    {"mix": mix, **{f"{name}_ms": median(its) * 1e3 for name, its in taken.items()},
-                     "ratio": ratio(taken, "one", "ranks")}
-                )  # fmt: skip
+                    {
+                        "mix": mix,
+                        **{f"{name}_ms": median(its) * 1e3 for name, its in taken.items()},
+                        "ratio": ratio(taken, "one", "ranks"),
+                    }
+                )
     return found
 
 

@@ -101,9 +101,12 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
         on_device = torch.from_numpy(draws).to(context.device)
         seconds["device"] = time(lambda: sampling_triton.draw(tokens, values, on_device, num_limited)).seconds
     return {
-        "bucket": rows, "case": case, "logits": logits, "same_tokens": same,
+        "bucket": rows,
+        "case": case,
+        "logits": logits,
+        "same_tokens": same,
         **{f"{name}_us": value * 1e6 for name, value in seconds.items()},
-    }  # fmt: skip
+    }
 
 
 def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
@@ -145,9 +148,13 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 def tables(values: dict[str, Any]) -> list[Table]:
     draws = {
-        "rows": "bucket", "case": "case", "logits": "logits", "device µs": "device_us",
-        "draw µs": "draw_us", "same tokens": "same_tokens",
-    }  # fmt: skip
+        "rows": "bucket",
+        "case": "case",
+        "logits": "logits",
+        "device µs": "device_us",
+        "draw µs": "draw_us",
+        "same tokens": "same_tokens",
+    }
     steps = Table("(k) decode steps that draw", ["rows", "sampling", "tokens/s", "of greedy"])
     for row in values["steps"]:
         steps.add(row["bucket"], "greedy", row["greedy_tokens_per_s"], 1.0)

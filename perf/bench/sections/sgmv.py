@@ -68,14 +68,23 @@ def run(context: Context) -> dict[str, Any]:
     arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
     found: dict[str, Any] = {
         "method": context.timer.method,
-        "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "prefill": [],
-    }  # fmt: skip
+        "bandwidth_bytes_per_s": context.bandwidth(),
+        "cells": [],
+        "groups": [],
+        "prefill": [],
+    }
     for cell in grid:
         with context.row(found, f"sgmv {cell}"):
             case = LoraCase(
-                context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
-                decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
-            )  # fmt: skip
+                context.size,
+                arena,
+                cell.lengths,
+                cell.adapter_ranks(),
+                _layers(context, cell),
+                decode(cell.tokens, MAX_RANK),
+                MAX_RANK,
+                context.seed,
+            )
             found["cells"].append(_measure(context, cell, case))
             if (
                 cell.popularity == "distinct"
@@ -102,10 +111,15 @@ def _measure(context: Context, cell: Cell, case: LoraCase, name: str | None = No
     sample = context.timer.time(lambda: case.run(groups))
     seconds, cost = sample.seconds / case.layers, case.cost(groups)
     return row | {
-        "adapters": len(case.ranks), "layers": case.layers, "us": seconds * 1e6, "bytes": cost.bytes,
-        "flops": cost.flops, "bytes_per_s": cost.bytes / seconds, "captured": sample.captured,
+        "adapters": len(case.ranks),
+        "layers": case.layers,
+        "us": seconds * 1e6,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "bytes_per_s": cost.bytes / seconds,
+        "captured": sample.captured,
         "share": cost.bytes / seconds / context.bandwidth(),
-    }  # fmt: skip
+    }
 
 
 def _checked(context: Context, name: str, case: LoraCase) -> float:
@@ -134,9 +148,18 @@ def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None
                     seconds = sample.seconds / layers
                     floor = max(cost.bytes / context.bandwidth(), cost.flops / matmul)
                     found["prefill"].append(
-                        {"tokens": tokens, "segments": segments, "rank": rank, "us": seconds * 1e6, "error": error,
-                         "bytes": cost.bytes, "flops": cost.flops, "floor_us": floor * 1e6, "share": floor / seconds}
-                    )  # fmt: skip
+                        {
+                            "tokens": tokens,
+                            "segments": segments,
+                            "rank": rank,
+                            "us": seconds * 1e6,
+                            "error": error,
+                            "bytes": cost.bytes,
+                            "flops": cost.flops,
+                            "floor_us": floor * 1e6,
+                            "share": floor / seconds,
+                        }
+                    )
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
@@ -150,12 +173,20 @@ def tables(values: dict[str, Any]) -> list[Table]:
             rows = (by_cell.get((*shape, tokens)) for tokens in batches)
             found[-1].add(*shape, *(row and scale * row[key] for row in rows))
     groups = {
-        "group": "group", "rank": "ranks", "batch": "tokens", "µs": "us", "MB": lambda row: row["bytes"] / 1e6,
+        "group": "group",
+        "rank": "ranks",
+        "batch": "tokens",
+        "µs": "us",
+        "MB": lambda row: row["bytes"] / 1e6,
         "%": lambda row: 100 * row["share"],
-    }  # fmt: skip
+    }
     prefill = {
-        "tokens": "tokens", "segments": "segments", "rank": "rank", "µs": "us", "floor µs": "floor_us",
+        "tokens": "tokens",
+        "segments": "segments",
+        "rank": "rank",
+        "µs": "us",
+        "floor µs": "floor_us",
         "% of floor": lambda row: 100 * row["share"],
-    }  # fmt: skip
+    }
     by_group = rows_table("(b) SGMV by group, distinct adapters", groups, values["groups"])
     return [*found, by_group, rows_table("(b) SGMV of prefill", prefill, values["prefill"])]

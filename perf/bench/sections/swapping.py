@@ -32,8 +32,12 @@ def run(context: Context) -> dict[str, Any]:
     """Tokens per second until the last request has ended, of each setting in turns; every second has the adapter."""
     requests, prompt, output = context.pick((4, 16, 640), (12, 256, 1024), (12, 256, 1024))
     found: dict[str, Any] = {
-        "requests": requests, "prompt_tokens": prompt, "output_tokens": output, "times": TIMES, "rows": [],
-    }  # fmt: skip
+        "requests": requests,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "times": TIMES,
+        "rows": [],
+    }
     rounds: list[dict[str, dict[str, Any]]] = []
     for index in range(context.pick(1, 2, 4)):
         with context.row(found, f"swapping, round {index + 1}"):
@@ -66,11 +70,15 @@ def _serve(context: Context, setting: str, requests: int, prompt: int, output: i
         subject.engine.check_integrity()
         stats, costs = subject.engine.stats(), subject.engine.costs
         return {
-            "tokens_per_s": stats.num_generated_tokens / seconds, "preempted": stats.num_preemptions,
-            "swapped": stats.num_swaps_out, "bytes_out": stats.swapped_bytes_out, "bytes_in": stats.swapped_bytes_in,
+            "tokens_per_s": stats.num_generated_tokens / seconds,
+            "preempted": stats.num_preemptions,
+            "swapped": stats.num_swaps_out,
+            "bytes_out": stats.swapped_bytes_out,
+            "bytes_in": stats.swapped_bytes_in,
             "copies_ms": stats.swapped_bytes_out // page.page_bytes * costs.swapped_page * 1e3,
-            "page_copied_s": costs.swapped_page, "page_computed_s": costs.prefix_page,
-        }  # fmt: skip
+            "page_copied_s": costs.swapped_page,
+            "page_computed_s": costs.prefix_page,
+        }
 
 
 def goals(values: dict[str, Any]) -> list[Goal]:
@@ -86,9 +94,14 @@ def goals(values: dict[str, Any]) -> list[Goal]:
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {
-        "": "setting", "tokens/s": "tokens_per_s", "of recompute": "over_recompute", "preempted": "preempted",
-        "swapped out": "swapped", "MB out": lambda row: row["bytes_out"] / 1e6,
-        "MB in": lambda row: row["bytes_in"] / 1e6, "copies, ms": "copies_ms",
-    }  # fmt: skip
+        "": "setting",
+        "tokens/s": "tokens_per_s",
+        "of recompute": "over_recompute",
+        "preempted": "preempted",
+        "swapped out": "swapped",
+        "MB out": lambda row: row["bytes_out"] / 1e6,
+        "MB in": lambda row: row["bytes_in"] / 1e6,
+        "copies, ms": "copies_ms",
+    }
     title = f"(m) {values['requests']} requests, {values['times']:g} times the KV that fits"
     return [rows_table(title, columns, values["rows"])]

@@ -159,9 +159,15 @@ class Bench:
 
     def _engine(self, more: dict[str, Any]) -> Subject:
         return Subject(
-            self._context, self._adapters, max_seqs=self._lora_indices, max_batched=2048,
-            max_len=self._prompt + self._output + 16, fair_by="tenant", max_waiting=None, **more,
-        )  # fmt: skip
+            self._context,
+            self._adapters,
+            max_seqs=self._lora_indices,
+            max_batched=2048,
+            max_len=self._prompt + self._output + 16,
+            fair_by="tenant",
+            max_waiting=None,
+            **more,
+        )
 
     def _add(self, subject: Subject, tenant: int, name: str) -> str:
         """Queue a request with the tenant's adapter. name: of the tenant, as the engine has it. Return its id."""
@@ -192,10 +198,12 @@ def _findings(rounds: list[Round]) -> dict[str, Any]:
             {"run": name, "ttft_p99_ms": p99(rounds, name) * 1e3, "tokens_per_s": rate(rounds, name)}
             for name in ("alone", "calm", *ORDERS)
         ],
-        "slower": slower(rounds), "slower_range": spread(rounds, slower),
+        "slower": slower(rounds),
+        "slower_range": spread(rounds, slower),
         "slower_by_round": [slower([each]) for each in rounds],
-        "throughput": throughput(rounds), "throughput_range": spread(rounds, throughput),
-    }  # fmt: skip
+        "throughput": throughput(rounds),
+        "throughput_range": spread(rounds, throughput),
+    }
 
 
 def goals(values: dict[str, Any]) -> list[Goal]:

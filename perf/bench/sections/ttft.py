@@ -54,10 +54,17 @@ def _row(subject: Subject, name: str, rank: int, tokens: int, repeats: int, runn
     stalls = {start: _stall(subject, running, tokens, starts[start], name) for start in ("warm", "host")}
     warm, host, disk = map(median, seconds.values())
     return {
-        "rank": rank, "prompt_tokens": tokens, "loading": "stream", "warm_ms": warm * 1e3, "cold_ms": host * 1e3,
-        "disk_ms": disk * 1e3, "cold_over_warm": host / warm, "disk_over_warm": disk / warm,
-        "warm_stall_ms": stalls["warm"] * 1e3, "cold_stall_ms": stalls["host"] * 1e3,
-    }  # fmt: skip
+        "rank": rank,
+        "prompt_tokens": tokens,
+        "loading": "stream",
+        "warm_ms": warm * 1e3,
+        "cold_ms": host * 1e3,
+        "disk_ms": disk * 1e3,
+        "cold_over_warm": host / warm,
+        "disk_over_warm": disk / warm,
+        "warm_stall_ms": stalls["warm"] * 1e3,
+        "cold_stall_ms": stalls["host"] * 1e3,
+    }
 
 
 def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str], None], name: str) -> float:
@@ -71,9 +78,15 @@ def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str],
 
 def tables(values: dict[str, Any]) -> list[Table]:
     columns = {
-        "rank": "rank", "prompt": "prompt_tokens", "warm": "warm_ms", "cold (host)": "cold_ms",
-        "cold/warm": "cold_over_warm", "disk": "disk_ms", "disk/warm": "disk_over_warm",
-        "stall warm": "warm_stall_ms", "stall cold": "cold_stall_ms",
-    }  # fmt: skip
+        "rank": "rank",
+        "prompt": "prompt_tokens",
+        "warm": "warm_ms",
+        "cold (host)": "cold_ms",
+        "cold/warm": "cold_over_warm",
+        "disk": "disk_ms",
+        "disk/warm": "disk_over_warm",
+        "stall warm": "warm_stall_ms",
+        "stall cold": "cold_stall_ms",
+    }
     title = f"(e) time to first token, ms; stall: longest step of {values['running']} running requests meanwhile"
     return [rows_table(title, columns, values["rows"])]

@@ -36,9 +36,17 @@ from ..study import Order, load_study, make_setup, validated
 
 #: Factor from SI units, or a share, to each unit.
 UNITS = {
-    "ms": 1e3, "µs": 1e6, "%": 1e2, "times": 1.0, "tokens/s": 1.0, "requests/s": 1.0, "1/s": 1.0, "MB": 1e-6,
-    "MiB": 2.0**-20, "": 1.0,
-}  # fmt: skip
+    "ms": 1e3,
+    "µs": 1e6,
+    "%": 1e2,
+    "times": 1.0,
+    "tokens/s": 1.0,
+    "requests/s": 1.0,
+    "1/s": 1.0,
+    "MB": 1e-6,
+    "MiB": 2.0**-20,
+    "": 1.0,
+}
 
 
 class Price(Strict):

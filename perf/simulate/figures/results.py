@@ -54,18 +54,26 @@ class FigureResult:
             "paper": self.figure.paper,
             "rows": [
                 {
-                    "row": line.row.name, "published": line.row.published, "unit": line.row.unit,
-                    "ours": line.ours, "ratio": line.ratio,
-                    "status": line.status, "open": line.row.open,
+                    "row": line.row.name,
+                    "published": line.row.published,
+                    "unit": line.row.unit,
+                    "ours": line.ours,
+                    "ratio": line.ratio,
+                    "status": line.status,
+                    "open": line.row.open,
                 }
                 for line in self.lines
             ],
             "orders": [
-                {"rows": claim.order.order, "kind": "alike" if claim.order.alike else "rising", "held": claim.held,
-                 "seeds": claim.seeds}
+                {
+                    "rows": claim.order.order,
+                    "kind": "alike" if claim.order.alike else "rising",
+                    "held": claim.held,
+                    "seeds": claim.seeds,
+                }
                 for claim in self.claims
             ],
-        }  # fmt: skip
+        }
 
 
 def compute(
@@ -84,8 +92,10 @@ def compute(
     each_seed = range(first, first + seeds)
     tasks = {
         (figure.name, run, seed): Task(f"{figure.name}: {run}", figure.setup_of(run, quick=quick, seed=seed))
-        for figure in figures for run in figure.simulated for seed in each_seed
-    }  # fmt: skip
+        for figure in figures
+        for run in figure.simulated
+        for seed in each_seed
+    }
     found = simulate(tasks, jobs=jobs, progress=progress)
     for each, task in tasks.items():
         if failed := found[each].get("failed"):

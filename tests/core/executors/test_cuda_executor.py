@@ -1,9 +1,6 @@
-"""The CUDA executor without a GPU: every test of `interpreted_cuda.py`, in processes of their own."""
+"""Errors of the CUDA executor's device, without a GPU; `test_cuda_interpreted.py` tests its steps."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -11,18 +8,6 @@ from chorus.core.executors.cuda import watched
 from chorus.memory.transfers.transfer import ExecutorLost
 
 from ...graphs.host_device import HostDevice
-from ...processes import PYTEST, run_python
-
-HERE = Path(__file__).parent
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.long
-def test_interpreted():
-    """Kernels of a process that interprets can't be compiled, so this one must not import them."""
-    result = run_python(*PYTEST, str(HERE / "interpreted_cuda.py"), TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 class Failing(HostDevice):

@@ -1,11 +1,6 @@
-"""Offload workers of the CUDA executor without a GPU: the tests of `interpreted_lora_offload.py`, in a process that
-interprets.
-"""
+"""Offload workers of the CUDA executor that are refused; `test_cuda_lora_offload_interpreted.py` tests their work."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,22 +13,11 @@ from chorus.memory.transfers import cuda_driver
 from chorus.ops import native_library
 
 from ...graphs.host_device import HostDevice
-from ...processes import PYTEST, run_python
 
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="offload workers run the native library"),
 ]
-
-HERE = Path(__file__).parent
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.long
-def test_interpreted():
-    result = run_python(*PYTEST, str(HERE / "interpreted_lora_offload.py"), TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 def test_a_model_that_offload_workers_do_not_compute_is_refused(subject):

@@ -1,12 +1,10 @@
-"""Ranks on GPUs without one: what is refused, and every test of `interpreted_ranks.py` in a process that interprets."""
+"""Ranks on GPUs, without a GPU: what is refused; `test_cuda_ranks_interpreted.py` tests their steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,23 +16,10 @@ from chorus.core.executors.cuda import CudaExecutor, watched
 from chorus.core.executors.shared_memory import MemoryLayout, SharedMemory
 from chorus.graphs.device import CudaDevice, DeviceError
 from chorus.memory.transfers.transfer import ExecutorLost
-from chorus.ops import device_ranks, native_library
+from chorus.ops import device_ranks
 
 from ...graphs.late_device import LateDevice
 from ...memory.fake_cuda import FakeDriver
-from ...processes import PYTEST, run_python
-
-HERE = Path(__file__).parent
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
-@pytest.mark.long
-def test_interpreted():
-    """Kernels of a process that interprets can't be compiled, so this one must not import them."""
-    result = run_python(*PYTEST, str(HERE / "interpreted_ranks.py"), TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 def opened(model, **config):

@@ -81,9 +81,13 @@ class Machine:
     def source(self, script: Path, then: str) -> subprocess.CompletedProcess:
         environment = {"PATH": str(self.tools), "HOME": str(self.tree), "CHORUS_SITE": str(self.site)}
         return subprocess.run(
-            [shutil.which("bash"), "-c", f'. "{script}" || exit 3; cd /; {then}'],
-            cwd=self.tree, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [shutil.which("bash") or "bash", "-c", f'. "{script}" || exit 3; cd /; {then}'],
+            cwd=self.tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def test_sourcing_the_script_sets_everything_up(tmp_path, machine):

@@ -60,9 +60,15 @@ def test_a_description(tree):
 
 @pytest.mark.parametrize(
     ("triton", "numpy", "can"),
-    [("3.6.0", "2.5.5", False), ("3.6.0", "2.4.0", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.5.5", True),
-     ("3.10.1", "2.5.5", True), (None, "2.5.5", True)],
-)  # fmt: skip
+    [
+        ("3.6.0", "2.5.5", False),
+        ("3.6.0", "2.4.0", False),
+        ("3.6.0", "2.3.5", True),
+        ("3.7.0", "2.5.5", True),
+        ("3.10.1", "2.5.5", True),
+        (None, "2.5.5", True),
+    ],
+)
 def test_versions_that_cannot_interpret_are_named_with_their_mend(monkeypatch, triton, numpy, can):
     def version(name: str) -> str:
         if (found := {"triton": triton, "numpy": numpy}[name]) is None:
@@ -74,5 +80,6 @@ def test_versions_that_cannot_interpret_are_named_with_their_mend(monkeypatch, t
     if can:
         assert obstacle is None
     else:
+        assert obstacle is not None
         assert f"Triton {triton}" in obstacle
         assert "'numpy<2.4' or 'triton>=3.7'" in obstacle

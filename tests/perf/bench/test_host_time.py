@@ -14,8 +14,11 @@ def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):
     assert main(["--rows", "1", "3", "--tokens", "40", "--steps", "4", "--work-dir", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(case["rows"], case["tokens"], case["lora"]) for case in found["cases"]] == [
-        (1, 40, False), (1, 40, True), (3, 40, False), (3, 40, True),
-    ]  # fmt: skip
+        (1, 40, False),
+        (1, 40, True),
+        (3, 40, False),
+        (3, 40, True),
+    ]
     for case in found["cases"]:
         assert 0 < case["pages"] < case["execute"] < case["step"]
     if find_spec("triton"):

@@ -26,22 +26,33 @@ def _all(rows):
 
 def test_a_decode_layer_is_eight_launches_and_lora_four_to_nine_more(decodes):
     assert _all(decodes) == {
-        ("decode", "none", "library"): 9, ("decode", "none", "small"): 8, ("decode", "none", "fused"): 8,
-        ("decode", "each row", "library"): 17, ("decode", "each row", "small"): 17, ("decode", "each row", "fused"): 12,
-    }  # fmt: skip
+        ("decode", "none", "library"): 9,
+        ("decode", "none", "small"): 8,
+        ("decode", "none", "fused"): 8,
+        ("decode", "each row", "library"): 17,
+        ("decode", "each row", "small"): 17,
+        ("decode", "each row", "fused"): 12,
+    }
     assert {(row["by"], row["LoRA"]) for row in decodes if row["adapters"] != "none"} == {
-        ("library", 8), ("small", 8), ("fused", 4)
-    }  # fmt: skip
+        ("library", 8),
+        ("small", 8),
+        ("fused", 4),
+    }
     assert {row["LoRA"] for row in decodes if row["adapters"] == "none"} == {0}
-    assert all(sum(row[kind] for kind in ("product", "attention", "LoRA", "other", "graph")) == row["all"]
-               for row in decodes)  # fmt: skip
+    assert all(
+        sum(row[kind] for kind in ("product", "attention", "LoRA", "other", "graph")) == row["all"] for row in decodes
+    )
 
 
 def test_a_layer_of_a_prompt_is_one_graph_and_attention_in_pieces(tmp_path):
     assert _all(prompt_launches(tmp_path)) == {
-        ("prompt", "none", "library"): 9, ("prompt", "each row", "library"): 17, ("mixed", "each row", "library"): 26,
-        ("prompt", "none", "pieces"): 2, ("prompt", "each row", "pieces"): 2, ("mixed", "each row", "pieces"): 3,
-    }  # fmt: skip
+        ("prompt", "none", "library"): 9,
+        ("prompt", "each row", "library"): 17,
+        ("mixed", "each row", "library"): 26,
+        ("prompt", "none", "pieces"): 2,
+        ("prompt", "each row", "pieces"): 2,
+        ("mixed", "each row", "pieces"): 3,
+    }
 
 
 def test_the_table_of_the_documentation_is_that_of_the_counts(decodes):

@@ -21,7 +21,7 @@ def test_a_hypervisor_takes_a_part_of_the_busy_time():
     """Ten seconds, of which something was to be done for four: the watched processes had two, the hypervisor one."""
     before = CpuSample(clock=100.0, busy=50.0, own=20.0, stolen=3.0)
     after = CpuSample(clock=110.0, busy=54.0, own=22.0, stolen=4.0)
-    capacity = 10.0 * os.cpu_count()
+    capacity = 10.0 * (os.cpu_count() or 1)
     assert after.foreign_share(before) == pytest.approx(2 / capacity)
     assert after.stolen_share(before) == pytest.approx(1 / capacity)
     assert after.speed(before) == pytest.approx(3 / 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -36,7 +37,7 @@ def log(monkeypatch) -> list[tuple]:
     def start(name: str):
         def peer(load, path, lora, stack):
             url = f"{name} {'lora' if lora else 'plain'}"
-            return Fake(SimpleNamespace(url=url, address=url), lambda index: {"index": index})
+            return Fake(cast(Any, SimpleNamespace(url=url, address=url)), lambda index: {"index": index})
 
         return peer
 
@@ -119,17 +120,25 @@ def test_a_peer_that_does_not_start_costs_no_other(context, log, monkeypatch):
 def test_disturbed_samples_do_not_count():
     rates = [({"rate": 10.0}, 0.0), ({"rate": 1.0}, 0.5), ({"rate": 12.0}, 0.01)]
     assert peers.row("base", "chorus", rates) == {
-        "case": "base", "peer": "chorus", "rate": 11.0, "samples": 3, "quiet": 2
-    }  # fmt: skip
+        "case": "base",
+        "peer": "chorus",
+        "rate": 11.0,
+        "samples": 3,
+        "quiet": 2,
+    }
     noisy = peers.row("base", "vllm", rates[1:2])
     assert (noisy["rate"], noisy["quiet"]) == (1.0, 0)
 
 
 def test_the_best_peer_is_the_mark():
     rates = {
-        ("chorus", "mixed"): 100, ("vllm", "mixed"): 20, ("llamacpp", "mixed"): 50,
-        ("chorus", "base"): 90, ("vllm", "plain"): 100, ("llamacpp", "plain"): 80,
-    }  # fmt: skip
+        ("chorus", "mixed"): 100,
+        ("vllm", "mixed"): 20,
+        ("llamacpp", "mixed"): 50,
+        ("chorus", "base"): 90,
+        ("vllm", "plain"): 100,
+        ("llamacpp", "plain"): 80,
+    }
     rows = [{"peer": peer, "case": case, "rate": rate, "prefill_rate": rate} for (peer, case), rate in rates.items()]
     found = {goal.name: goal for goal in peers.goals({"rows": rows, "limits": {"base": {"prefill_rate": 100.0}}})}
     assert (found["mixed / best peer's mixed"].value, found["mixed / best peer's mixed"].met) == (2.0, False)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_decode(context):
 
 
 def test_decode_without_room_for_a_second_engine(context, monkeypatch):
-    def crowded(context: Context, adapters: dict, **size: int) -> Subject:
+    def crowded(context: Context, adapters: dict, **size: Any) -> Subject:
         if not adapters:
             raise torch.OutOfMemoryError("full")
         return Subject(context, adapters, **size)
@@ -156,8 +157,11 @@ def test_ttft(context):
 def test_mixes(context):
     values = run(context, "mixes")
     assert [(row["popularity"], row["adapters"]) for row in values["rows"]] == [
-        ("distinct", 4), ("uniform", 2), ("zipf-1.5", 3), ("identical", 1)
-    ]  # fmt: skip
+        ("distinct", 4),
+        ("uniform", 2),
+        ("zipf-1.5", 3),
+        ("identical", 1),
+    ]
     assert values["base"]["tokens_per_s"] > 0
 
 
@@ -382,7 +386,7 @@ def test_no_prompt_is_sent_twice_to_a_server(monkeypatch):
     card = SimpleNamespace(json=lambda: {"data": [{"id": "base"}]})
     monkeypatch.setattr(http, "read_streams", read_streams)
     monkeypatch.setattr(http.httpx, "get", lambda url, **_: card)
-    server = SimpleNamespace(url="http://here", address="here")
+    server: Any = SimpleNamespace(url="http://here", address="here")
     size = {"requests": 2, "prompt_tokens": 9, "output_tokens": 4}
     for popularity, models in (("base", ["base"] * 2), ("distinct", ["a", "b"])):
         sent.clear()

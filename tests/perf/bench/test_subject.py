@@ -49,7 +49,7 @@ def test_an_adapter_whose_read_has_brought_all_but_not_returned_is_waited_for(tm
             time.sleep(0.3)
 
         monkeypatch.setattr(backend, "read", lingering)
-        threaded.load(adapters)
+        threaded.load(list(adapters))
         threaded.to_host("r4-000")
 
 

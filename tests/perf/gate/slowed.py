@@ -91,6 +91,7 @@ def _check(args: argparse.Namespace, directory: Path) -> int:
     taken = Run.of(suite, [_run(args, directory) for _ in range(args.baseline_runs)])
     Baseline.write(taken, directory)
     baseline = Baseline.find(taken, directory)
+    assert baseline is not None, "it was written just now"
     found: dict[str, Any] = {"honest": [], "slowed": {}}
     for index in range(args.runs):
         worse = _worse(Run.of(suite, [_run(args, directory)]), baseline)

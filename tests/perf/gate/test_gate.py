@@ -7,6 +7,7 @@ import math
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -23,7 +24,7 @@ KINDS = st.sampled_from(["ratio", "measured"])
 DIRECTIONS = st.sampled_from(["lower", "higher"])
 
 
-def metric(better: str = "lower", **rule) -> Metric:
+def metric(better: Any = "lower", **rule) -> Metric:
     return Metric("speed", better, Rule(**{"kind": "ratio", **rule}))
 
 
@@ -44,6 +45,7 @@ def test_the_order_of_repeats_does_not_matter(values, random, better):
 @given(REPEATS, REPEATS, DIRECTIONS, st.floats(1e-3, 1e3))
 def test_the_unit_does_not_matter(baseline, result, better, factor):
     plain = judge(metric(better), baseline, result)
+    assert plain.change is not None
     assume(abs(abs(plain.change) - plain.allowed) > 1e-6)
     scaled = judge(metric(better), [v * factor for v in baseline], [v * factor for v in result])
     assert scaled.status is plain.status
@@ -210,11 +212,18 @@ def test_a_wrong_suite_is_named(tmp_path, text, field):
 # -- baselines
 
 
+def baseline_of(run: Run, directory: Path) -> Baseline:
+    found = Baseline.find(run, directory)
+    assert found is not None
+    return found
+
+
 def test_a_baseline_holds_what_was_read(directory):
     run = run_of(directory)
     path = Baseline.write(run, directory)
     assert path == directory / "made" / "papers.box.json"
     found = Baseline.find(run, directory)
+    assert found is not None
     assert found.values["share"] == [1.5, 2.0]
     assert all(verdict.status is Status.OK for verdict in compare(run, found))
     assert Baseline.find(run_of(directory, result(machine="other")), directory) is None
@@ -231,7 +240,7 @@ def test_a_baseline_needs_every_metric(directory):
 def test_a_row_that_is_gone_is_missing_and_a_new_one_is_not(directory):
     Baseline.write(run_of(directory), directory)
     run = run_of(directory, result(rows=[{**result()["rows"][0], "policy": "new"}]))
-    statuses = {verdict.metric.name: verdict.status for verdict in compare(run, Baseline.find(run, directory))}
+    statuses = {verdict.metric.name: verdict.status for verdict in compare(run, baseline_of(run, directory))}
     assert statuses["fifo False ttft"] is Status.MISSING
     assert statuses["new False ttft"] is Status.NEW
 
@@ -242,7 +251,7 @@ def test_a_portable_suite_compares_devices_but_for_local_metrics(tmp_path):
     Baseline.write(run_of(tmp_path), tmp_path)
     for machine, at_home in (("box", True), ("other", False)):
         run = run_of(tmp_path, result(machine=machine))
-        found = {verdict.metric.name: verdict for verdict in compare(run, Baseline.find(run, tmp_path))}
+        found = {verdict.metric.name: verdict for verdict in compare(run, baseline_of(run, tmp_path))}
         assert ("absolute" in found) is at_home
         assert found["share"].metric.rule.floor == (0.1 if at_home else 0.2)
 

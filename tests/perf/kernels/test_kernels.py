@@ -13,9 +13,18 @@ from chorus.perf.kernels.cost import product_cost
 from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, compile_all, plain_variants, variants
 
 GOOD = Line(
-    Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", wide_loads=8,
-    loads_before=2, barriers=1, bytes_in_flight=1 << 16, is_early=False,
-)  # fmt: skip
+    Variant("expand_prefill", "o", "bf16", 256, 64),
+    "sm_90",
+    128,
+    0,
+    4096,
+    "wgmma.m64n64k16",
+    wide_loads=8,
+    loads_before=2,
+    barriers=1,
+    bytes_in_flight=1 << 16,
+    is_early=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +78,17 @@ def test_signatures_name_the_kernels_arguments():
         assert given == set(getattr(module, variant.kernel).arg_names)
 
 
-COMPILED = {"registers": 128, "spill_bytes": 0, "shared_bytes": 4096, "matrix": "wgmma.m64n64k16", "wide_loads": 8,
-            "loads_before": 2, "barriers": 1, "bytes_in_flight": 1 << 16, "is_early": False}  # fmt: skip
+COMPILED = {
+    "registers": 128,
+    "spill_bytes": 0,
+    "shared_bytes": 4096,
+    "matrix": "wgmma.m64n64k16",
+    "wide_loads": 8,
+    "loads_before": 2,
+    "barriers": 1,
+    "bytes_in_flight": 1 << 16,
+    "is_early": False,
+}
 
 
 @pytest.fixture
@@ -133,10 +151,15 @@ def test_a_key_is_of_all_that_decides_on_what_is_compiled():
 
     job = job_of(Variant("multiply_rows", "base.o", "bf16", 16), "sm_90")
     changes = [
-        {}, {"capability": 80}, {"pointer": "x"}, {"ready": {"weight"}}, {"options": {**job.options, "num_warps": 1}},
-        {"constants": {**job.constants, next(iter(job.constants)): 1 << 20}}, {"kernel": other_kernel()},
+        {},
+        {"capability": 80},
+        {"pointer": "x"},
+        {"ready": {"weight"}},
+        {"options": {**job.options, "num_warps": 1}},
+        {"constants": {**job.constants, next(iter(job.constants)): 1 << 20}},
+        {"kernel": other_kernel()},
         {"signature": {**job.signature, "y": "*fp16"}},
-    ]  # fmt: skip
+    ]
     assert len({replace(job, **change).key() for change in changes}) == len(changes)
     assert job.key() == replace(job).key()
 

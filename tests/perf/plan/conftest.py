@@ -18,8 +18,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """60 requests in half a minute, most of them for three adapters, as they end."""
-    rows = [f"{1000 + 0.5 * i:.4f},{['', 'a', 'b', 'c'][i % 4]},{[0, 8, 16, 64][i % 4]},{100 + i},20,t{i % 2}"
-            for i in range(60)]  # fmt: skip
+    rows = [
+        f"{1000 + 0.5 * i:.4f},{['', 'a', 'b', 'c'][i % 4]},{[0, 8, 16, 64][i % 4]},{100 + i},20,t{i % 2}"
+        for i in range(60)
+    ]
     rows[3], rows[5] = rows[5], rows[3]
     path = tmp_path / "fleet.csv"
     path.write_text("\n".join([HEADER, *rows]) + "\n")

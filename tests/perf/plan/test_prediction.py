@@ -44,16 +44,20 @@ def test_efficiencies_are_those_of_the_run():
     longer = [(other["ms"] - row["ms"]) / 1e3 for row, other in zip(base, adapted, strict=True)]
     per_token_rank, _ = np.polyfit(16 * tokens, longer, 1)
     found = {
-        "READ": read / gpu.bandwidth, "MULTIPLY": multiply / gpu.flops,
+        "READ": read / gpu.bandwidth,
+        "MULTIPLY": multiply / gpu.flops,
         "COPY": limits["host_to_device_pages"]["bytes_per_s"] / gpu.link,
-        "STEP_SHARE": at_none / weights - 1, "STEP_PER_LAYER": (at_none - weights) / LAYERS,
-        "ROW_PER_LAYER": (per_row - kv) / LAYERS, "KV_READ": attention["flashinfer_share"],
+        "STEP_SHARE": at_none / weights - 1,
+        "STEP_PER_LAYER": (at_none - weights) / LAYERS,
+        "ROW_PER_LAYER": (per_row - kv) / LAYERS,
+        "KV_READ": attention["flashinfer_share"],
         "RAGGED_PER_LAYER": (prompts[0]["ms"] - steps[0]["base_ms"]) / 1e3 / LAYERS,
         "PREFILL_MULTIPLY": 2 * IN_LAYERS / multiply / per_token,
         "PREFILL_ATTEND": 4 * LAYERS * 4096 / multiply / per_pair,
-        "LORA_PER_LAYER": lora / LAYERS, "ADAPTER_READ": steps[0]["adapters_floor_ms"] / 1e3 / per_adapter,
+        "LORA_PER_LAYER": lora / LAYERS,
+        "ADAPTER_READ": steps[0]["adapters_floor_ms"] / 1e3 / per_adapter,
         "LORA_MULTIPLY": 2 * PER_RANK / multiply / per_token_rank,
-    }  # fmt: skip
+    }
     assert {name: getattr(prediction, name) for name in found} == pytest.approx(found, rel=0.01)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def run(monkeypatch, attainment, jobs=1, seeds=5):
 
     monkeypatch.setattr(module, "run_trial", trial)
     monkeypatch.setattr(module, "map_of", lambda jobs: _Here())
-    tried = search(Fleet(), [(2 * GIB, GIB), (GIB, GIB)], ["first-fit", "random"], 8, seeds, jobs)
+    tried = search(cast(Any, Fleet()), [(2 * GIB, GIB), (GIB, GIB)], ["first-fit", "random"], 8, seeds, jobs)
     return tried, asked
 
 
@@ -67,12 +68,16 @@ def needs(**replicas):
 def test_a_candidate_that_can_t_meet_the_slo_any_more_is_left_and_later_ones_only_try_to_be_cheaper(monkeypatch):
     tried, asked = run(monkeypatch, needs(first_fit=3, random=5))
     assert [(one.candidate.policy, one.candidate.replicas, one.meets, len(one.outcomes)) for one in tried] == [
-        ("first-fit", 1, False, 1), ("first-fit", 2, False, 1), ("first-fit", 4, True, 5), ("first-fit", 3, True, 5),
+        ("first-fit", 1, False, 1),
+        ("first-fit", 2, False, 1),
+        ("first-fit", 4, True, 5),
+        ("first-fit", 3, True, 5),
         ("random", 3, False, 1),
         ("first-fit", 3, True, 5),
-    ]  # fmt: skip
+    ]
     assert len(asked) == sum(len(one.outcomes) for one in tried)
     best = cheapest(tried)
+    assert best is not None
     assert best.candidate == Candidate(3, 2 * GIB, GIB, "first-fit")  # the largest arena of equals
 
 

@@ -68,9 +68,19 @@ FAST = (*setting("arrivals.rate=1e6", "lengths.prompt.tokens=8", "lengths.output
 def test_the_command_sends_a_workload_and_reads_its_answers(scripted, capsys, tmp_path, aiperf):
     out = tmp_path / "out"
     code, text, found = bench(
-        capsys, scripted.url + "/v1/", *FAST, *setting("requests=30"), "--slo-ttft", "500", "--slo-e2e", "60000",
-        "--out", str(out), "--aiperf", aiperf,
-    )  # fmt: skip
+        capsys,
+        scripted.url + "/v1/",
+        *FAST,
+        *setting("requests=30"),
+        "--slo-ttft",
+        "500",
+        "--slo-e2e",
+        "60000",
+        "--out",
+        str(out),
+        "--aiperf",
+        aiperf,
+    )
     assert code == 0
     assert (found["requests"], found["failed"], found["load"]["request_count"]["avg"]) == (30, 0, 30)
     assert {row["model"] for row in found["models"]} == {"left", "right"}
@@ -83,10 +93,16 @@ def test_the_command_sends_a_workload_and_reads_its_answers(scripted, capsys, tm
     lines = [json.loads(line) for line in (out / "load.jsonl").read_text().splitlines()]
     assert [{**line["payload"], "stream": False} for line in lines] == bodies
     assert {len(line["payload"]["prompt"].split()) for line in lines} == {8}
-    assert lines[0]["payload"].items() >= {
-        "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True,
-        "stream_options": {"include_usage": True},
-    }.items()  # fmt: skip
+    assert (
+        lines[0]["payload"].items()
+        >= {
+            "max_tokens": 4,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }.items()
+    )
     flags = json.loads((out / "flags.json").read_text())
     assert flags[flags.index("--goodput") + 1] == "time_to_first_token:500 request_latency:60000"
 
@@ -114,8 +130,13 @@ def test_failures_fail_the_command(scripted, capsys, aiperf):
 def test_a_workload_file_is_served_by_the_adapters_there_are(scripted, capsys, tmp_path, aiperf):
     spec = tmp_path / "load.json"
     lengths = {"kind": "laws", "prompt": {"law": "constant", "tokens": 100}, "output": {"law": "constant", "tokens": 4}}
-    fields = {"requests": 9, "arrivals": {"process": "constant", "rate": 1000.0}, "popularity": {"kind": "distinct"},
-              "adapters": {"count": 3}, "lengths": lengths}  # fmt: skip
+    fields = {
+        "requests": 9,
+        "arrivals": {"process": "constant", "rate": 1000.0},
+        "popularity": {"kind": "distinct"},
+        "adapters": {"count": 3},
+        "lengths": lengths,
+    }
     spec.write_text(json.dumps(fields))
     argv = ("--workload", str(spec), "--set", "requests=6", "--aiperf", aiperf)
     code, _, found = bench(capsys, scripted.url, *argv)
@@ -176,6 +197,7 @@ def test_aiperf_itself(scripted, capsys, tmp_path):
 
 def address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
     return parts.hostname, parts.port
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import IO, cast
 
 from tests.processes import runs
 
@@ -22,7 +23,7 @@ with launched(["--threads", "1"]) as server:
 
 def test_a_command_that_is_killed_leaves_no_server():
     with subprocess.Popen([sys.executable, "-c", LAUNCHES], stdout=subprocess.PIPE, text=True) as command:
-        pid = command.stdout.readline().strip()
+        pid = cast(IO[str], command.stdout).readline().strip()
         assert runs(pid)
         command.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + WAIT

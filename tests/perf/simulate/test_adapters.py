@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def lasting(clock, seconds):
 
 
 def test_reads_take_turns_on_threads(clock):
-    reads = SimReads(clock, threads=2)
+    reads: Any = SimReads(clock, threads=2)
     futures = [reads.submit(lasting(clock, seconds)) for seconds in (1.0, 3.0, 1.0)]
     assert (clock.now, reads.free_at) == (5.0, 8.0), "the read that waits is taken to be as long as the last one"
     clock.now = 8.0
@@ -32,7 +33,7 @@ def test_reads_take_turns_on_threads(clock):
 
 
 def test_what_has_not_begun_is_put_in_order(clock):
-    reads = SimReads(clock, threads=1)
+    reads: Any = SimReads(clock, threads=1)
     first, *others = [reads.submit(lasting(clock, 1.0)) for _ in range(4)]
     clock.now = 5.5
     reads.arrange([others[2], first])
@@ -45,7 +46,7 @@ def test_what_has_not_begun_is_put_in_order(clock):
 
 
 def test_nothing_is_put_before_a_read_that_began_before_anybody_looked(clock):
-    reads = SimReads(clock, threads=1)
+    reads: Any = SimReads(clock, threads=1)
     _, one, other = [reads.submit(lasting(clock, 1.0)) for _ in range(3)]
     clock.now = 6.5
     reads.arrange([other, one])
@@ -55,7 +56,7 @@ def test_nothing_is_put_before_a_read_that_began_before_anybody_looked(clock):
 
 
 def test_a_read_that_has_not_begun_can_be_cancelled(clock):
-    reads = SimReads(clock, threads=1)
+    reads: Any = SimReads(clock, threads=1)
     first, one, other = [reads.submit(lasting(clock, 1.0)) for _ in range(3)]
     assert not first.cancel()
     assert one.cancel()
@@ -66,7 +67,7 @@ def test_a_read_that_has_not_begun_can_be_cancelled(clock):
 
 
 def test_a_wait_ends_with_the_first_of_the_reads(clock):
-    reads = SimReads(clock, threads=1)
+    reads: Any = SimReads(clock, threads=1)
     pending = [reads.submit(lasting(clock, 1.0)) for _ in range(2)]
     reads.wait(pending, 10.0)
     assert clock.now == 6.0
@@ -75,7 +76,7 @@ def test_a_wait_ends_with_the_first_of_the_reads(clock):
 
 
 def test_the_result_of_a_read_is_waited_for(clock):
-    reads = SimReads(clock, threads=1)
+    reads: Any = SimReads(clock, threads=1)
     futures = [reads.submit(lasting(clock, 1.0)) for _ in range(3)]
     futures[2].result()
     assert clock.now == 8.0

@@ -10,10 +10,19 @@ from chorus.perf.simulate.agreement import judged_orders, judged_times, order, q
 def rounds(real, simulated=None, *, foreign=0.0, changed=0):
     """Mean latencies of a policy, in seconds, by round; first tokens take half of them."""
     return [
-        {"real": {"ttft": a / 2, "e2e": a}, "simulated": {"ttft": b / 2, "e2e": b}, "moved": 1, "simulated_moved": 2,
-         "full_speed": {"ttft": b / 2, "e2e": b}, "requests": 5, "changed": changed, "foreign": foreign, "speed": 0.99}
+        {
+            "real": {"ttft": a / 2, "e2e": a},
+            "simulated": {"ttft": b / 2, "e2e": b},
+            "moved": 1,
+            "simulated_moved": 2,
+            "full_speed": {"ttft": b / 2, "e2e": b},
+            "requests": 5,
+            "changed": changed,
+            "foreign": foreign,
+            "speed": 0.99,
+        }
         for a, b in zip(real, simulated or real, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def wrong(found):

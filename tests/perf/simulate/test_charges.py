@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from chorus.core.config import EngineConfig
@@ -20,21 +22,28 @@ PROFILE = load_profile("a100-llama2-7b")
 RANKS = {"a": 8, "b": 64}
 POLICIES = ("fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact")
 WORKLOAD = {
-    "requests": 5, "arrivals": {"process": "constant", "rate": 1.0}, "popularity": {"kind": "identical"},
-    "lengths": {"kind": "alpaca"}, "adapters": {"ranks": {"kind": "fixed", "rank": 8}},
-}  # fmt: skip
+    "requests": 5,
+    "arrivals": {"process": "constant", "rate": 1.0},
+    "popularity": {"kind": "identical"},
+    "lengths": {"kind": "alpaca"},
+    "adapters": {"ranks": {"kind": "fixed", "rank": 8}},
+}
 
 
 def terms(**values):
     return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
 
 
-def replica(*, change=None, pages=2000, seats=8, preemption="auto", host_cache_bytes=1 << 40, **options):
+def replica(*, change=None, pages=2000, seats=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
     profile = PROFILE.model_copy(update=change or {})
     config = EngineConfig(
-        model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats, preemption=preemption,
+        model=MODEL,
+        prefix_cache=False,
+        num_pages=pages,
+        max_num_seqs=seats,
+        preemption=preemption,
         host_cache_bytes=host_cache_bytes,
-    )  # fmt: skip
+    )
     adapters = SimAdapters(profile.geometry, config.block_tokens)
     for name, rank in RANKS.items():
         adapters.add(name, rank, profile.geometry.adapter_bytes(rank))
@@ -42,7 +51,7 @@ def replica(*, change=None, pages=2000, seats=8, preemption="auto", host_cache_b
 
 
 def asked(number, arrival=0.0, output=10, adapter=None, prompt=20):
-    return TraceRequest(number, arrival, adapter, prompt, output, RANKS.get(adapter, 0))
+    return TraceRequest(number, arrival, adapter, prompt, output, RANKS.get(adapter or "", 0))
 
 
 def e2e(found, *requests):
@@ -62,7 +71,7 @@ class Always:
         return ModeChoice(next((each for each in state.eligible if each.name == self._name), state.merged))
 
 
-def always(name):
+def always(name) -> Any:
     return {"policies": Policies(mode=Always(name))}
 
 

@@ -39,12 +39,10 @@ def asked(number, arrival, output=10, adapter=None):
 
 
 arrivals = st.lists(
-    st.tuples(
-        st.floats(0, 0.2, allow_subnormal=False), st.integers(1, 40), st.sampled_from([None, "a", "b"])
-    ),
+    st.tuples(st.floats(0, 0.2, allow_subnormal=False), st.integers(1, 40), st.sampled_from([None, "a", "b"])),
     min_size=1,
     max_size=30,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=40)
@@ -85,9 +83,9 @@ def test_who_waits_at_the_router_is_served_in_order_of_arrival():
 def test_replicas_have_names_by_which_adapters_are_hashed_to_them():
     asked_for = []
 
-    def route(request, states):
+    def route(request, replicas):
         one = "abcdefgh"[request.id]
-        found = weights(one, [key_of(state.name) for state in states])
+        found = weights(one, [key_of(state.name) for state in replicas])
         asked_for.append(found.index(max(found)))
         return asked_for[-1]
 
@@ -104,9 +102,9 @@ def test_clients_send_one_request_after_the_other():
     replicas = make_replicas(1, max_num_seqs=8)
     most = 0
 
-    def route(request, states):
+    def route(request, replicas):
         nonlocal most
-        most = max(most, states[0].num_requests + 1)
+        most = max(most, replicas[0].num_requests + 1)
         return 0
 
     records = simulate([asked(number, 0.0) for number in range(20)], replicas, route, clients=3)
@@ -149,9 +147,9 @@ def seen_by(look, staleness=0.0, requests=None, **options):
     """Serve with a router that shows `look` what it is given, and takes turns."""
     turn = itertools.count()
 
-    def route(request, states):
-        look(request, states)
-        return next(turn) % len(states)
+    def route(request, replicas):
+        look(request, replicas)
+        return next(turn) % len(replicas)
 
     requests = requests or [asked(n, 0.05 * n, 40, "ab"[n % 2]) for n in range(40)]
     replicas = make_replicas(2, **{"max_num_seqs": 8, "read_threads": 1, **options})
@@ -318,7 +316,7 @@ def test_a_migration_takes_what_the_cost_model_says():
             told.append((event.time, event.replica))
 
     requests = [asked(0, 0.0, 60), asked(1, 1.0, 200)]
-    records = simulate(requests, replicas, lambda request, states: 0, controller=control)
+    records = simulate(requests, replicas, lambda request, replicas: 0, controller=control)
     assert (len(records), records.num_moved, list(records.column("replica"))) == (2, 1, [1, 0])
     alone = simulate(requests[:1], make_replicas(1, profile=profile)).column("e2e")[0]
     costs = profile.costs()

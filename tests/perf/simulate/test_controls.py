@@ -43,11 +43,13 @@ def cluster(shapes, rank=None):
     """States of replicas; rank: in place of every adapter's own."""
     return Replicas(
         replica_state(
-            SEATS, [rank or each for each in running], [(tokens, rank or each) for tokens, each in queue],
+            SEATS,
+            [rank or each for each in running],
+            [(tokens, rank or each) for tokens, each in queue],
             name=str(index),
         )
         for index, (running, queue) in enumerate(shapes)
-    )  # fmt: skip
+    )
 
 
 def estimates(profile, tokens=50.0, *, mix=False):
@@ -70,8 +72,9 @@ def test_with_neither_ranks_nor_prompts_only_the_number_of_requests_is_left(shap
     replicas = Replicas(state for state in cluster(shapes, MEAN) if state.has_room(request))
     if replicas:
         control = rank_blind(rank_aware(profile, math.inf, mix=mix), MEAN)
-        chosen = replicas[control(request, replicas)].num_requests
-        assert chosen == replicas[MostIdle()(request, replicas)].num_requests
+        chosen, idle = control(request, replicas), MostIdle()(request, replicas)
+        assert chosen is not None and idle is not None
+        assert replicas[chosen].num_requests == replicas[idle].num_requests
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
@@ -102,11 +105,12 @@ def test_the_mean_is_that_of_the_requests_with_adapters(share, mean):
             "popularity": {"kind": "uniform"},
             "lengths": {"kind": "alpaca"},
             "adapters": {
-                "count": 4000, "base_share": share,
+                "count": 4000,
+                "base_share": share,
                 "ranks": {"kind": "choice", "ranks": [20, 60], "weights": [0.5, 0.5]},
             },
         }
-    )  # fmt: skip
+    )
     assert mean_rank(spec) == pytest.approx(mean, abs=2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -60,9 +61,15 @@ class Run:
         self.catalogue = SimAdapters(profile.geometry, config.block_tokens)
         if engine_type is SimEngine:
             self.engine, self.executor = simulated_engine(
-                profile, self.catalogue, config, self.clock, stream=stream, mix=mix, most_prompts=most_prompts,
+                profile,
+                self.catalogue,
+                config,
+                self.clock,
+                stream=stream,
+                mix=mix,
+                most_prompts=most_prompts,
                 most_rows=most_rows,
-            )  # fmt: skip
+            )
         else:
             self.executor = SimExecutor(profile, self.catalogue, config, self.clock, stream=stream)
             self.engine = engine_type(config, self.executor, self.clock, self.executor.adapters.reads)
@@ -204,12 +211,22 @@ def test_steps_together_are_the_same_as_steps_one_by_one(
 
     def run(engine_type):
         return Run(
-            profile, adapters=ADAPTERS, stream=stream,
-            engine_type=engine_type, num_pages=num_pages * 16 // block_tokens, block_tokens=block_tokens,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=48, prefix_cache=prefix_cache, max_model_len=190,
-            max_adapters_per_step=max_adapters, host_cache_bytes=7 * PAGE_BYTES, max_overtake_seconds=max_overtake,
-            prefetch=prefetch, fair_by=fair_by,
-        ).serve(arrivals)  # fmt: skip
+            profile,
+            adapters=ADAPTERS,
+            stream=stream,
+            engine_type=engine_type,
+            num_pages=num_pages * 16 // block_tokens,
+            block_tokens=block_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=48,
+            prefix_cache=prefix_cache,
+            max_model_len=190,
+            max_adapters_per_step=max_adapters,
+            host_cache_bytes=7 * PAGE_BYTES,
+            max_overtake_seconds=max_overtake,
+            prefetch=prefetch,
+            fair_by=fair_by,
+        ).serve(arrivals)
 
     one, many = run(Engine), run(SimEngine)
     assert many.num_calls <= one.num_calls
@@ -240,9 +257,12 @@ def test_steps_are_not_taken_together_past_a_block_that_lets_a_request_in():
 
     def run(engine_type):
         run = Run(
-            prefix_cache=True, chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=16,
+            prefix_cache=True,
+            chunked_prefill=False,
+            max_num_batched_tokens=64,
+            max_num_seqs=16,
             engine_type=engine_type,
-        )  # fmt: skip
+        )
         answers = [(0.0, f"r{index}", [1 if index == 0 else 5] * 8, 40, None) for index in range(8)]
         return run.serve([*answers, (0.0, "long", [1] * 60, 2, None)])
 
@@ -258,9 +278,12 @@ def test_steps_are_not_taken_together_past_the_end_of_a_load():
 
     def run(engine_type):
         run = Run(
-            PROFILE.model_copy(update={"link": link, "disk": terms()}), adapters=[("a", 16, 10)],
-            num_pages=21, prefetch=1, engine_type=engine_type,
-        )  # fmt: skip
+            PROFILE.model_copy(update={"link": link, "disk": terms()}),
+            adapters=[("a", 16, 10)],
+            num_pages=21,
+            prefetch=1,
+            engine_type=engine_type,
+        )
         run.add("running", 20, 60)
         run.step()
         run.add("aborted", 150, 5, "a")
@@ -285,7 +308,8 @@ def test_a_plan_that_was_never_run_is_decided_again():
     run.add("x", 20, 5)
     run.step()
     run.add("y", 30, 5)
-    plans = [[(row.request_id, row.start, len(row.tokens)) for row in run.engine.begin_step().rows] for _ in range(2)]
+    steps: list[Any] = [run.engine.begin_step() for _ in range(2)]
+    plans = [[(row.request_id, row.start, len(row.tokens)) for row in step.rows] for step in steps]
     assert plans == [[("y", 0, 30), ("x", 20, 1)]] * 2
     while run.engine.has_work():
         run.step()
@@ -386,8 +410,15 @@ def test_a_prompt_interrupts_decoding_unless_they_mix(stream):
 @given(arrivals=traces(), num_pages=st.sampled_from([20, 40, 120]), stream=st.booleans())
 def test_prompts_apart_serve_the_same_requests(arrivals, num_pages, stream):
     """No step holds both; whoever decodes goes on after the prompts."""
-    run = Run(adapters=ADAPTERS, stream=stream, mix=False, num_pages=num_pages, max_num_batched_tokens=48,
-              max_model_len=190, max_num_seqs=16)  # fmt: skip
+    run = Run(
+        adapters=ADAPTERS,
+        stream=stream,
+        mix=False,
+        num_pages=num_pages,
+        max_num_batched_tokens=48,
+        max_model_len=190,
+        max_num_seqs=16,
+    )
     price, seen = run.executor.price, []
 
     def watched(plan):
@@ -427,6 +458,7 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     def rows(only=None):
         scheduler.only = only and {scheduler.get(each).adapter for each in only}
         plan = run.engine.begin_step()
+        assert plan is not None
         run.engine.end_step(plan)
         return sorted(row.request_id for row in plan.rows)
 
@@ -479,9 +511,7 @@ def test_a_prefetched_adapter_is_there_when_its_request_may_run():
 
 def test_prefetching_evicts_nothing_that_is_waited_for():
     """Two of three adapters fit: the third is not loaded in place of one whose request comes before its own."""
-    run = Run(
-        adapters=[(name, 16, 30) for name in "abc"], stream=False, max_num_seqs=1, prefetch=8, num_pages=75
-    )  # fmt: skip
+    run = Run(adapters=[(name, 16, 30) for name in "abc"], stream=False, max_num_seqs=1, prefetch=8, num_pages=75)
     run.serve([(0.0, "x", [3] * 20, 50, None), *((0.0, name, [4] * 20, 5, name) for name in "abc")])
     store = run.engine.store
     assert (store.num_loads, store.num_hits, store.num_evictions) == (3, 3, 1), "each was loaded before its request"
@@ -538,8 +568,9 @@ def test_disk_reads_take_their_time_and_threads():
 
 
 def test_a_host_image_that_was_dropped_is_read_again():
-    run = Run(with_disk(latency=0.2), adapters=[(name, 8, 4) for name in "ab"], host_cache_bytes=5 * PAGE_BYTES,
-              num_pages=8)  # fmt: skip
+    run = Run(
+        with_disk(latency=0.2), adapters=[(name, 8, 4) for name in "ab"], host_cache_bytes=5 * PAGE_BYTES, num_pages=8
+    )
     for name in ("a", "b", "a"):
         before = run.clock.now
         run.add(f"{name}{before}", 10, 2, name)

@@ -57,10 +57,11 @@ def test_the_baseline_of_punica_11_is_reproduced_before_anything_is_compared_wit
     runs = {"vLLM, Identical", "13B: vLLM, Identical"}
     figure = figure.model_copy(
         update={
-            "runs": {run: figure.runs[run] for run in runs}, "rows": [row for row in figure.rows if row.name in runs],
+            "runs": {run: figure.runs[run] for run in runs},
+            "rows": [row for row in figure.rows if row.name in runs],
             "orders": [],
         }
-    )  # fmt: skip
+    )
     (result,) = compute([figure], seeds=1)
     for line in result.lines:
         assert line.ratio == pytest.approx(1, abs=0.03), line.row.name
@@ -141,9 +142,10 @@ def test_closed_forms_reproduce_what_they_claim_to(name):
         figure = figure.model_copy(
             update={
                 "rows": [row for row in figure.rows if not set(row.runs) & set(figure.simulated)],
-                "orders": [], "runs": {run: figure.runs[run] for run in figure.runs.keys() - set(figure.simulated)},
+                "orders": [],
+                "runs": {run: figure.runs[run] for run in figure.runs.keys() - set(figure.simulated)},
             }
-        )  # fmt: skip
+        )
     (result,) = compute([figure], seeds=1)
     for line in result.lines:
         if line.row.tolerance is not None:
@@ -247,7 +249,8 @@ def test_figures_name_what_there_is(name):
     assert len(set(rows)) == len(rows)
     for run in figure.runs.values():
         assert run.system is None or run.system in figure.systems
-        assert run.row is None or run.row in {row.name for row in load_study(figure.study).rows}
+        if run.row is not None:
+            assert figure.study is not None and run.row in {row.name for row in load_study(figure.study).rows}
     for row in figure.rows:
         assert row.unit in UNITS and figure.runs.keys() >= set(row.runs)
         assert (row.over is None) == (row.form == "value"), "a comparison has both"
@@ -257,10 +260,15 @@ def test_figures_name_what_there_is(name):
     assert all(set(order.rows) <= computed for order in figure.orders)
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ('unit = "ms"', 'units = "ms"'), ('system = "slow"', 'systems = "slow"'), ("requests = 20", "request = 20"),
-    ('0.05\norder = ["first", "second"]', '0.05\norder = ["first"]'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('unit = "ms"', 'units = "ms"'),
+        ('system = "slow"', 'systems = "slow"'),
+        ("requests = 20", "request = 20"),
+        ('0.05\norder = ["first", "second"]', '0.05\norder = ["first"]'),
+    ],
+)
 def test_what_is_no_field_is_refused(old, new):
     with pytest.raises(StudyError, match="tiny"):
         compute(parsed(changed(old, new)), seeds=1)
@@ -295,8 +303,9 @@ def test_up_to_is_the_largest_of_all_pairs():
     )
     (result,) = compute(parsed(text), seeds=1)
     (plain,) = compute(parsed(TINY), seeds=1)
-    one, two = (line.ours.median for line in plain.lines[:2])
-    assert result.lines[1].ours.median == pytest.approx(two / one)
+    one, two, ratio = (line.ours for line in (*plain.lines[:2], result.lines[1]))
+    assert one is not None and two is not None and ratio is not None
+    assert ratio.median == pytest.approx(two.median / one.median)
 
 
 def test_results_do_not_depend_on_jobs():
@@ -317,11 +326,14 @@ def test_the_first_seed_is_chosen():
     assert one.median in (inner.low, inner.high)
 
 
-@pytest.mark.parametrize(("flags", "why"), [
-    (["--seed", "-1"], "--seed: is -1; give 0 or more"),
-    (["--seeds", "0"], "--seeds: is 0; give 1 or more"),
-    (["--jobs", "0"], "--jobs: is 0; give 1 or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--seed", "-1"], "--seed: is -1; give 0 or more"),
+        (["--seeds", "0"], "--seeds: is 0; give 1 or more"),
+        (["--jobs", "0"], "--jobs: is 0; give 1 or more"),
+    ],
+)
 def test_flags_of_figures_are_checked(capsys, flags, why):
     assert main(["figures", "--figure", "caraserve-5", *flags]) == 2
     assert why in capsys.readouterr().err

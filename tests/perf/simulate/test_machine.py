@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -137,7 +138,11 @@ def replicas(count):
 
 def served(trace, count, host=None):
     """Records of each request, in order of arrival, of replicas in turn."""
-    found = simulate(trace, replicas(count), lambda request, states: request.id % count, host=host)
+
+    def route(request: Any, replicas: Any) -> int:
+        return request.id % count
+
+    found = simulate(trace, replicas(count), route, host=host)
     columns = zip(*map(found.column, ("arrival", "ttft", "e2e", "tokens", "replica")), strict=True)
     return sorted(tuple(float(value) for value in row) for row in columns)
 

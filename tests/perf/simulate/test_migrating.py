@@ -27,7 +27,7 @@ def crowded(**changes):
     catalogue = replicas[0]._adapters  # noqa: SLF001
     requests = [TraceRequest(index, 0.01 * index, None, 50, 200) for index in range(24)]
     controller = Migrating("greedy", MigrationSettings(**changes), PROFILE.costs(), catalogue) if changes else None
-    return simulate(requests, replicas, lambda request, states: 0, controller=controller)
+    return simulate(requests, replicas, lambda request, replicas: 0, controller=controller)
 
 
 def test_requests_leave_a_crowded_replica_and_all_are_answered():
@@ -39,14 +39,19 @@ def test_requests_leave_a_crowded_replica_and_all_are_answered():
 
 
 SETUP = {
-    "profile": "a10-llama2-7b-bgmv", "replicas": 3, "router": {"policy": "random"}, "targets": ["q_proj"],
+    "profile": "a10-llama2-7b-bgmv",
+    "replicas": 3,
+    "router": {"policy": "random"},
+    "targets": ["q_proj"],
     "engine": {"max_num_seqs": 8},
     "workload": {
-        "requests": 200, "arrivals": {"process": "poisson", "rate": 20.0},
-        "popularity": {"kind": "power_law", "exponent": 1.0}, "lengths": {"kind": "alpaca"},
+        "requests": 200,
+        "arrivals": {"process": "poisson", "rate": 20.0},
+        "popularity": {"kind": "power_law", "exponent": 1.0},
+        "lengths": {"kind": "alpaca"},
         "adapters": {"count": 12, "ranks": {"kind": "fixed", "rank": 8}},
     },
-}  # fmt: skip
+}
 
 
 MIGRATION = {"settings": {"interval_seconds": 3.0, "excess_requests": 3.0, "solve_nodes": 1}}

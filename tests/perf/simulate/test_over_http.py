@@ -13,9 +13,13 @@ from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 
 def test_a_cluster_of_our_own_counts_what_was_asked_for():
     config = EngineConfig(
-        model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, threads=1, max_num_seqs=4, max_num_batched_tokens=64,
+        model=BUILTIN_MODEL,
+        adapters=BUILTIN_ADAPTERS,
+        threads=1,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
         memory_bytes=32 << 20,
-    )  # fmt: skip
+    )
     trace = [
         TraceRequest(0, 0.0, None, 20, 6),
         TraceRequest(1, 0.01, "upper", 33, 1),

@@ -33,7 +33,7 @@ def test_throughput_and_step(seed):
     profile = load_profile("a100-llama2-7b")
     config = EngineConfig(
         model=MODEL, prefix_cache=False, max_waiting=None, max_num_seqs=BATCH, max_num_batched_tokens=4096
-    )  # fmt: skip
+    )
     adapters = SimAdapters(profile.geometry, config.block_tokens)
     prompts, answers = lengths(seed)
     requests = []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from statistics import median
+from typing import IO, cast
 
 import pytest
 from hypothesis import given
@@ -178,6 +179,7 @@ def test_a_request_that_fails_fails_the_check_and_is_printed(tmp_path, capsys):
     page = tmp_path / "page.md"
     assert main([str(study), "--seeds", "2", "--check", "0.01", "--markdown", str(page)]) == 1
     line = re.search(r"two: (\d+) of (\d+) requests were refused or failed", capsys.readouterr().out)
+    assert line is not None
     assert 0 < int(line[1]) < int(line[2])
     assert line[0] in page.read_text()
     assert main([str(study), "--seeds", "2", "--json", "--check", "0.01"]) == 1
@@ -230,7 +232,7 @@ def test_a_command_that_is_killed_leaves_no_simulation(tmp_path):
     script = tmp_path / "maps.py"
     script.write_text(MAPS)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as command:
-        pids = command.stdout.readline().split()
+        pids = cast(IO[str], command.stdout).readline().split()
         assert len(pids) == 2
         command.kill()
     deadline = time.monotonic() + WAIT

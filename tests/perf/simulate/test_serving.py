@@ -14,10 +14,13 @@ BASE = {
     "router": {"policy": "most_idle"},
     "targets": ["q_proj"],
     "workload": {
-        "requests": 60, "arrivals": {"process": "poisson", "rate": 10.0}, "popularity": {"kind": "uniform"},
-        "lengths": {"kind": "alpaca"}, "adapters": {"count": 4, "ranks": {"kind": "fixed", "rank": 8}},
+        "requests": 60,
+        "arrivals": {"process": "poisson", "rate": 10.0},
+        "popularity": {"kind": "uniform"},
+        "lengths": {"kind": "alpaca"},
+        "adapters": {"count": 4, "ranks": {"kind": "fixed", "rank": 8}},
     },
-}  # fmt: skip
+}
 
 
 def metrics(**changes):
@@ -59,9 +62,12 @@ def test_a_setup_that_refuses_every_request_says_so():
 def test_a_flood_is_noticed_by_others_where_the_engine_is_not_told_whose_requests_are():
     tenants = {"flood": 10.0, "other": 1.0}
     workload = {
-        **BASE["workload"], "requests": 300, "arrivals": {"process": "poisson", "rate": 300.0}, "tenants": tenants,
+        **BASE["workload"],
+        "requests": 300,
+        "arrivals": {"process": "poisson", "rate": 300.0},
+        "tenants": tenants,
         "adapters": {"count": 22, "ranks": {"kind": "fixed", "rank": 8}},
-    }  # fmt: skip
+    }
     changes = {"workload": workload, "engine": {"max_num_seqs": 4}}
     fair, untold = (metrics(**changes, flood="flood", tells_tenants=told) for told in (True, False))
     assert fair["others_ttft_p99"] < 0.5 * untold["others_ttft_p99"]

@@ -145,12 +145,12 @@ def test_workloads_of_shipped_studies_can_be_made(name):
 
 RUN_WRONG = {
     "workload": (changed("rate = 10.0", "rate = -1.0"), "arrivals.rate"),
-    "engine": (changed("replicas = 2\n", 'replicas = 2\nengine = { max_num_seqs = 0 }\n'), "engine: max_num_seqs is 0"),
+    "engine": (changed("replicas = 2\n", "replicas = 2\nengine = { max_num_seqs = 0 }\n"), "engine: max_num_seqs is 0"),
     "terms": (changed("replicas = 2\n", 'replicas = 2\nterms = { "speed.x" = 1.0 }\n'), "terms.speed.x: no such cost"),
     "ranks": (changed(', ranks = { kind = "fixed", rank = 8 }', ""), "adapters have no rank"),
     "warmup": (changed("replicas = 2\n", "replicas = 2\nwarmup = 99.0\n"), "warmup is 99 s and no request"),
     "a metric": (changed('"requests"', '"slo_attainment"'), "does not have slo_attainment"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", RUN_WRONG)
@@ -175,7 +175,7 @@ def test_results_are_the_same_every_time_and_follow_seed_and_scale():
     assert found["rows"][1]["ttft_increase"] > 0
     other = run_study(study, seed=1).to_json()
     assert other["rows"] != found["rows"]
-    twice, quick = (run_study(study, **options).to_json() for options in ({"scale": 2.0}, {"quick": True}))
+    twice, quick = run_study(study, scale=2.0).to_json(), run_study(study, quick=True).to_json()
     assert quick["rows"][0]["requests"] < found["rows"][0]["requests"] < twice["rows"][0]["requests"]
 
 

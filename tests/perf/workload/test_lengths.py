@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ def spec(lengths: dict, requests: int = 40_000, **fields: object) -> WorkloadSpe
     return WorkloadSpec.parse({"lengths": lengths, "requests": requests, **fields})
 
 
-def columns(lengths: dict, **fields: object) -> tuple[np.ndarray, np.ndarray]:
+def columns(lengths: dict, **fields: Any) -> tuple[np.ndarray, np.ndarray]:
     found = [(request.prompt_tokens, request.output_tokens) for request in spec(lengths, **fields)]
     prompt, output = zip(*found, strict=True)
     return np.array(prompt), np.array(output)

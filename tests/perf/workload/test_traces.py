@@ -44,7 +44,7 @@ WRONG_AZURE = {
     ),
     "short line": (HEADER + "2023-01-01 00:00:01.0,5\n", r"azure\.csv:2: 2 fields, the header has 3; mend or drop"),
     "no rows": (HEADER, r"azure\.csv: the trace has no rows"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG_AZURE)
@@ -78,11 +78,15 @@ def test_a_csv_of_ones_own_is_a_whole_workload(tmp_path):
     (tmp_path / "mine.csv").write_text(CSV)
     found = list(WorkloadSpec.parse({"trace": {"format": "csv", "path": "mine.csv", "names": NAMES}}, tmp_path))
     assert [(each.arrival, each.adapter, each.prompt_tokens, each.output_tokens) for each in found] == [
-        (0.0, "a", 30, 4), (1.5, None, 3, 2), (1.75, "b", 5, 6),
-    ]  # fmt: skip
+        (0.0, "a", 30, 4),
+        (1.5, None, 3, 2),
+        (1.75, "b", 5, 6),
+    ]
     assert [(each.rank, each.tenant) for each in found] == [
-        (8, "acme"), (0, None), (16, "zebra"),
-    ]  # fmt: skip
+        (8, "acme"),
+        (0, None),
+        (16, "zebra"),
+    ]
 
 
 def test_parts_of_a_workload_may_be_a_traces_and_others_laws(tmp_path):

@@ -1,6 +1,6 @@
 """The CUDA executor on a CPU: Triton's kernels interpreted, copies as late as a GPU's, a graph's replay a call.
 
-Run by `test_cuda_executor.py` in a process that interprets. The interpreter takes some milliseconds per program of a
+Run in a process that interprets, see `tests/interpreted.py`. The interpreter takes some milliseconds per program of a
 launch, so everything is tiny.
 """
 

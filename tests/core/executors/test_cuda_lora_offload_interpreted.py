@@ -1,7 +1,9 @@
 """Prompts that offload workers begin on the CUDA executor: kernels interpreted, streams of a driver that a test runs.
 
-Run by `test_cuda_lora_offload.py` in a process that interprets. Compute is done as it is launched, as the interpreter
-does, and so is what is handed over; the adapters' copies when the test says, or when compute waits for them.
+<Run in a process that interprets, see `tests/interpreted.py`. Compute is done as it is launched, as the
+interpreter does, and so is what is handed over; the adapters' copies when the test says, or when compute waits for
+them.
+>
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from chorus.core.cold_start import ColdStart
 from chorus.core.engine import Engine
@@ -21,12 +24,18 @@ from chorus.core.executors.lora_offload import OffloadProfile
 from chorus.core.requests.types import StepPlan
 from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.cuda_copies import CudaCopies
+from chorus.ops import native_library
 
 from ...graphs.late_device import LateDevice
 from ...memory.fake_cuda import FakeDriver
 from ..conftest import Driver, RecordingExecutor, ticking
-from .interpreted_cuda import RECIPES, SPEC, ask, check, make_config, tiny  # noqa: F401 - a fixture
+from .test_cuda_interpreted import RECIPES, SPEC, ask, check, make_config, tiny  # noqa: F401 - a fixture
 from .thread_ranks import ThreadProcess
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library"),
+]
 
 _MOST_SECONDS = 60.0
 
@@ -186,7 +195,11 @@ def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tin
     assert driver.executor.inner.steps.lora.offloaded is not None
     assert not driver.answers["0-r17-all"].tokens, "its products are void"
     assert "no prompt is offloaded any more until the next start" in caplog.text
-    why = "offload worker 2 of 2 has ended (signal SIGKILL)" if number == signal.SIGKILL else "kept the GPU waiting for 2 s"
+    why = (
+        "offload worker 2 of 2 has ended (signal SIGKILL)"
+        if number == signal.SIGKILL
+        else "kept the GPU waiting for 2 s"
+    )
     assert why in caplog.text
     words = cuda.num_words
     check(driver, want | ask(driver, tiny, ("r1-qv", 4, 2)))

@@ -1,7 +1,8 @@
 """Two ranks of the CUDA executor on a CPU: threads of this process, with Triton's kernels interpreted.
 
-Run by `test_cuda_ranks.py` in a process that interprets. Sums are those of the host's ranks, in memory that the threads
-share. The interpreter keeps the state of the launch it is in for the process, so that launches take turns.
+Run in a process that interprets, see `tests/interpreted.py`. Sums are those of the host's ranks, in memory
+that the threads share. The interpreter keeps the state of the launch it is in for the process, so that launches take
+turns.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
+from chorus.ops import native_library
 from chorus.ops.device_ranks import open_group
 from chorus.ops.ranks import Ranks
 
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
-from .interpreted_cuda import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
+from .test_cuda_interpreted import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
 from .thread_ranks import ThreadProcess
+
+pytestmark = pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
 
 
 def late_device(index):

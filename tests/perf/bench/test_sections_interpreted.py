@@ -1,6 +1,6 @@
 """The sections that drive an engine, on the CUDA executor itself: its kernels interpreted, the device a CPU.
 
-Run by `test_interpreted.py` in a process that interprets.
+Run in a process that interprets, see `tests/interpreted.py`.
 """
 
 from __future__ import annotations

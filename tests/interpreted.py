@@ -1,0 +1,71 @@
+"""Runs `test_*_interpreted.py` in processes that interpret Triton's kernels.
+
+A process that interprets can't compile, and the other way round, so these modules are never imported by a process whose
+TRITON_INTERPRET is not 1. There each file is one test, which runs the file in a process of its own. `-k` finds it by
+the names of the tests in it, and that process then runs those alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import pytest
+
+from .processes import PYTEST, run_python
+
+SECONDS = 1200
+NOTHING_SELECTED = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class InterpretedFile(pytest.File):
+    """A file of tests that another process runs."""
+
+    def collect(self) -> Iterable[InterpretedTests]:
+        yield InterpretedTests.from_parent(self, name="interpreted")
+
+
+class InterpretedTests(pytest.Item):
+    """All tests of one file, or those that `-k` selects."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        tree = ast.parse(self.path.read_bytes())
+        names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
+        self.extra_keyword_matches.update(names)
+        self.add_marker(pytest.mark.long)
+        self.add_marker(pytest.mark.timeout(SECONDS))
+        for name in _module_marks(tree):
+            self.add_marker(name)
+
+    def setup(self) -> None:
+        if find_spec("triton") is None:
+            pytest.skip("triton is not installed")
+
+    def runtest(self) -> None:
+        keyword = self.config.getoption("keyword")
+        result = run_python(*PYTEST, str(self.path), "-k", keyword, TRITON_INTERPRET="1")
+        if result.returncode == NOTHING_SELECTED and keyword:
+            pytest.skip(f"no test of the file matches {keyword!r}")
+        assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+    def reportinfo(self) -> tuple[os.PathLike[str], int, str]:
+        return self.path, 0, self.name
+
+
+def _module_marks(tree: ast.Module) -> set[str]:
+    """Names of the marks in a module's `pytestmark`, without those that skip."""
+    found = {
+        node.attr
+        for assignment in tree.body
+        if isinstance(assignment, ast.Assign) and ast.unparse(assignment.targets[0]) == "pytestmark"
+        for node in ast.walk(assignment.value)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
+    }
+    return found - {"skip", "skipif"}
