@@ -49,7 +49,7 @@ class InterpretedTests(pytest.Item):
             pytest.skip("triton is not installed")
 
     def runtest(self) -> None:
-        keyword = self.config.getoption("keyword")
+        keyword = str(self.config.getoption("keyword") or "")
         result = run_python(*PYTEST, str(self.path), "-k", keyword, TRITON_INTERPRET="1")
         if result.returncode == NOTHING_SELECTED and keyword:
             pytest.skip(f"no test of the file matches {keyword!r}")
