@@ -80,7 +80,7 @@ class FlashInferBackend:
         """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
-        self.reason, self.mend = "the device, dtype and head size suit it", ""
+        self.reason, self.fix = "the device, dtype and head size suit it", ""
         self.device = torch.device(device)
         self.group = num_heads // kv_heads
         self.plan_arguments = {

@@ -148,11 +148,11 @@ class TritonBackend:
         max_pages_per_row: int,
         num_sms: int,
         reason: str,
-        mend: str = "",
+        fix: str = "",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
         """max_rows: most rows of a step. num_sms: processors of the device. new_event: for tests."""
-        self.reason, self.mend = reason, mend
+        self.reason, self.fix = reason, fix
         self.device = torch.device(device)
         self.shape = num_heads, kv_heads, head_dim, block_tokens
         self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)

@@ -186,7 +186,11 @@ def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tin
     assert driver.executor.inner.steps.lora.offloaded is not None
     assert not driver.answers["0-r17-all"].tokens, "its products are void"
     assert "no prompt is offloaded any more until the next start" in caplog.text
-    why = "offload worker 2 of 2 has ended (signal SIGKILL)" if number == signal.SIGKILL else "kept the GPU waiting for 2 s"
+    why = (
+        "offload worker 2 of 2 has ended (signal SIGKILL)"
+        if number == signal.SIGKILL
+        else "kept the GPU waiting for 2 s"
+    )
     assert why in caplog.text
     words = cuda.num_words
     check(driver, want | ask(driver, tiny, ("r1-qv", 4, 2)))
