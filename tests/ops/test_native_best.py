@@ -130,13 +130,13 @@ def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
         torch.testing.assert_close(model.decoder.prompt_logits(begin, end), every[scored[begin:end]], rtol=0, atol=0)
 
 
-def test_a_step_without_score_tokens_has_no_logits_of_them():
+def test_a_step_without_prompt_logprob_tokens_has_no_logits_of_them():
     """What an earlier step kept, of other requests, is not to be had."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(5, HIDDEN), torch.float32, 1)
     model.forward(keep=True, prompt_logprob_tokens=torch.arange(4))
     assert len(model.decoder.prompt_logits(0, 4)) == 4
     model.forward(keep=True)
-    with pytest.raises(RuntimeError, match="the last step had 0 score tokens, not 1"):
+    with pytest.raises(RuntimeError, match="the last step had 0 prompt-logprob tokens, not 1"):
         model.decoder.prompt_logits(0, 1)
 
 

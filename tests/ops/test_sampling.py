@@ -26,8 +26,8 @@ from chorus.ops.sampling import (
     ban,
     first_above,
     pick,
+    row_logprobs,
     sample,
-    score,
     uniform,
 )
 
@@ -453,7 +453,7 @@ def test_the_host_waits_for_nothing_while_it_asks(width):
     rows = [0, 2, 3, 4, 6, 7]
     with Waits():
         tokens = sample(pick(logits, rows), row_params, width)
-        scores = score(pick(logits, rows), tokens.clamp(min=0), 3)
+        scores = row_logprobs(pick(logits, rows), tokens.clamp(min=0), 3)
     assert (tokens.shape, scores.shape) == ((6,), (6, 7))
     for waiting in (
         lambda: logits[[1, 2]], lambda: torch.tensor([1], device="meta"), lambda: torch.ones(2).to(logits.device),
