@@ -126,7 +126,7 @@ def check_step(
             raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
 
 
-class _Room:
+class _LogitsRoom:
     """Memory for rows of `width` values, as many as have been asked for at once so far."""
 
     def __init__(self, width: int) -> None:
@@ -169,8 +169,8 @@ class NativeDecoder:
         self.row_params: Mapping[int, RowSamplingParams] = {}
         self.offloading: Offloading | None = None
         self._step = StepDescriptor()
-        self._logits = _Room(model.vocab)
-        self._prompt_logits = _Room(model.vocab)
+        self._logits = _LogitsRoom(model.vocab)
+        self._prompt_logits = _LogitsRoom(model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             ELEMENT_OF[model.embed.dtype], ctypes.addressof(description), threads

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_triton import Launcher
+from .launch_triton import KernelLauncher
 from .sampling_schedule import (
     ban_constants,
     ban_options,
@@ -328,14 +328,14 @@ def ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
 
 
 @cache
-def _ban_launcher(vocab: int) -> Launcher:
-    return Launcher(ban_tokens, ban_constants(vocab) | ban_options())
+def _ban_launcher(vocab: int) -> KernelLauncher:
+    return KernelLauncher(ban_tokens, ban_constants(vocab) | ban_options())
 
 
 @cache
-def _launchers(vocab: int) -> tuple[Launcher, Launcher, Launcher]:
+def _launchers(vocab: int) -> tuple[KernelLauncher, KernelLauncher, KernelLauncher]:
     return (
-        Launcher(find_peaks, peak_constants(vocab) | peak_options()),
-        Launcher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
-        Launcher(pick_tokens, pick_constants(vocab) | pick_options()),
+        KernelLauncher(find_peaks, peak_constants(vocab) | peak_options()),
+        KernelLauncher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
+        KernelLauncher(pick_tokens, pick_constants(vocab) | pick_options()),
     )

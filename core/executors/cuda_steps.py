@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...graphs.buffers import DeviceDecodeBuffers
-from ...graphs.device import CudaDevice, Download, Upload
+from ...graphs.device import CudaDevice, DeviceUpload, Download
 from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
@@ -101,14 +101,14 @@ class CudaSteps:
         self._views: dict[int, Outputs] = {}  # of logits and `_chosen`, by rows
         self._download = Download(device, 8 * max_fetched_values(rows))
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
-        self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
+        self._upload = DeviceUpload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
             model.config,
             arena.pages,
             layout,
             StepLimits(config.max_lora_rank, min(rows, config.max_adapters_per_step or rows), rows, tokens, padded),
             max_stall=config.max_load_stall_seconds,
-            make_copy=partial(Upload, device),
+            make_copy=partial(DeviceUpload, device),
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}

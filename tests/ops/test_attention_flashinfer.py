@@ -128,7 +128,7 @@ def test_what_wrappers_share():
     assert wrappers[0].workspace is wrappers[1].workspace
     assert wrappers[0].int_workspace is not wrappers[1].int_workspace
     assert wrappers[0].indices.data_ptr() == wrappers[1].indices.data_ptr()
-    assert {type(one), type(two)} == {attention_flashinfer.DecodeAttention}
+    assert {type(one), type(two)} == {attention_flashinfer.FlashInferDecodeAttention}
 
 
 @pytest.mark.parametrize(
