@@ -60,7 +60,7 @@ class StepAhead:
             if started is None:
                 started = self._start(plan)
             else:
-                started.draw()
+                started.sample()
             self._launch_behind(plan)
             return started.result()
         except ExecutorLost:

@@ -158,7 +158,7 @@ class Blocks:
         return part, event
 
 
-class Upload:
+class DeviceUpload:
     """Copies host values into device tensors, beside the host, through `Blocks`."""
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:

@@ -29,22 +29,22 @@ class Obstacle(NamedTuple):
     """Reason why a backend can't serve, and what to install or set so that it does, empty where nothing helps."""
 
     reason: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.reason}: {self.mend}" if self.mend else self.reason
+        return f"{self.reason}: {self.fix}" if self.fix else self.reason
 
 
 class AttentionBackend(Protocol):
     """Makes the attention objects of one executor.
 
-    name: for logs. reason: why this one serves. mend: what to do so that a faster one does, empty where nothing is to
+    name: for logs. reason: why this one serves. fix: what to do so that a faster one does, empty where nothing is to
     be done. captures: whether `decode` may be captured in a CUDA graph; if not, every step is run eagerly.
     """
 
     name: str
     reason: str
-    mend: str
+    fix: str
     captures: bool
 
     def ragged(self) -> Attention:
@@ -64,9 +64,9 @@ class TorchBackend:
 
     def __init__(
         self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device, reason: str,
-        mend: str = "",
+        fix: str = "",
     ) -> None:  # fmt: skip
-        self.reason, self.mend = reason, mend
+        self.reason, self.fix = reason, fix
         self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
 
     def ragged(self) -> PagedAttention:
@@ -112,16 +112,16 @@ def choose_attention(
         if ours is None:
             from .attention_triton import TritonBackend
 
-            reason, mend = theirs or Obstacle("attention is triton")
+            reason, fix = theirs or Obstacle("attention is triton")
             return TritonBackend(
                 num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device),
-                reason=reason, mend=mend,
+                reason=reason, fix=fix,
             )  # fmt: skip
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
     return TorchBackend(
-        num_heads, kv_heads, head_dim, block_tokens, device, reason, theirs.mend if theirs is not None else ""
+        num_heads, kv_heads, head_dim, block_tokens, device, reason, theirs.fix if theirs is not None else ""
     )
 
 

@@ -80,7 +80,7 @@ class FlashInferBackend:
         """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
-        self.reason, self.mend = "the device, dtype and head size suit it", ""
+        self.reason, self.fix = "the device, dtype and head size suit it", ""
         self.device = torch.device(device)
         self.group = num_heads // kv_heads
         self.plan_arguments = {
@@ -93,13 +93,13 @@ class FlashInferBackend:
         size = max(FLOAT_WORKSPACE_BYTES, float_workspace_bytes(num_heads, kv_heads, head_dim, max_rows, num_sms))
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def ragged(self) -> RaggedAttention:
+    def ragged(self) -> FlashInferRaggedAttention:
         """For steps of any rows, run eagerly."""
-        return RaggedAttention(self)
+        return FlashInferRaggedAttention(self)
 
-    def decode(self, bucket: int) -> DecodeAttention:
+    def decode(self, bucket: int) -> FlashInferDecodeAttention:
         """For `bucket` rows of one token; `run` may be captured once `plan` has been called."""
-        return DecodeAttention(self, bucket)
+        return FlashInferDecodeAttention(self, bucket)
 
     @property
     def tensor_cores(self) -> bool:
@@ -107,7 +107,7 @@ class FlashInferBackend:
         return self.group >= TENSOR_CORE_GROUP
 
 
-class RaggedAttention:
+class FlashInferRaggedAttention:
     """Rows of any lengths: prefill chunks first, then decode rows of one token. Eager."""
 
     def __init__(self, backend: FlashInferBackend) -> None:
@@ -169,7 +169,7 @@ class RaggedAttention:
         return out.view(len(q), -1)
 
 
-class DecodeAttention:
+class FlashInferDecodeAttention:
     """A bucket's rows of one token each over static buffers: `plan` before every replay, `run` inside the graph."""
 
     def __init__(self, backend: FlashInferBackend, bucket: int) -> None:

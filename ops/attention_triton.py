@@ -24,7 +24,7 @@ from . import dependent_launch
 from .attention import PagedAttention, check_bucket, count_prefills
 from .attention_plan import PlanBuffers
 from .attention_schedule import PARTS, attention_constants, attention_options, attention_splits, tile_tokens
-from .launch_triton import Launcher
+from .launch_triton import KernelLauncher
 
 
 @triton.jit
@@ -148,11 +148,11 @@ class TritonBackend:
         max_pages_per_row: int,
         num_sms: int,
         reason: str,
-        mend: str = "",
+        fix: str = "",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
         """max_rows: most rows of a step. num_sms: processors of the device. new_event: for tests."""
-        self.reason, self.mend = reason, mend
+        self.reason, self.fix = reason, fix
         self.device = torch.device(device)
         self.shape = num_heads, kv_heads, head_dim, block_tokens
         self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
@@ -167,15 +167,15 @@ class TritonBackend:
         self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
         self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)
         early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(self.device) else {}
-        self._launch = Launcher(attend_rows, constants | attention_options() | early)
+        self._launch = KernelLauncher(attend_rows, constants | attention_options() | early)
 
-    def ragged(self) -> RaggedAttention:
+    def ragged(self) -> TritonRaggedAttention:
         """For steps of any rows, run eagerly."""
-        return RaggedAttention(self)
+        return TritonRaggedAttention(self)
 
-    def decode(self, bucket: int) -> DecodeAttention:
+    def decode(self, bucket: int) -> TritonDecodeAttention:
         """For `bucket` rows of one token; `run` may be captured."""
-        return DecodeAttention(self, bucket)
+        return TritonDecodeAttention(self, bucket)
 
     def plan(
         self, page_table: torch.Tensor, kv_lens: Sequence[int], tables: Sequence[Sequence[int]] | None = None
@@ -201,7 +201,7 @@ class TritonBackend:
         )  # fmt: skip
 
 
-class RaggedAttention:
+class TritonRaggedAttention:
     """Rows of any lengths: prefill chunks first, by torch, then decode rows of one token. Eager."""
 
     def __init__(self, backend: TritonBackend) -> None:
@@ -237,7 +237,7 @@ class RaggedAttention:
         return out.view(len(q), -1)
 
 
-class DecodeAttention:
+class TritonDecodeAttention:
     """A bucket's rows of one token each over static buffers: `plan` before every replay, `run` inside the graph."""
 
     def __init__(self, backend: TritonBackend, bucket: int) -> None:

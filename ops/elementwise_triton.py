@@ -27,7 +27,7 @@ from .elementwise_schedule import (
     silu_constants,
     silu_options,
 )
-from .launch_triton import Launcher
+from .launch_triton import KernelLauncher
 from .rotation import HeadNorms, Rotation
 
 
@@ -88,8 +88,8 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
 
 
 @cache
-def _norm(width: int, add: bool, early: bool) -> Launcher:
-    return Launcher(rms_norm_rows, norm_constants(width, add) | norm_options(width) | _early(early))
+def _norm(width: int, add: bool, early: bool) -> KernelLauncher:
+    return KernelLauncher(rms_norm_rows, norm_constants(width, add) | norm_options(width) | _early(early))
 
 
 @triton.jit
@@ -209,9 +209,9 @@ def rotate_and_write(
 
 
 @cache
-def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool) -> Launcher:
+def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool) -> KernelLauncher:
     constants = rotary_constants(num_heads, kv_heads, head_dim, norm)
-    return Launcher(rotate_and_write_heads, constants | rotary_options() | _early(early))
+    return KernelLauncher(rotate_and_write_heads, constants | rotary_options() | _early(early))
 
 
 @triton.jit
@@ -250,5 +250,5 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _silu(ffn: int, early: bool) -> Launcher:
-    return Launcher(silu_and_mul_rows, silu_constants(ffn) | silu_options() | _early(early))
+def _silu(ffn: int, early: bool) -> KernelLauncher:
+    return KernelLauncher(silu_and_mul_rows, silu_constants(ffn) | silu_options() | _early(early))

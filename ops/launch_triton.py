@@ -24,7 +24,7 @@ _ALIGN = 16
 _LARGEST = (1 << 31) - 1  # of an integer that Triton takes as 32 bits wide
 
 
-class Launcher:
+class KernelLauncher:
     """A kernel with its constants and options.
 
     A launch by Triton itself asks for the options, for every argument's type and for what else the kernel is compiled

@@ -19,9 +19,9 @@ import torch
 
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
-    DRAW,
     ELEMENT_OF,
-    SCORE,
+    LOGPROB_ROW,
+    SAMPLE_ROW,
     AdapterDescriptor,
     LayerDescriptor,
     MergeDescriptor,
@@ -31,7 +31,7 @@ from .native_descriptors import (
 )
 from .native_library import library
 from .ranks import Ranks
-from .sampling import Chances, Scores, inverse_temperature
+from .sampling import RowLogprobs, RowSamplingParams, inverse_temperature
 from .sgmv import AdapterRows, Segments
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
@@ -126,7 +126,7 @@ def check_step(
             raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
 
 
-class _Room:
+class _LogitsRoom:
     """Memory for rows of `width` values, as many as have been asked for at once so far."""
 
     def __init__(self, width: int) -> None:
@@ -166,11 +166,11 @@ class NativeDecoder:
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
-        self.chances: Mapping[int, Chances] = {}
+        self.row_params: Mapping[int, RowSamplingParams] = {}
         self.offloading: Offloading | None = None
         self._step = StepDescriptor()
-        self._logits = _Room(model.vocab)
-        self._scores = _Room(model.vocab)
+        self._logits = _LogitsRoom(model.vocab)
+        self._prompt_logits = _LogitsRoom(model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             ELEMENT_OF[model.embed.dtype], ctypes.addressof(description), threads
@@ -190,18 +190,18 @@ class NativeDecoder:
         logit_tokens: torch.Tensor,
         segments: Segments,
         max_stall: float = 0.0,
-        score_tokens: torch.Tensor | None = None,
+        prompt_logprob_tokens: torch.Tensor | None = None,
         merged: bool = False,
     ) -> torch.Tensor:
         """Compute a step and write its KV; logits `[kept, vocab]` float32, in memory that the next step overwrites.
 
         token_ids, positions, page, offset: `[tokens]` int64. logit_tokens: `[logits]` int64, the tokens to compute
-        logits for; `kept` names the ones to return, None: all. score_tokens: `[scores]` int64, the tokens that
-        `score_logits` computes logits for afterwards. max_stall: seconds to wait in all for adapters being loaded.
-        merged: with the weights of `use_merged`. `best` then holds per logit token the most likely token (the first of
-        equal ones; -1 if a logit is NaN or +inf) or, for tokens in `chances`, a drawn one; logits needed for a draw and
-        not kept are computed again. Of several ranks the logits are this one's columns, and `best`, on the first rank,
-        is of all; they draw none.
+        logits for; `kept` names the ones to return, None: all. prompt_logprob_tokens: `[logprobs]` int64, the tokens
+        that `prompt_logits` computes logits for afterwards. max_stall: seconds to wait in all for adapters being
+        loaded. merged: with the weights of `use_merged`. `best` then holds per logit token the most likely token (the
+        first of equal ones; -1 if a logit is NaN or +inf) or, for tokens in `row_params`, a drawn one; logits needed
+        for a draw and not kept are computed again. Of several ranks the logits are this one's columns, and `best`, on
+        the first rank, is of all; they draw none.
         """
         step = self._step
         offloaded = None
@@ -214,8 +214,8 @@ class NativeDecoder:
             for index, at in enumerate(kept):
                 rows_kept[at] = index
         logits = self._logits.first(wanted if kept is None else len(kept))
-        if score_tokens is not None:
-            logit_tokens = torch.cat((logit_tokens, score_tokens))
+        if prompt_logprob_tokens is not None:
+            logit_tokens = torch.cat((logit_tokens, prompt_logprob_tokens))
         if CHECKS_STEPS:
             check_step(self._model, token_ids, positions, page, offset, rows, logit_tokens)
         best = array("q", bytes(8 * wanted))
@@ -225,16 +225,16 @@ class NativeDecoder:
         step.qo_indptr, step.kv_lens = rows.qo_indptr.buffer_info()[0], rows.kv_lens.buffer_info()[0]
         step.page_table, step.table_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
         step.logit_tokens = _pointer(logit_tokens)
-        step.scores_wanted = len(logit_tokens) - wanted
+        step.prompt_logits_wanted = len(logit_tokens) - wanted
         step.logits = logits.data_ptr() if len(logits) else None
         step.logit_rows = None if rows_kept is None else rows_kept.buffer_info()[0]
         step.best = best.buffer_info()[0]
-        draws = None
-        if self.chances:
-            drawn = _draws_of(self.chances.values())
-            draws = np.zeros(wanted, drawn.dtype)
-            draws[list(self.chances)] = drawn
-        step.draws = None if draws is None else draws.ctypes.data
+        rows_to_sample = None
+        if self.row_params:
+            sampled = _sample_rows(self.row_params.values())
+            rows_to_sample = np.zeros(wanted, sampled.dtype)
+            rows_to_sample[list(self.row_params)] = sampled
+        step.samples = None if rows_to_sample is None else rows_to_sample.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
         step.layer = ctypes.addressof(self._merged[0]) if merged else None
         step.offloaded = None if offloaded is None else offloaded.address
@@ -247,15 +247,15 @@ class NativeDecoder:
         self.best = best.tolist()
         return logits
 
-    def score_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call.
+    def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` of some of the last step's prompt-logprob tokens, until the next call.
 
         RuntimeError when the step had fewer.
         """
-        if end > self._step.scores_wanted:
-            raise RuntimeError(f"the last step had {self._step.scores_wanted} score tokens, not {end}")
-        logits = self._scores.first(end - begin)
-        self._library.chorus_decoder_score_logits(self._handle, begin, end - begin, logits.data_ptr())
+        if end > self._step.prompt_logits_wanted:
+            raise RuntimeError(f"the last step had {self._step.prompt_logits_wanted} prompt-logprob tokens, not {end}")
+        logits = self._prompt_logits.first(end - begin)
+        self._library.chorus_decoder_prompt_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits
 
     def merge(
@@ -327,34 +327,38 @@ class NativeSampling:
         self._run = library.chorus_decoder_sample
         self._decoder = decoder
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
         first, stride = _rows_of(logits)
-        draws = _draws_of(chances)
-        draws["logits"] = first + np.asarray(rows) * stride
-        self._run(self._decoder, draws.ctypes.data, len(draws), None, 0)
-        return draws["token"].tolist()
+        rows_to_sample = _sample_rows(row_params)
+        rows_to_sample["logits"] = first + np.asarray(rows) * stride
+        self._run(self._decoder, rows_to_sample.ctypes.data, len(rows_to_sample), None, 0)
+        return rows_to_sample["token"].tolist()
 
-    def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
+    def row_logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
+    ) -> RowLogprobs:
         """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
         most = min(max(counts), logits.shape[1])
-        scores = np.empty(len(rows), SCORE)
+        logprobs = np.empty(len(rows), LOGPROB_ROW)
         ids, values = np.empty((len(rows), most), np.int64), np.empty((len(rows), most))
         first, stride = _rows_of(logits)
-        scores["logits"] = first + np.asarray(rows) * stride
-        scores["token"], scores["count"] = tokens, counts
-        scores["ids"] = ids.ctypes.data + 8 * most * np.arange(len(rows))
-        scores["values"] = values.ctypes.data + 8 * most * np.arange(len(rows))
-        self._run(self._decoder, None, 0, scores.ctypes.data, len(scores))
-        return Scores(scores["own"].tolist(), ids.tolist(), values.tolist())
+        logprobs["logits"] = first + np.asarray(rows) * stride
+        logprobs["token"], logprobs["count"] = tokens, counts
+        logprobs["ids"] = ids.ctypes.data + 8 * most * np.arange(len(rows))
+        logprobs["values"] = values.ctypes.data + 8 * most * np.arange(len(rows))
+        self._run(self._decoder, None, 0, logprobs.ctypes.data, len(logprobs))
+        return RowLogprobs(logprobs["own"].tolist(), ids.tolist(), values.tolist())
 
 
-def _draws_of(chances: Collection[Chances]) -> np.ndarray:
+def _sample_rows(row_params: Collection[RowSamplingParams]) -> np.ndarray:
     """Descriptors of draws, without logits."""
-    draws = np.zeros(len(chances), DRAW)
-    temperature, draws["u"], draws["top_k"], draws["top_p"], draws["min_p"] = zip(*chances, strict=True)
-    draws["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
-    return draws
+    rows_to_sample = np.zeros(len(row_params), SAMPLE_ROW)
+    temperature, rows_to_sample["u"], rows_to_sample["top_k"], rows_to_sample["top_p"], rows_to_sample["min_p"] = zip(
+        *row_params, strict=True
+    )
+    rows_to_sample["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
+    return rows_to_sample
 
 
 def _rows_of(logits: torch.Tensor) -> tuple[int, int]:

@@ -68,12 +68,12 @@ class StepDescriptor(Structure):
     """Everything that one step reads and writes."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "scores_wanted")),
+        *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "prompt_logits_wanted")),
         *((name, c_void_p) for name in
           ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
         ("table_stride", c_int64), ("logit_tokens", c_void_p), ("segments", SegmentsDescriptor),
         ("segment_ready", c_void_p), ("segment_late", c_void_p), ("max_stall_ns", c_int64),
-        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "draws", "layer", "offloaded")),
+        *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
     ]  # fmt: skip
 
 
@@ -139,11 +139,13 @@ def _numbers(*names: str) -> np.dtype:
     return np.dtype([(name, "i8") for name in names])
 
 
-DRAW = np.dtype(
+SAMPLE_ROW = np.dtype(
     [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
      ("token", "i8")]
 )  # fmt: skip
-SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
+LOGPROB_ROW = np.dtype(
+    [("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")]
+)
 EXCHANGE = np.dtype({
     "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)], "offsets": [0, 4, 8],
     "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
@@ -157,7 +159,8 @@ _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor, "LayerDesc": LayerDescriptor, "ModelDesc": ModelDescriptor,
     "Segments": SegmentsDescriptor, "StepDesc": StepDescriptor, "OffloadDesc": OffloadDescriptor,
     "OffloadWorkerDesc": OffloadWorkerDescriptor, "MergeDesc": MergeDescriptor, "ReadFault": ReadFaultDescriptor,
-    "Exchange": EXCHANGE, "Draw": DRAW, "Score": SCORE, "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
+    "Exchange": EXCHANGE, "SampleRow": SAMPLE_ROW, "LogprobRow": LOGPROB_ROW,
+    "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Draw tokens from logits."""
+"""Sample tokens from logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .native_library import library
 from .sampling_schedule import FIELDS
 from .upload import on_device
 
-#: Of a slice of logits that are drawn from or scored together.
+#: Bytes of logits that are processed together.
 SLICE_BYTES = 32 << 20
 
 _MASK64 = (1 << 64) - 1
@@ -32,7 +32,7 @@ UNDECIDED = -2
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on (seed, position) only: SplitMix64 of the pair.
 
-    A stateless generator makes a draw independent of batch neighbours, of preemption and of the executor.
+    A stateless generator makes a sampled token independent of batch neighbours, of preemption and of the executor.
     """
     z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & _MASK64
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
@@ -41,7 +41,7 @@ def uniform(seed: int, position: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
-class Chances(NamedTuple):
+class RowSamplingParams(NamedTuple):
     """Sampling of one row's token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens."""
 
     temperature: float
@@ -56,7 +56,7 @@ class Chances(NamedTuple):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-class Scores(NamedTuple):
+class RowLogprobs(NamedTuple):
     """Log-probabilities, an entry per row: of the row's token, and of its most likely tokens, best first.
 
     own: NaN where a logit is NaN or +inf. ids, values: as many as any row asks for; of equal ones the first come first.
@@ -85,41 +85,45 @@ def greedy(logits: torch.Tensor) -> list[int]:
     return torch.where(best.isfinite(), tokens, -1).tolist()
 
 
-def score_rows(vocab: int) -> int:
+def logprob_rows(vocab: int) -> int:
     """Rows of logits that are scored at a time, so that a long prompt takes no more memory than a short one."""
     return max(1, SLICE_BYTES // (vocab * 4))
 
 
 class TorchSampling:
-    """Draws and scores rows of logits where they are, a slice of rows at a time."""
+    """Samples from rows of logits, and computes log-probabilities, where they are, a slice of rows at a time."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
         tokens, left, width = [UNDECIDED] * len(rows), range(len(rows)), FIRST_WIDTH
         while left:
-            found = sample(pick(logits, [rows[i] for i in left]), [chances[i] for i in left], width).tolist()
+            found = sample(pick(logits, [rows[i] for i in left]), [row_params[i] for i in left], width).tolist()
             for i, token in zip(left, found, strict=True):
                 tokens[i] = token
             left, width = [i for i in left if tokens[i] == UNDECIDED], width * WIDER
         return tokens
 
-    def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
+    def row_logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
+    ) -> RowLogprobs:
         """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
         own = on_device(torch.tensor(tokens), logits.device)
-        return scores_of(score(pick(logits, rows), own, max(counts)).tolist())
+        return read_logprobs(row_logprobs(pick(logits, rows), own, max(counts)).tolist())
 
 
-def draw_into(tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> None:
+def sample_into(
+    tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]
+) -> None:
     """Into tokens `[2, …]` int64: the token of each of `rows` of the logits, see `sample`; and the same, 0 for -1.
 
     On a GPU by the kernels of `sampling_triton`: the host makes one upload and three launches, and waits for nothing.
     """
     if _on_host(logits):
-        drawn = torch.tensor(TorchSampling().sample(logits, rows, chances))
-        tokens[:, torch.tensor(rows)] = torch.stack((drawn, drawn.clamp(min=0)))
+        sampled = torch.tensor(TorchSampling().sample(logits, rows, row_params))
+        tokens[:, torch.tensor(rows)] = torch.stack((sampled, sampled.clamp(min=0)))
         return
-    draws, num_limited = sampling_draws(rows, chances, logits.shape[1])
-    _launch(tokens, logits, on_device(torch.from_numpy(draws), logits.device), num_limited)
+    entries, num_limited = sampling_rows(rows, row_params, logits.shape[1])
+    _launch(tokens, logits, on_device(torch.from_numpy(entries), logits.device), num_limited)
 
 
 def ban(logits: torch.Tensor, masks: np.ndarray) -> None:
@@ -150,27 +154,27 @@ def _on_host(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu"
 
 
-def _launch(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
+def _launch(tokens: torch.Tensor, logits: torch.Tensor, entries: torch.Tensor, num_limited: int) -> None:
     from . import sampling_triton  # needs triton
 
-    sampling_triton.draw(tokens, logits, draws, num_limited)
+    sampling_triton.sample(tokens, logits, entries, num_limited)
 
 
-def sampling_draws(rows: Sequence[int], chances: Sequence[Chances], vocab: int) -> tuple[np.ndarray, int]:
-    """Draws as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number of draws with top_k or top_p."""
-    draws, num_limited = np.empty((len(rows), FIELDS)), 0
-    for draw, row, (temperature, u, top_k, top_p, min_p) in zip(draws, rows, chances, strict=True):
+def sampling_rows(rows: Sequence[int], row_params: Sequence[RowSamplingParams], vocab: int) -> tuple[np.ndarray, int]:
+    """Entries as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number with top_k or top_p."""
+    entries, num_limited = np.empty((len(rows), FIELDS)), 0
+    for entry, row, (temperature, u, top_k, top_p, min_p) in zip(entries, rows, row_params, strict=True):
         inverse, top_p, floor, reach, top_k = _limits(temperature, top_k, top_p, min_p, vocab)
-        draw[:] = row, inverse, u, top_p, floor, reach, top_k, num_limited
+        entry[:] = row, inverse, u, top_p, floor, reach, top_k, num_limited
         num_limited += top_k > 0 or top_p < 1.0
-    return draws, num_limited
+    return entries, num_limited
 
 
 @lru_cache(1024)
 def _limits(
     temperature: float, top_k: int, top_p: float, min_p: float, vocab: int
 ) -> tuple[float, float, float, float, float]:
-    """Inverse temperature, top_p, floor, reach and top_k of a draw; see `sampling_triton`."""
+    """Inverse temperature, top_p, floor, reach and top_k of an entry; see `sampling_triton`."""
     inverse = inverse_temperature(temperature)
     if not inverse:
         return 0.0, 1.0, 0.0, 0.0, 0.0
@@ -182,7 +186,7 @@ def _limits(
     return inverse, top_p, floor, reach / inverse, limit
 
 
-def sample(logits: torch.Tensor, chances: Sequence[Chances], width: int = FIRST_WIDTH) -> torch.Tensor:
+def sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width: int = FIRST_WIDTH) -> torch.Tensor:
     """One token id per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is sorted.
 
     logits: `[rows, vocab]` float32. The host waits for nothing on their device.
@@ -193,12 +197,13 @@ def sample(logits: torch.Tensor, chances: Sequence[Chances], width: int = FIRST_
     is NaN or +inf. UNDECIDED where top_p keeps `width` tokens or more: ask again with WIDER times as many.
     """
     step = _slice_rows(logits.shape[1])
-    parts = [_sample(part, chances[i * step : (i + 1) * step], width) for i, part in enumerate(logits.split(step))]
+    parts = [_sample(part, row_params[i * step : (i + 1) * step], width) for i, part in enumerate(logits.split(step))]
     return torch.cat(parts)
 
 
-def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """`[rows, 1 + 2 · count]` float64: the token's log-probability, the most likely tokens, theirs; see `scores_of`.
+def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """`[rows, 1 + 2 · count]` float64: the token's log-probability, the most likely tokens, theirs; see
+    `read_logprobs`.
 
     logits: `[rows, vocab]` float32. tokens: `[rows]` int64. The host waits for nothing on their device.
     """
@@ -206,10 +211,10 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tenso
     return torch.cat([_score(*part, count) for part in zip(logits.split(step), tokens.split(step), strict=True)])
 
 
-def scores_of(rows: Sequence[Sequence[float]]) -> Scores:
-    """Return what `score` has computed, from its rows on the host."""
+def read_logprobs(rows: Sequence[Sequence[float]]) -> RowLogprobs:
+    """Return what `row_logprobs` has computed, from its rows on the host."""
     count = len(rows[0]) // 2
-    return Scores(
+    return RowLogprobs(
         [row[0] for row in rows],
         [[int(token) for token in row[1 : 1 + count]] for row in rows],
         [list(row[1 + count :]) for row in rows],
@@ -223,16 +228,16 @@ def pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return values[on_device(torch.tensor(rows, dtype=torch.long), values.device)]
 
 
-def _sample(logits: torch.Tensor, chances: Sequence[Chances], width: int) -> torch.Tensor:
+def _sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width: int) -> torch.Tensor:
     vocab, device = logits.shape[1], logits.device
     most, best = logits.max(-1)
-    drawn = [i for i, row in enumerate(chances) if row.temperature]
-    if drawn:
-        wanted = [chances[i] for i in drawn]
+    sampled = [i for i, row in enumerate(row_params) if row.temperature]
+    if sampled:
+        wanted = [row_params[i] for i in sampled]
         values = [(inverse_temperature(it.temperature), it.u, it.top_p, it.min_p) for it in wanted]
         inverse, u, top_p, min_p = on_device(torch.tensor(values, dtype=torch.float64).t(), device)
-        x = pick(logits, drawn)
-        mass = x.double().sub_(pick(most, drawn).double()[:, None]).mul_(inverse[:, None])
+        x = pick(logits, sampled)
+        mass = x.double().sub_(pick(most, sampled).double()[:, None]).mul_(inverse[:, None])
         mass.masked_fill_(mass < _NO_MASS, -torch.inf)
         enough = None
         if cut := [j for j, row in enumerate(wanted) if _cuts(row, vocab)]:
@@ -240,14 +245,14 @@ def _sample(logits: torch.Tensor, chances: Sequence[Chances], width: int) -> tor
             scaled, limits = mass[at], [wanted[j] for j in cut]
             kept, enough_of_cut = _kept(pick(x, cut), scaled, limits, top_p[at], min_p[at], width)
             mass[at] = scaled.masked_fill_(~kept, -torch.inf)
-            enough = torch.ones(len(drawn), dtype=torch.bool, device=device).index_copy_(0, at, enough_of_cut)
+            enough = torch.ones(len(sampled), dtype=torch.bool, device=device).index_copy_(0, at, enough_of_cut)
         token = first_above(mass.exp_(), u)
         if enough is not None:
             token = torch.where(enough, token, UNDECIDED)
-        if len(drawn) == len(chances):
+        if len(sampled) == len(row_params):
             best = token
         else:
-            best = best.index_copy(0, on_device(torch.tensor(drawn), device), token)
+            best = best.index_copy(0, on_device(torch.tensor(sampled), device), token)
     return torch.where(most.isfinite(), best, -1)
 
 
@@ -276,32 +281,32 @@ def _first_index(upto: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.minimum(torch.searchsorted(upto, target, right=True), last).clamp_(max=upto.shape[1] - 1)
 
 
-def _cuts(row: Chances, vocab: int) -> bool:
+def _cuts(row: RowSamplingParams, vocab: int) -> bool:
     return 0 < row.top_k < vocab or row.top_p < 1.0 or row.min_p > 0.0
 
 
 def _kept(
     logits: torch.Tensor,
     scaled: torch.Tensor,
-    chances: Sequence[Chances],
+    row_params: Sequence[RowSamplingParams],
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask `[rows, vocab]` of tokens that may be drawn, and whether `width` was enough to tell, `[rows]`.
+    """Mask `[rows, vocab]` of tokens that may be sampled, and whether `width` was enough to tell, `[rows]`.
 
-    scaled: the logits below their largest, tempered, float64. top_p, min_p: as in `chances`, on the device.
+    scaled: the logits below their largest, tempered, float64. top_p, min_p: as in `row_params`, on the device.
     """
     device, vocab = logits.device, logits.shape[1]
     kept = scaled >= min_p.log()[:, None]  # all where it is 0
-    enough = torch.ones(len(chances), dtype=torch.bool, device=device)
-    if limited := [i for i, row in enumerate(chances) if 0 < row.top_k < vocab]:
+    enough = torch.ones(len(row_params), dtype=torch.bool, device=device)
+    if limited := [i for i, row in enumerate(row_params) if 0 < row.top_k < vocab]:
         at = on_device(torch.tensor(limited), device)
-        counts = [chances[i].top_k for i in limited]
+        counts = [row_params[i].top_k for i in limited]
         part = pick(logits.masked_fill(~kept, -torch.inf), limited)
         largest = part.topk(max(counts), sorted=True).values
         kept[at] = kept[at] & _largest(part, largest, on_device(torch.tensor(counts), device))
-    if nucleus := [i for i, row in enumerate(chances) if row.top_p < 1.0]:
+    if nucleus := [i for i, row in enumerate(row_params) if row.top_p < 1.0]:
         at, width = on_device(torch.tensor(nucleus), device), min(width, vocab)
         part = pick(scaled.masked_fill(~kept, -torch.inf), nucleus)
         target = top_p[at] * part.exp().sum(-1)
@@ -343,5 +348,5 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tens
 
 
 def _slice_rows(vocab: int) -> int:
-    """Rows that are drawn at a time: each takes some 32 bytes per token of the vocabulary."""
+    """Rows that are sampled at a time: each takes some 32 bytes per token of the vocabulary."""
     return max(1, SLICE_BYTES * 2 // (vocab * 32))

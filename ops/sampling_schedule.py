@@ -45,9 +45,9 @@ def pick_constants(vocab: int) -> dict[str, int]:
     return weigh_constants(vocab) | {"CHUNK": _TILE // _PIVOTS, "BLOCK_CHUNK": max(1, _TILE // padded)}
 
 
-def sum_shape(draws: int, vocab: int) -> tuple[int, int, int]:
+def sum_shape(entries: int, vocab: int) -> tuple[int, int, int]:
     """Shape of the sums that the second launch leaves for the third."""
-    return draws, blocks(vocab), _PIVOTS
+    return entries, blocks(vocab), _PIVOTS
 
 
 def ban_options() -> dict[str, int | bool]:

@@ -5,9 +5,9 @@ Masses and their sums are float64. A row's sums are cut by the vocabulary alone 
 in the step. What top_k and top_p keep is a prefix of the tokens in the order of their logits, of equal ones the first:
 each token has a key in that order, and a limit is the key of the last token kept.
 
-A draw is FIELDS float64: row of the logits, inverse temperature (0: greedy), u, top_p, floor (least logit below the
+An entry is FIELDS float64: row of the logits, inverse temperature (0: greedy), u, top_p, floor (least logit below the
 largest, tempered, that has a mass), reach (how far below the largest logit top_p may keep one), top_k (0: all), and
-among the draws with top_k or top_p its number.
+among the entries with top_k or top_p its number.
 
 Import this module lazily: it needs triton.
 """
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch_triton import Launcher
+from .launch_triton import KernelLauncher
 from .sampling_schedule import (
     ban_constants,
     ban_options,
@@ -61,19 +61,19 @@ def ban_tokens(logits, masks, width, row_stride, VOCAB: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def find_peaks(
-    peaks, lows, logits, draws, row_stride,
+    peaks, lows, logits, entries, row_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """peaks[d, b], lows[d, b]: the largest and the least finite logit of block b of draw d's row; +inf for NaN.
+    """peaks[d, b], lows[d, b]: the largest and the least finite logit of block b of entry d's row; +inf for NaN.
 
-    Grid (BLOCKS, draws). logits: [rows, VOCAB] float32, rows row_stride apart. draws: [draws, FIELDS].
+    Grid (BLOCKS, entries). logits: [rows, VOCAB] float32, rows row_stride apart. entries: [entries, FIELDS].
     """
-    block, draw = tl.program_id(0), tl.program_id(1)
-    row = tl.load(draws + draw * FIELDS).to(tl.int64)
+    block, entry = tl.program_id(0), tl.program_id(1)
+    row = tl.load(entries + entry * FIELDS).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=-_INF)
     has_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
-    place = draw * BLOCKS + block
+    place = entry * BLOCKS + block
     tl.store(peaks + place, tl.where(has_nan, _INF, tl.max(x, axis=0)))
     tl.store(lows + place, tl.min(tl.where(x > -_INF, x, _INF), axis=0))
 
@@ -96,30 +96,30 @@ def _key(x, token):
 
 @triton.jit
 def weigh_blocks(
-    sums, peaks, lows, logits, draws, row_stride,
+    sums, peaks, lows, logits, entries, row_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """sums[d, b, j]: mass of block b's tokens with logits not below pivot j; with top_k their number.
 
-    Grid (BLOCKS, draws). Of draws without limits only the last, which is of all tokens.
+    Grid (BLOCKS, entries). Of entries without limits only the last, which is of all tokens.
     """
-    block, draw = tl.program_id(0), tl.program_id(1)
-    fields = draws + draw * FIELDS
+    block, entry = tl.program_id(0), tl.program_id(1)
+    fields = entries + entry * FIELDS
     row, inverse, top_p = tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 3)
     floor, reach, limited = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6) > 0.0
     each = tl.arange(0, PADDED)
-    peak = tl.max(tl.load(peaks + draw * BLOCKS + each, mask=each < BLOCKS, other=-_INF), axis=0)
+    peak = tl.max(tl.load(peaks + entry * BLOCKS + each, mask=each < BLOCKS, other=-_INF), axis=0)
     if (inverse > 0.0) & (peak > -_INF) & (peak < _INF):
         token = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + token, mask=token < VOCAB, other=-_INF)
         most = peak.to(tl.float64)
         scaled = (x.to(tl.float64) - most) * inverse
         weight = tl.where(scaled >= floor, tl.where(limited, 1.0, tl.exp(scaled)), 0.0)
-        target = sums + (draw * BLOCKS + block) * PIVOTS
+        target = sums + (entry * BLOCKS + block) * PIVOTS
         tl.store(target + PIVOTS - 1, tl.sum(weight, axis=0))
         if limited | (top_p < 1.0):
-            low = tl.min(tl.load(lows + draw * BLOCKS + each, mask=each < BLOCKS, other=_INF), axis=0)
+            low = tl.min(tl.load(lows + entry * BLOCKS + each, mask=each < BLOCKS, other=_INF), axis=0)
             for index in range(PIVOTS - 1):
                 pivot = _pivot(most, low, reach, index, PIVOTS)
                 tl.store(target + index, tl.sum(tl.where(x >= pivot, weight, 0.0), axis=0))
@@ -224,22 +224,23 @@ def _first_above(mass, target, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def pick_tokens(
-    tokens, lists, sums, peaks, lows, logits, draws, columns, row_stride,
+    tokens, lists, sums, peaks, lows, logits, entries, columns, row_stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
     PIVOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """tokens[0, row]: the row's token, -1 where there is none. tokens[1, row]: the same, 0 there.
 
-    Grid (draws,). tokens: [2, columns] int64. lists: [draws with limits, 2, VOCAB] int32, where candidates are kept.
+    Grid (entries,). tokens: [2, columns] int64. lists: [entries with limits, 2, VOCAB] int32, where candidates are
+    kept.
     """
-    draw = tl.program_id(0)
-    fields = draws + draw * FIELDS
+    entry = tl.program_id(0)
+    fields = entries + entry * FIELDS
     number, inverse = tl.load(fields).to(tl.int64), tl.load(fields + 1)
     u, top_p = tl.load(fields + 2), tl.load(fields + 3)
     floor, reach, top_k = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6)
     row = logits + number * row_stride
     each = tl.arange(0, PADDED)
-    tops = tl.load(peaks + draw * BLOCKS + each, mask=each < BLOCKS, other=-_INF)
+    tops = tl.load(peaks + entry * BLOCKS + each, mask=each < BLOCKS, other=-_INF)
     peak = tl.max(tops, axis=0)
     token = tl.full([], -1, tl.int64)
     if (peak > -_INF) & (peak < _INF):
@@ -251,7 +252,7 @@ def pick_tokens(
         else:
             most = peak.to(tl.float64)
             least = tl.full([], -_MOST_KEY, tl.int64)
-            place = sums + (draw * BLOCKS + each) * PIVOTS
+            place = sums + (entry * BLOCKS + each) * PIVOTS
             limited = top_k > 0.0
             if limited | (top_p < 1.0):
                 index = tl.arange(0, PIVOTS)
@@ -260,7 +261,7 @@ def pick_tokens(
                 mass = tl.sum(tl.where(index == PIVOTS - 1, upto, 0.0), axis=0)
                 target = tl.where(limited, top_k, top_p * mass)
                 at = tl.min(tl.where(upto >= target, index, PIVOTS - 1), axis=0)
-                low = tl.min(tl.load(lows + draw * BLOCKS + each, mask=each < BLOCKS, other=_INF), axis=0)
+                low = tl.min(tl.load(lows + entry * BLOCKS + each, mask=each < BLOCKS, other=_INF), axis=0)
                 least = _key(_pivot(most, low, reach, at, PIVOTS), _TOKENS - 1)
                 above = tl.full([], _MOST_KEY, tl.int64)
                 weight = tl.full([], 0.0, tl.float64)
@@ -297,12 +298,12 @@ def pick_tokens(
     tl.store(tokens + columns + number, tl.maximum(token, 0))
 
 
-def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
+def sample(tokens: torch.Tensor, logits: torch.Tensor, entries: torch.Tensor, num_limited: int) -> None:
     """Into `tokens` `[2, rows]` int64 the tokens of rows of logits `[rows, vocab]` float32; see the module.
 
-    draws: `[draws, FIELDS]` float64, on the device. num_limited: draws with top_k or top_p.
+    entries: `[entries, FIELDS]` float64, on the device. num_limited: entries with top_k or top_p.
     """
-    count, vocab = len(draws), logits.shape[1]
+    count, vocab = len(entries), logits.shape[1]
     if logits.stride(1) != 1 or not tokens.is_contiguous():
         raise ValueError("rows of logits are contiguous, and so are tokens")
     peaks, lows = (torch.empty(count, blocks(vocab), dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -310,9 +311,9 @@ def draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_li
     lists = torch.empty(max(1, num_limited), 2, vocab, dtype=torch.int32, device=logits.device)
     find, weigh, pick = _launchers(vocab)
     stride = logits.stride(0)
-    find((blocks(vocab), count, 1), (peaks, lows, logits, draws), (), (stride,))
-    weigh((blocks(vocab), count, 1), (sums, peaks, lows, logits, draws), (), (stride,))
-    pick((count, 1, 1), (tokens, lists, sums, peaks, lows, logits, draws), (tokens.shape[1],), (stride,))
+    find((blocks(vocab), count, 1), (peaks, lows, logits, entries), (), (stride,))
+    weigh((blocks(vocab), count, 1), (sums, peaks, lows, logits, entries), (), (stride,))
+    pick((count, 1, 1), (tokens, lists, sums, peaks, lows, logits, entries), (tokens.shape[1],), (stride,))
 
 
 def ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
@@ -327,14 +328,14 @@ def ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
 
 
 @cache
-def _ban_launcher(vocab: int) -> Launcher:
-    return Launcher(ban_tokens, ban_constants(vocab) | ban_options())
+def _ban_launcher(vocab: int) -> KernelLauncher:
+    return KernelLauncher(ban_tokens, ban_constants(vocab) | ban_options())
 
 
 @cache
-def _launchers(vocab: int) -> tuple[Launcher, Launcher, Launcher]:
+def _launchers(vocab: int) -> tuple[KernelLauncher, KernelLauncher, KernelLauncher]:
     return (
-        Launcher(find_peaks, peak_constants(vocab) | peak_options()),
-        Launcher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
-        Launcher(pick_tokens, pick_constants(vocab) | pick_options()),
+        KernelLauncher(find_peaks, peak_constants(vocab) | peak_options()),
+        KernelLauncher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
+        KernelLauncher(pick_tokens, pick_constants(vocab) | pick_options()),
     )

@@ -29,7 +29,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .launch_triton import Launcher
+from .launch_triton import KernelLauncher
 from .sgmv_schedule import ExpandShape, Schedule, expand_constants, shrink_constants
 from .sgmv_tables import (
     BEGIN,
@@ -486,8 +486,8 @@ class _Launch(NamedTuple):
     splits: int
     groups: int
     blocks: int
-    shrink: Launcher
-    expand: Launcher
+    shrink: KernelLauncher
+    expand: KernelLauncher
 
 
 @cache
@@ -514,6 +514,6 @@ def _launch(
         splits=schedule.splits(d_in),
         groups=len(modules) * schedule.lanes,
         blocks=sum(-(-width // schedule.block_n) for _, _, width in modules),
-        shrink=Launcher(shrink, shrink_constants(*shape) | schedule.options(expand=False) | early),
-        expand=Launcher(expand, expand_constants(*shape) | schedule.options(expand=True) | early),
+        shrink=KernelLauncher(shrink, shrink_constants(*shape) | schedule.options(expand=False) | early),
+        expand=KernelLauncher(expand, expand_constants(*shape) | schedule.options(expand=True) | early),
     )

@@ -31,7 +31,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .launch_triton import Launcher
+from .launch_triton import KernelLauncher
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from .sgmv_triton import Shrunk, _find_block, _find_columns, _pick
@@ -362,7 +362,7 @@ def multiply(
 @cache
 def _launch(
     outputs: int, d_in: int, tile: int, bias: bool, silu: bool, shape: ExpandShape | None, early: bool
-) -> tuple[Launcher, int]:
+) -> tuple[KernelLauncher, int]:
     """A launch with a weight of `outputs` rows for a tile of `tile` rows, and its programs."""
     schedule, d_out = gemm_schedule(outputs, tile, expanded=shape is not None), outputs // 2 if silu else outputs
     if shape is not None and sum(shape.widths) != outputs:
@@ -370,4 +370,4 @@ def _launch(
     widths = (d_out,) if silu or shape is None else shape.widths
     constants = gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape) | gemm_options(schedule)
     options = {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
-    return Launcher(multiply_rows, constants | options), schedule.blocks(widths, silu=silu)
+    return KernelLauncher(multiply_rows, constants | options), schedule.blocks(widths, silu=silu)

@@ -24,7 +24,15 @@ from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.open_weights import open_weights
-from ..model.sampler import RowLogits, Sampling, draw, needs_logits, plain_chances, score_prompts, score_slices
+from ..model.sampler import (
+    RowLogits,
+    Sampling,
+    add_prompt_logprobs,
+    needs_logits,
+    plain_row_params,
+    prompt_logprob_slices,
+    sample_tokens,
+)
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.weights import num_weights
@@ -100,23 +108,23 @@ class CpuExecutor(ModelExecutor):
         if not isinstance(model, NativeDecoderModel):
             with torch.inference_mode():
                 logits = model.gathered(self.steps.forward(plan))
-                return self._draw(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
+                return self._sample(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
         plain = (
             asking if self.shard.size == 1 else []
         )  # ranks have columns of the logits each: none draws within a step
-        drawn = {index: chances for index in plain if (chances := plain_chances(rows[index]))}
+        sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
         kept = [
             index
             for index in asking
-            if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
+            if index not in sampled or sampled[index].cuts or rows[index].params.logprobs is not None
         ]
-        model.keep_logits(kept, drawn)
+        model.keep_logits(kept, sampled)
         logits = self._forward(plan)
         at = {index: place for place, index in enumerate(kept)}
-        return self._draw(plan, model.best, RowLogits(logits, at), drawn)
+        return self._sample(plan, model.best, RowLogits(logits, at), sampled)
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> list[str]:
-        """Compute a step as another rank than the first, which draws the tokens; return the requests with void rows.
+        """Compute a step as another rank than the first, which samples the tokens; return the requests with void rows.
 
         kept: rows of which the first rank wants more logits than the largest.
         """
@@ -128,26 +136,26 @@ class CpuExecutor(ModelExecutor):
             logits = self.steps.forward(plan)
             if isinstance(model, DecoderModel):
                 model.gathered(logits)
-            for begin, end in score_slices(plan.rows, self.model.vocab_size):
-                model.score_logits(begin, end)
+            for begin, end in prompt_logprob_slices(plan.rows, self.model.vocab_size):
+                model.prompt_logits(begin, end)
         return self._lora.late_requests(plan.rows) if plan.adapters else []
 
     def _check(self, plan: StepPlan) -> None:
         if plan.merged is not None:
             self.shadow.check(plan.merged)
 
-    def _draw(
+    def _sample(
         self,
         plan: StepPlan,
-        likeliest: Sequence[int],
+        argmax: Sequence[int],
         logits: RowLogits,
         chosen: Collection[int] = (),
     ) -> StepResult:
         rows = plan.rows
         ends, grammars = self.model.eos_token_ids, self.model.grammars
-        result = draw(rows, likeliest, logits, self._sampling, ends, chosen, grammars)
-        if any(row.scores_prompt for row in rows):
-            score_prompts(rows, self.decoder.score_logits, self._sampling, self.model.vocab_size, result)
+        result = sample_tokens(rows, argmax, logits, self._sampling, ends, chosen, grammars)
+        if any(row.wants_prompt_logprobs for row in rows):
+            add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, self.model.vocab_size, result)
         if plan.adapters:
             for request_id in self._lora.late_requests(rows):
                 result.retract(request_id)

@@ -138,20 +138,20 @@ class CudaExecutor(ModelExecutor):
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             rows, steps = plan.rows, self.steps
             outputs = self._launch(plan, steps.asks_logits(rows))
-            draw = partial(steps.draw, rows, *outputs)
-            read = None if plan.sources is not None and steps.look_back(rows) else draw()
+            sample = partial(steps.sample, rows, *outputs)
+            read = None if plan.sources is not None and steps.look_back(rows) else sample()
             late = steps.lora.late_requests(rows) if plan.adapters else []
             end = partial(self._offload.end, plan) if self._offload is not None and plan.bucket is None else None
-            return _Started(self._device, late, draw, read, end)
+            return _Started(self._device, late, sample, read, end)
 
     def follow(self, plan: StepPlan, asks_logits: bool) -> list[str]:
-        """Launch a step as another rank than the first, which draws the tokens; return the requests with void rows.
+        """Launch a step as another rank than the first, which samples the tokens; return the requests with void rows.
 
         asks_logits: a row asks for more than the largest of its logits.
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             self._launch(plan, asks_logits)
-            self.steps.follow_scores(plan.rows)
+            self.steps.join_prompt_logprobs(plan.rows)
             return self.steps.lora.late_requests(plan.rows) if plan.adapters else []
 
     def advance(self) -> None:
@@ -230,8 +230,8 @@ class CudaExecutor(ModelExecutor):
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
         logger.info("attention by %s: %s", attention.name, attention.reason)
-        if attention.mend:
-            logger.warning("attention would be faster by FlashInfer; %s: %s", attention.reason, attention.mend)
+        if attention.fix:
+            logger.warning("attention would be faster by FlashInfer; %s: %s", attention.reason, attention.fix)
         return CudaSteps(config, decoder, decoder.arena, attention, device, self.model.max_model_len)
 
     def _measure(self, free_at_first: int) -> int:
@@ -259,24 +259,24 @@ class CudaExecutor(ModelExecutor):
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    """A launched step. late: requests of adapters that missed the deadline. draw: launches the draw; read: what that
-    gave, which waits for the tokens, None before. end: see `CudaLoraOffload.end`; None without offload workers.
+    """A launched step. late: requests of adapters that missed the deadline. sample: launches the sampling; read: what
+    that gave, which waits for the tokens, None before. end: see `CudaLoraOffload.end`; None without offload workers.
     """
 
     _device: CudaDevice
     _late: list[str]
-    _draw: Callable[[], Callable[[], StepResult]]
+    _sample: Callable[[], Callable[[], StepResult]]
     _read: Callable[[], StepResult] | None
     _end: Callable[[], list[str]] | None
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         if self._read is None:
             with watched(self._device), torch.inference_mode():
-                self._read = self._draw()
+                self._read = self._sample()
 
     def result(self) -> StepResult:
         if self._read is None:
-            raise RuntimeError("a step is read before its tokens are drawn")
+            raise RuntimeError("a step is read before its tokens are sampled")
         with watched(self._device):
             result = self._read()
         for request_id in self._late if self._end is None else [*self._late, *self._end()]:

@@ -152,8 +152,8 @@ class _Rows:
         self.num_layers = len(self._layers)
         weight = decoder.weight(group)
         generator = torch.Generator().manual_seed(group)
-        drawn = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-        self._x, self._residual = drawn.unbind(0)
+        sampled = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        self._x, self._residual = sampled.unbind(0)
 
     def work(self, backend: GemmBackend, has_lora: bool) -> Callable[[], torch.Tensor]:
         """The product in a step without adapters, or with."""

@@ -104,7 +104,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
             if isinstance(adapter.transfer, RankTransfer)
         }
         self._known.introduce_all(plan)
-        self._processes.send("step", plan_to_wire(plan, draws=False), self.first.steps.asks_logits(plan.rows), coming)
+        self._processes.send("step", plan_to_wire(plan, samples=False), self.first.steps.asks_logits(plan.rows), coming)
         step = _RankStep(self, self._launched(partial(self.first.start, plan)))
         self._open.append(step)
         return step
@@ -224,8 +224,8 @@ class _RankStep:
         self._owner, self.started = owner, started
         self.late: set[str] = set()
 
-    def draw(self) -> None:
-        self.started.draw()
+    def sample(self) -> None:
+        self.started.sample()
 
     def result(self) -> StepResult:
         return self._owner.read(self)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...graphs.buffers import DeviceDecodeBuffers
-from ...graphs.device import CudaDevice, Download, Upload
+from ...graphs.device import CudaDevice, DeviceUpload, Download
 from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
@@ -25,7 +25,14 @@ from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch, column_width, rag
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
-from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts, score_slices
+from ..model.sampler import (
+    DeviceSampling,
+    add_prompt_logprobs,
+    max_fetched_values,
+    needs_logits,
+    prompt_logprob_slices,
+    sample_tokens,
+)
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledRow, StepResult
@@ -48,7 +55,7 @@ class _Asks(NamedTuple):
     """
 
     logits: bool
-    scores: bool
+    prompt_logprobs: bool
     tokens: bool
 
 
@@ -60,7 +67,7 @@ class CudaSteps:
     step's tokens are back gathers them on the device. All work goes to one stream, so that a step overwrites static
     buffers only after the steps before it.
 
-    Of several ranks each has its columns of the logits in the static buffers. The first finds the likeliest token of
+    Of several ranks each has its columns of the logits in the static buffers. The first finds the argmax of
     all ranks' within the step; it has whole rows where a row asks for more, and draws.
     """
 
@@ -88,20 +95,20 @@ class CudaSteps:
         )
         self.logits = torch.zeros(rows, model.logits_width, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)
-        self._drawable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
+        self._samplable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
         """The tokens that the last step drew, and the rest of what `_pick` writes; behind them every token there is."""
-        self._chosen = self._drawable[: 2 * rows]
+        self._chosen = self._samplable[: 2 * rows]
         self._views: dict[int, Outputs] = {}  # of logits and `_chosen`, by rows
-        self._download = Download(device, 8 * most_drawn_values(rows))
+        self._download = Download(device, 8 * max_fetched_values(rows))
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
-        self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
+        self._upload = DeviceUpload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
             model.config,
             arena.pages,
             layout,
             StepLimits(config.max_lora_rank, min(rows, config.max_adapters_per_step or rows), rows, tokens, padded),
             max_stall=config.max_load_stall_seconds,
-            make_copy=partial(Upload, device),
+            make_copy=partial(DeviceUpload, device),
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
@@ -153,16 +160,16 @@ class CudaSteps:
         if sources is not None:
             places = torch.tensor(sources)
             assert host.logit_tokens is not None
-            drawn = places >= 0
-            host.token_ids.add_(len(self._chosen))[host.logit_tokens[drawn]] = places[drawn]
+            sampled = places >= 0
+            host.token_ids.add_(len(self._chosen))[host.logit_tokens[sampled]] = places[sampled]
         batch = self._to_device(host, bucket or num_tokens)
         if sources is not None:
-            self._take_drawn(batch.token_ids)
+            self._take_sampled(batch.token_ids)
         logits, chosen = self._outputs(len(rows))
         if bucket is None:
             self.decoder.forward(batch, logits)
         else:
-            self.decoder.score(self.mixed.run(bucket, num_tokens, lora), batch, logits)
+            self.decoder.compute_logits(self.mixed.run(bucket, num_tokens, lora), batch, logits)
         self._pick(logits, chosen)
         return logits, chosen
 
@@ -177,11 +184,11 @@ class CudaSteps:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are.
 
         sources: the rows of the last step that drew the tokens, -1 for a row that has its own; None: all have. Until
-        the tokens are gathered, the token-id buffer holds their places in `_drawable`. merged: as in `ragged`.
+        the tokens are gathered, the token-id buffer holds their places in `_samplable`. merged: as in `ragged`.
         """
         self._fill(bucket, rows, self._places(rows, sources))
         if sources is not None:
-            self._take_drawn(self._buffers.views[bucket].token_ids)
+            self._take_sampled(self._buffers.views[bucket].token_ids)
         mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
         if merged is not None:
             graphs, captured = self.merged_graphs, self.mixture_lora[bucket]
@@ -193,21 +200,23 @@ class CudaSteps:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             lora_indices = [row.lora_index for row in rows] + [BASE_LORA_INDEX] * (bucket - len(rows))
             launches = self.lora.begin_bucket(adapters, lora_indices, captured)
-        self.decoder.scored = None  # a replay does not call `forward`, which resets it
+        self.decoder.prompt_hidden = None  # a replay does not call `forward`, which resets it
         if self._captures and launches is captured:
             graphs.replay(bucket, mode)
         else:
             self._step(bucket, launches, merged is not None)()
         return self._outputs(bucket)
 
-    def draw(
+    def sample(
         self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
-        """Draw the tokens of the last step's rows, and compute requested scores; the returned call waits for both."""
+        """Sample the tokens of the last step's rows, and compute the prompt log-probabilities asked for; the returned
+        call waits for both.
+        """
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         asks = self._asks_of(rows)
         if asks.logits:
-            begun = DeviceDraw(rows, chosen, logits, eos, self._download, self._grammars)
+            begun = DeviceSampling(rows, chosen, logits, eos, self._download, self._grammars)
             self._chosen[: len(begun.tokens)].copy_(begun.tokens)
             read = begun.result
         else:
@@ -217,27 +226,27 @@ class CudaSteps:
                 tokens, healthy = fetched().tolist()
                 if 0 in healthy:
                     tokens = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
-                return draw(rows, tokens, None, self._sampling, eos)
+                return sample_tokens(rows, tokens, None, self._sampling, eos)
 
-        if not asks.scores:
+        if not asks.prompt_logprobs:
             return read
 
-        def read_with_scores() -> StepResult:
+        def read_with_prompt_logprobs() -> StepResult:
             result = read()
             with torch.inference_mode():
-                score_prompts(rows, self.decoder.score_logits, self._sampling, vocab, result)
+                add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, vocab, result)
             return result
 
-        return read_with_scores
+        return read_with_prompt_logprobs
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """The last step's logits with all ranks' columns, on the first rank; all ranks must ask."""
         return self.decoder.gathered(logits)
 
-    def follow_scores(self, rows: Sequence[ScheduledRow]) -> None:
-        """Do another rank's share of the scores that `draw` has the first one compute."""
-        for begin, end in score_slices(rows, self.decoder.config.vocab_size):
-            self.decoder.score_logits(begin, end)
+    def join_prompt_logprobs(self, rows: Sequence[ScheduledRow]) -> None:
+        """Do another rank's share of the scores that `sample` has the first one compute."""
+        for begin, end in prompt_logprob_slices(rows, self.decoder.config.vocab_size):
+            self.decoder.prompt_logits(begin, end)
 
     def asks_logits(self, rows: Sequence[ScheduledRow]) -> bool:
         """True if a row asks for more than the largest of its logits."""
@@ -250,22 +259,22 @@ class CudaSteps:
     def _asks_of(self, rows: Sequence[ScheduledRow]) -> _Asks:
         """Decode rows go from step to step, and what they ask for stays: it is found once for the same list."""
         if rows is not self._last_asks[0]:
-            logits, scores = any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
-            self._last_asks = rows, _Asks(logits, scores, any(row.looks_back for row in rows))
+            logits, prompt_logprobs = any(map(needs_logits, rows)), any(row.wants_prompt_logprobs for row in rows)
+            self._last_asks = rows, _Asks(logits, prompt_logprobs, any(row.looks_back for row in rows))
         return self._last_asks[1]
 
     def _places(self, rows: Sequence[ScheduledRow], sources: Sequence[int] | None) -> Sequence[int] | None:
-        """Places of rows' tokens in `_drawable`; None if the rows have theirs."""
+        """Places of rows' tokens in `_samplable`; None if the rows have theirs."""
         if sources is None or -1 not in sources:
             return sources
         own = len(self._chosen)
         return [own + row.tokens[0] if at < 0 else at for row, at in zip(rows, sources, strict=True)]
 
-    def _take_drawn(self, token_ids: torch.Tensor) -> None:
-        """Have places in `_drawable` become the tokens there, in the device's turn; the first rank has drawn them."""
+    def _take_sampled(self, token_ids: torch.Tensor) -> None:
+        """Have places in `_samplable` become the tokens there, in the device's turn; the first rank has drawn them."""
         if (ranks := self.decoder.ranks) is not None:
             ranks.lead(self._chosen)
-        token_ids.copy_(self._drawable.index_select(0, token_ids))
+        token_ids.copy_(self._samplable.index_select(0, token_ids))
 
     def _fill(self, bucket: int, rows: list[ScheduledRow], places: Sequence[int] | None = None) -> None:
         tokens = [row.tokens[0] for row in rows] if places is None else places
@@ -309,8 +318,8 @@ class CudaSteps:
         zeros behind its own.
         """
         names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
-        if batch.score_tokens is not None:
-            names.append("score_tokens")
+        if batch.prompt_logprob_tokens is not None:
+            names.append("prompt_logprob_tokens")
         values = [getattr(batch, name) for name in names]
         columns = torch.zeros(len(names), column_width(tokens), dtype=torch.long)
         for column, value in zip(columns, values, strict=True):
@@ -370,8 +379,8 @@ class CudaSteps:
         return found
 
     def largest_step(self) -> None:
-        """A prefill of as many tokens, with a draw for as many rows and scores of as many prompt tokens as a step may
-        have; KV goes to the dummy page.
+        """A prefill of as many tokens, with sampling for as many rows and log-probabilities of as many prompt tokens as
+        a step may have; KV goes to the dummy page.
 
         The last row has one token, so that what serves decode rows among others is loaded, too.
         """
@@ -394,9 +403,9 @@ class CudaSteps:
         logits, chosen = self.ragged(rows, ())
         logits = self.whole(logits)
         if self.decoder.ranks is not None and self.decoder.ranks.rank:
-            self.follow_scores(rows)
+            self.join_prompt_logprobs(rows)
         else:
-            self.draw(rows, logits, chosen)()
+            self.sample(rows, logits, chosen)()
 
     def close(self) -> None:
         """Free the graphs and their memory."""

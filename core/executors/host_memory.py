@@ -21,7 +21,7 @@ WIDE_SHARE = 0.5
 #: Of the memory that is left at the start, what images may take.
 HOST_CACHE_SHARE = 0.125
 #: Beside the logits that tokens are drawn from, what drawing them takes.
-DRAWING_BYTES = 32 << 20
+SAMPLING_BYTES = 32 << 20
 
 
 def default_arena_bytes(
@@ -35,8 +35,8 @@ def default_arena_bytes(
     if available is None:
         available = available_bytes()
     wanted = LEAST_BYTES + LONG_REQUESTS * layout.pages_for_tokens(max_model_len) * layout.page_bytes
-    drawing = 4 * logits + DRAWING_BYTES
-    return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights - drawing))))
+    sampling = 4 * logits + SAMPLING_BYTES
+    return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights - sampling))))
 
 
 def default_host_cache_bytes(available: int | None = None) -> int:

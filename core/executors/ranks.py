@@ -1,8 +1,8 @@
 """An executor of several ranks: processes of this machine that compute each layer together (tensor parallel).
 
-The first rank is this process. It draws the tokens, and what clocks decide is decided here, or by all ranks together: a
-step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksExecutorBase` is
-what ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves
+The first rank is this process. It samples the tokens, and what clocks decide is decided here, or by all ranks together:
+a step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksExecutorBase`
+is what ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves
 what lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
 """
 
@@ -169,7 +169,7 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
         kept = [index for index, row in enumerate(plan.rows) if needs_logits(row)]
-        step = "step", number, plan_to_wire(plan, draws=False), kept, coming
+        step = "step", number, plan_to_wire(plan, samples=False), kept, coming
         result, late = self._processes.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:
             result.retract(request_id)

@@ -271,10 +271,10 @@ class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
 
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
-    logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token. score_tokens:
-    `[scores]` int64, indices of the tokens for which logits are computed in slices after the step. lora: None when no
-    row uses an adapter. merged: use the shadow weights, with an adapter merged into them. backends: backend of each
-    product; other than the library only for few tokens on a GPU.
+    logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
+    prompt_logprob_tokens: `[scores]` int64, indices of the tokens for which logits are computed in slices after the
+    step. lora: None when no row uses an adapter. merged: use the shadow weights, with an adapter merged into them.
+    backends: backend of each product; other than the library only for few tokens on a GPU.
     """
 
     token_ids: torch.Tensor
@@ -284,7 +284,7 @@ class StepBatch(Generic[P, L]):
     attention: P
     lora: L | None
     logit_tokens: torch.Tensor | None = None
-    score_tokens: torch.Tensor | None = None
+    prompt_logprob_tokens: torch.Tensor | None = None
     merged: bool = False
     backends: GemmBackends = BY_LIBRARY
 
@@ -305,15 +305,15 @@ def ragged_batch(
     merged: bool = False,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, page, offset, qo_indptr, score_tokens = [], [], [], [], [0], []
+    token_ids, positions, page, offset, qo_indptr, prompt_logprob_tokens = [], [], [], [], [0], []
     for row in rows:
         token_ids += row.tokens
         span = range(row.start, row.kv_len)
         positions += span
         page += [row.pages[position // block_tokens] for position in span]
         offset += [position % block_tokens for position in span]
-        if row.scores_prompt:
-            score_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
+        if row.wants_prompt_logprobs:
+            prompt_logprob_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
         qo_indptr.append(len(token_ids))
     columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
@@ -325,6 +325,6 @@ def ragged_batch(
         attention=attention,
         lora=lora,
         logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
-        score_tokens=torch.tensor(score_tokens, dtype=torch.long) if score_tokens else None,
+        prompt_logprob_tokens=torch.tensor(prompt_logprob_tokens, dtype=torch.long) if prompt_logprob_tokens else None,
         merged=merged,
     )

@@ -216,8 +216,10 @@ class DecoderModel:
         self._groups = lora_groups(config)
         self._norm = weights.norm().to(device, dtype)
         self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self.layers]
-        self.scored: torch.Tensor | None = None
-        """Normalised states of the last step's score tokens; to be reset before a captured step, which has none."""
+        self.prompt_hidden: torch.Tensor | None = None
+        """Normalised states of the last step's prompt-logprob tokens; to be reset before a captured step, which has
+        none.
+        """
         self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, dtype, device)
 
     def use_arena(self, arena: Arena) -> None:
@@ -248,14 +250,15 @@ class DecoderModel:
                     lora.wait(index)
                 q = self._query(layer, x, index, batch, rotation)
                 _finish_layer(layer, x, self.attend(index, batch.attention, q))
-        return self.score(x, batch, logits)
+        return self.compute_logits(x, batch, logits)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
         """Compute what lies between the attention of layer `index - 1` and that of layer `index`: the rest of the one,
         and the query of the other, with its keys and values written. The first begins with the embedding, the one
         behind the last layer leaves all in the residual stream.
 
-        Pieces 0 … layers, with `attend` between each and the next, and `score` behind the last, are a `forward`.
+        Pieces 0 … layers, with `attend` between each and the next, and `compute_logits` behind the last, are a
+        `forward`.
         """
         x = Residual(flow.rows, self.config.rms_norm_eps)
         if index:
@@ -282,16 +285,16 @@ class DecoderModel:
         heads = torch.zeros(2, tokens, config.num_heads, config.head_dim, dtype=self._dtype, device=device)
         return Flow(rows, *heads.unbind(0))
 
-    def score(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the batch's tokens from what the last layer gave; see `forward`."""
-        self.scored = None
+        self.prompt_hidden = None
         with span("logits"):
-            if batch.score_tokens is not None:
-                self.scored = x[batch.score_tokens].normed(self._norm)
+            if batch.prompt_logprob_tokens is not None:
+                self.prompt_hidden = x[batch.prompt_logprob_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
-            scores = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
-            return scores.float() if logits is None else logits.copy_(scores)
+            prompt_logprobs = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
+            return prompt_logprobs.float() if logits is None else logits.copy_(prompt_logprobs)
 
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
@@ -303,11 +306,11 @@ class DecoderModel:
         """Have steps that say so take these layers; None: there are none."""
         self._merged = layers or ()
 
-    def score_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
-        if self.scored is None:
-            raise RuntimeError("the last step had no score tokens")
-        return self.gathered(multiply(GemmBackend.LIBRARY, self.scored[begin:end], self._lm_head)).float()
+    def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
+        if self.prompt_hidden is None:
+            raise RuntimeError("the last step had no prompt-logprob tokens")
+        return self.gathered(multiply(GemmBackend.LIBRARY, self.prompt_hidden[begin:end], self._lm_head)).float()
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, on the first rank; on others no rows."""

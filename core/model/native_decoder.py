@@ -15,7 +15,7 @@ from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
 from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
-from ...ops.sampling import Chances
+from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import LoraState, StepBatch
 from .config import ModelConfig
@@ -72,7 +72,7 @@ class NativeDecoderModel:
 
     @property
     def best(self) -> list[int]:
-        """For each row of the last step's logits its likeliest or drawn token, -1 where the logits are not finite."""
+        """For each row of the last step's logits its argmax or sampled token, -1 where the logits are not finite."""
         return self._decoder.best
 
     @property
@@ -80,16 +80,20 @@ class NativeDecoderModel:
         """Draws from logits with the decoder's threads."""
         return self._decoder.sampling
 
-    def keep_logits(self, rows: Sequence[int] | None, chances: Mapping[int, Chances] = MappingProxyType({})) -> None:
+    def keep_logits(
+        self, rows: Sequence[int] | None, row_params: Mapping[int, RowSamplingParams] = MappingProxyType({})
+    ) -> None:
         """Of which tokens steps from now on give logits, None: of all; `best` is always there.
 
-        chances: of which tokens `best` is drawn.
+        row_params: of which tokens `best` is drawn.
         """
-        self._decoder.kept, self._decoder.chances = rows, chances
+        self._decoder.kept, self._decoder.row_params = rows, row_params
 
-    def score_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
-        return self._gathered(self._decoder.score_logits(begin, end))
+    def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens, until the next
+        call.
+        """
+        return self._gathered(self._decoder.prompt_logits(begin, end))
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`. Ranks agree on how many rows they keep."""
@@ -112,7 +116,7 @@ class NativeDecoderModel:
         segments = self._no_segments if lora is None else lora.segments
         logits = self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
-            0.0 if lora is None else lora.max_stall, batch.score_tokens, batch.merged,
+            0.0 if lora is None else lora.max_stall, batch.prompt_logprob_tokens, batch.merged,
         )  # fmt: skip
         return self._gathered(logits)
 

@@ -1,4 +1,4 @@
-"""From a step's logits to its drawn tokens."""
+"""From a step's logits to its sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...ops.sampling import (
-    Chances,
-    Scores,
-    draw_into,
+    RowLogprobs,
+    RowSamplingParams,
+    logprob_rows,
     pick,
-    score,
-    score_rows,
-    scores_of,
+    read_logprobs,
+    row_logprobs,
+    sample_into,
     uniform,
 )
 from ...ops.upload import on_device
@@ -27,13 +27,15 @@ from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledRow, StepResult, T
 
 
 class Sampling(Protocol):
-    """Draws and scores rows of logits."""
+    """Samples from rows of logits, and computes log-probabilities."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]: ...
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]
+    ) -> list[int]: ...
 
-    def score(
+    def row_logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
-    ) -> Scores: ...
+    ) -> RowLogprobs: ...
 
 
 def _reshapes_logits(params: SamplingParams) -> bool:
@@ -50,11 +52,11 @@ def needs_logits(row: ScheduledRow) -> bool:
     return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
 
 
-def plain_chances(row: ScheduledRow) -> Chances | None:
-    """Chances of a row that draws its token from the model's logits as they are; else None."""
+def plain_row_params(row: ScheduledRow) -> RowSamplingParams | None:
+    """Sampling parameters of a row that samples its token from the model's logits as they are; else None."""
     if not row.samples or not row.params.temperature or _reshapes_logits(row.params):
         return None
-    return _chances(row)
+    return _row_params(row)
 
 
 class RowLogits(NamedTuple):
@@ -64,41 +66,41 @@ class RowLogits(NamedTuple):
     at: Mapping[int, int]
 
 
-def draw(
+def sample_tokens(
     rows: Sequence[ScheduledRow],
-    likeliest: Sequence[int],
+    argmax: Sequence[int],
     logits: RowLogits | None,
     sampling: Sampling,
     eos_token_ids: Collection[int],
     chosen: Collection[int] = (),
     grammars: Grammars | None = None,
 ) -> StepResult:
-    """Draw a token for every row that asks for one.
+    """Sample a token for every row that asks for one.
 
-    likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
-    token; the others are not touched by it. Rows without `logits` have their token already, the likeliest or a drawn
+    argmax: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
+    token; the others are not touched by it. Rows without `logits` have their token already, the argmax or a sampled
     one, and cost nothing here; as do the rows in `chosen`: their logits are only scored. grammars: the model's.
     """
     if logits is None:
-        return _result(rows, likeliest, likeliest)
+        return _result(rows, argmax, argmax)
     values, at = logits
     asked = _Asked(rows, at, chosen)
-    tokens, scores, named = list(likeliest), None, None
-    if asked.drawn:
+    tokens, logprobs, named = list(argmax), None, None
+    if asked.sampled:
         with asked.edits(values, at, eos_token_ids, grammars):
-            drawn = sampling.sample(values, [at[index] for index in asked.drawn], asked.chances)
-        for index, token in zip(asked.drawn, drawn, strict=True):
+            sampled = sampling.sample(values, [at[index] for index in asked.sampled], asked.row_params)
+        for index, token in zip(asked.sampled, sampled, strict=True):
             tokens[index] = token
-    if asked.scored:
-        own = [max(0, tokens[index]) for index in asked.scored]
-        places = [at[index] for index in asked.scored]
-        scores = sampling.score(values, places, own, asked.counts)
+    if asked.with_logprobs:
+        own = [max(0, tokens[index]) for index in asked.with_logprobs]
+        places = [at[index] for index in asked.with_logprobs]
+        logprobs = sampling.row_logprobs(values, places, own, asked.counts)
         named = asked.named_logits(values, places, torch.tensor(own)).tolist() if asked.width else None
-    return asked.result(likeliest, tokens, scores, named)
+    return asked.result(argmax, tokens, logprobs, named)
 
 
-class DeviceDraw:
-    """A draw as `draw` makes it, given to the logits' device, which the host waits for later, once.
+class DeviceSampling:
+    """A draw as `sample_tokens` makes it, given to the logits' device, which the host waits for later, once.
 
     chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if there is one. logits:
     `[…, vocab]` float32; the first are the rows' own. fetch: begins to fetch values from the device, and returns what
@@ -119,17 +121,17 @@ class DeviceDraw:
         at = {index: index for index, row in enumerate(rows) if needs_logits(row)}
         self._asked = asked = _Asked(rows, at)
         found = torch.cat((chosen, chosen[:1], chosen[:1]))
-        if asked.drawn:
+        if asked.sampled:
             with asked.edits(logits, at, eos_token_ids, grammars):
-                draw_into(found[2:], logits, asked.drawn, asked.chances)
+                sample_into(found[2:], logits, asked.sampled, asked.row_params)
         values, self.tokens = found[:3], found[3]
         self._count = values.numel()
-        if asked.scored:
-            own = pick(self.tokens, asked.scored)
-            scores = score(pick(logits, asked.scored), own, max(asked.counts))
+        if asked.with_logprobs:
+            own = pick(self.tokens, asked.with_logprobs)
+            logprobs = row_logprobs(pick(logits, asked.with_logprobs), own, max(asked.counts))
             if asked.width:
-                scores = torch.cat((scores, asked.named_logits(logits, asked.scored, own)), -1)
-            values = torch.cat((values.double().flatten(), scores.flatten()))
+                logprobs = torch.cat((logprobs, asked.named_logits(logits, asked.with_logprobs, own)), -1)
+            values = torch.cat((values.double().flatten(), logprobs.flatten()))
         self._values = fetch(values)
 
     def result(self) -> StepResult:
@@ -137,20 +139,20 @@ class DeviceDraw:
         asked = self._asked
         values = self._values().flatten().tolist()
         count = self._count // 3
-        likeliest, can_tell, tokens = ([int(value) for value in values[part * count :][:count]] for part in range(3))
-        likeliest = [token if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
-        flat, scores, named = values[self._count :], None, None
-        if asked.scored:
-            each = len(flat) // len(asked.scored)
+        argmax, can_tell, tokens = ([int(value) for value in values[part * count :][:count]] for part in range(3))
+        argmax = [token if good else -1 for token, good in zip(argmax, can_tell, strict=True)]
+        flat, logprobs, named = values[self._count :], None, None
+        if asked.with_logprobs:
+            each = len(flat) // len(asked.with_logprobs)
             ends = range(each, len(flat) + 1, each)
-            scores = scores_of([flat[end - each : end - asked.width] for end in ends])
+            logprobs = read_logprobs([flat[end - each : end - asked.width] for end in ends])
             named = [flat[end - asked.width : end] for end in ends]
-        return asked.result(likeliest, tokens, scores, named)
+        return asked.result(argmax, tokens, logprobs, named)
 
 
-def most_drawn_values(rows: int) -> int:
-    """Most float64 values that a `DeviceDraw` of so many rows fetches: of each row three, and if all are scored its own
-    token's score, and columns for the likeliest tokens of one row and the named tokens of another.
+def max_fetched_values(rows: int) -> int:
+    """Most float64 values that a `DeviceSampling` of so many rows fetches: of each row three, and if all are scored its
+    own token's score, and columns for the most likely tokens of one row and the named tokens of another.
     """
     return rows * (4 + 3 * MAX_LOGPROBS)
 
@@ -164,12 +166,14 @@ class _Asked:
     def __init__(self, rows: Sequence[ScheduledRow], at: Collection[int], chosen: Collection[int] = ()) -> None:
         self._rows = rows
         params = {index: rows[index].params for index in at if rows[index].samples}
-        self.drawn = [i for i, it in params.items() if i not in chosen and (it.temperature or _reshapes_logits(it))]
-        self.chances = [_chances(rows[index]) for index in self.drawn]
-        self.scored = [index for index, it in params.items() if it.logprobs is not None]
-        self.named = [params[index].logprob_token_ids for index in self.scored]
+        self.sampled = [i for i, it in params.items() if i not in chosen and (it.temperature or _reshapes_logits(it))]
+        self.row_params = [_row_params(rows[index]) for index in self.sampled]
+        self.with_logprobs = [index for index, it in params.items() if it.logprobs is not None]
+        self.named = [params[index].logprob_token_ids for index in self.with_logprobs]
         self.width = max(map(len, self.named), default=0)
-        self.counts = [0 if params[index].logprob_token_ids else params[index].logprobs or 0 for index in self.scored]
+        self.counts = [
+            0 if params[index].logprob_token_ids else params[index].logprobs or 0 for index in self.with_logprobs
+        ]
 
     def edits(
         self,
@@ -179,13 +183,13 @@ class _Asked:
         grammars: Grammars | None,
     ) -> AbstractContextManager[None]:
         """Context in which the logits are changed as the drawing rows ask."""
-        reshaped = [(at[i], self._rows[i]) for i in self.drawn if _reshapes_logits(self._rows[i].params)]
+        reshaped = [(at[i], self._rows[i]) for i in self.sampled if _reshapes_logits(self._rows[i].params)]
         return edited(logits, reshaped, eos_token_ids, grammars) if reshaped else nullcontext()
 
     def named_logits(self, logits: torch.Tensor, places: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens that each scored row names, less its own token's: `[scored, width]` float64.
+        """Logits of the tokens that each scored row names, less its own token's: `[with_logprobs, width]` float64.
 
-        places: the rows of the logits. tokens: `[scored]` int64, on their device.
+        places: the rows of the logits. tokens: `[with_logprobs]` int64, on their device.
         """
         padded = [ids + (0,) * (self.width - len(ids)) for ids in self.named]
         rows, ids = (on_device(torch.tensor(each), logits.device) for each in (places, padded))
@@ -193,20 +197,20 @@ class _Asked:
 
     def result(
         self,
-        likeliest: Sequence[int],
+        argmax: Sequence[int],
         tokens: Sequence[int],
-        scores: Scores | None,
+        logprobs: RowLogprobs | None,
         named: Sequence[Sequence[float]] | None,
     ) -> StepResult:
         """Return the step's result, see `_result`. named: what `named_logits` gave."""
-        result = _result(self._rows, likeliest, tokens)
-        result.grammar_seconds = grammar_seconds([self._rows[index] for index in self.drawn])
-        if scores is not None:
-            found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
+        result = _result(self._rows, argmax, tokens)
+        result.grammar_seconds = grammar_seconds([self._rows[index] for index in self.sampled])
+        if logprobs is not None:
+            found = _logprobs(logprobs, [tokens[index] for index in self.with_logprobs], self.counts)
             for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):
                 if ids:
                     found[place] = _with_named(found[place], ids, less)
-            names = [self._rows[index].request_id for index in self.scored]
+            names = [self._rows[index].request_id for index in self.with_logprobs]
             result.logprobs = {name: it for name, it in zip(names, found, strict=True) if name in result.tokens}
         return result
 
@@ -218,19 +222,19 @@ def _with_named(one: TokenLogprobs, ids: Sequence[int], less: Sequence[float]) -
     return TokenLogprobs(one.token_id, one.logprob, tuple(sorted(by_id.items(), key=lambda pair: -pair[1])))
 
 
-def _result(rows: Sequence[ScheduledRow], likeliest: Sequence[int], tokens: Sequence[int]) -> StepResult:
-    """Return the tokens or errors of rows. likeliest, tokens: of every row, -1 where there is none."""
-    drawn, errors = {}, {}
-    for row, best, token in zip(rows, likeliest, tokens, strict=False):
+def _result(rows: Sequence[ScheduledRow], argmax: Sequence[int], tokens: Sequence[int]) -> StepResult:
+    """Return the tokens or errors of rows. argmax, tokens: of every row, -1 where there is none."""
+    sampled, errors = {}, {}
+    for row, best, token in zip(rows, argmax, tokens, strict=False):
         if row.samples:
             if best >= 0 and token >= 0:
-                drawn[row.request_id] = token
+                sampled[row.request_id] = token
             else:
                 errors[row.request_id] = NOT_FINITE if best < 0 else ALL_BANNED
-    return StepResult(drawn, errors=errors)
+    return StepResult(sampled, errors=errors)
 
 
-def score_prompts(
+def add_prompt_logprobs(
     rows: Sequence[ScheduledRow],
     logits: Callable[[int, int], torch.Tensor],
     sampling: Sampling,
@@ -239,24 +243,25 @@ def score_prompts(
 ) -> None:
     """Add the log-probabilities of prompt tokens to a step's result, in slices of bounded memory.
 
-    logits: called with a range of the step's score tokens (see `following_tokens`), gives theirs, until the next call.
+    logits: called with a range of the step's prompt-logprob tokens (see `following_tokens`), gives theirs, until the
+    next call.
     """
-    scored = [row for row in rows if row.scores_prompt]
-    tokens = [token for row in scored for token in following_tokens(row)]
-    counts = [row.params.prompt_logprobs or 0 for row in scored for _ in following_tokens(row)]
+    with_logprobs = [row for row in rows if row.wants_prompt_logprobs]
+    tokens = [token for row in with_logprobs for token in following_tokens(row)]
+    counts = [row.params.prompt_logprobs or 0 for row in with_logprobs for _ in following_tokens(row)]
     found: list[TokenLogprobs] = []
-    for begin, end in score_slices(rows, vocab):
+    for begin, end in prompt_logprob_slices(rows, vocab):
         found += _with_ranks(sampling, logits(begin, end), tokens[begin:end], counts[begin:end])
     at = 0
-    for row in scored:
+    for row in with_logprobs:
         count = len(following_tokens(row))
-        scores = found[at : at + count]
+        logprobs = found[at : at + count]
         at += count
-        if any(math.isnan(score.logprob) for score in scores):
+        if any(math.isnan(row_logprobs.logprob) for row_logprobs in logprobs):
             result.tokens.pop(row.request_id, None)
             result.errors[row.request_id] = NOT_FINITE
         else:
-            result.prompt_logprobs[row.request_id] = scores
+            result.prompt_logprobs[row.request_id] = logprobs
 
 
 def _with_ranks(
@@ -264,8 +269,8 @@ def _with_ranks(
 ) -> Iterator[TokenLogprobs]:
     """Log-probabilities and rank of a token for each row of logits."""
     ranks = _ranks(logits, tokens)  # first: scoring may change the logits
-    scores = sampling.score(logits, range(len(tokens)), tokens, counts)
-    for one, rank in zip(_logprobs(scores, tokens, counts), ranks, strict=True):
+    logprobs = sampling.row_logprobs(logits, range(len(tokens)), tokens, counts)
+    for one, rank in zip(_logprobs(logprobs, tokens, counts), ranks, strict=True):
         yield TokenLogprobs(one.token_id, one.logprob, one.top, rank)
 
 
@@ -275,9 +280,9 @@ def _ranks(logits: torch.Tensor, tokens: Sequence[int]) -> list[int]:
     return ((logits > own).sum(1) + 1).tolist()
 
 
-def score_slices(rows: Sequence[ScheduledRow], vocab: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a step's score tokens that `score_prompts` asks for."""
-    count, step = sum(len(following_tokens(row)) for row in rows if row.scores_prompt), score_rows(vocab)
+def prompt_logprob_slices(rows: Sequence[ScheduledRow], vocab: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a step's prompt-logprob tokens that `add_prompt_logprobs` asks for."""
+    count, step = sum(len(following_tokens(row)) for row in rows if row.wants_prompt_logprobs), logprob_rows(vocab)
     for begin in range(0, count, step):
         yield begin, min(begin + step, count)
 
@@ -287,20 +292,22 @@ def following_tokens(row: ScheduledRow) -> list[int]:
     return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
 
 
-def _chances(row: ScheduledRow) -> Chances:
+def _row_params(row: ScheduledRow) -> RowSamplingParams:
     params = row.params
     if params.temperature == 0:
         return _GREEDY
     top_k = min(params.top_k, _MOST_TOP_K)
-    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p)
+    return RowSamplingParams(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p)
 
 
-_GREEDY = Chances(0.0, 0.0)
+_GREEDY = RowSamplingParams(0.0, 0.0)
 _MOST_TOP_K = 1 << 40  # more than any vocabulary has, and a native integer
 
 
-def _logprobs(scores: Scores, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def _logprobs(logprobs: RowLogprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(token, own, tuple(zip(ids[:count], values[:count], strict=True)))
-        for token, own, ids, values, count in zip(tokens, scores.own, scores.ids, scores.values, counts, strict=True)
+        for token, own, ids, values, count in zip(
+            tokens, logprobs.own, logprobs.ids, logprobs.values, counts, strict=True
+        )
     ]

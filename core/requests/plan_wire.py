@@ -17,8 +17,8 @@ _PARAMS = tuple(one.name for one in fields(SamplingParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
 
 
-def plan_to_wire(plan: StepPlan, *, draws: bool = True) -> dict[str, Any]:
-    """Return the plan as lists, dicts, strings, numbers and None. draws: with what rows draw their tokens by;
+def plan_to_wire(plan: StepPlan, *, samples: bool = True) -> dict[str, Any]:
+    """Return the plan as lists, dicts, strings, numbers and None. samples: with what rows draw their tokens by;
     otherwise only rows with prompt tokens to score have it.
 
     An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
@@ -32,7 +32,10 @@ def plan_to_wire(plan: StepPlan, *, draws: bool = True) -> dict[str, Any]:
         "adapters": [adapter_to_wire(adapter) for adapter in plan.adapters],
         "merged": None if plan.merged is None else adapter_to_wire(plan.merged),
         "sources": None if plan.sources is None else list(plan.sources),
-        "rows": [_row_to_wire(row) | (_draw_to_wire(row) if draws or row.scores_prompt else {}) for row in plan.rows],
+        "rows": [
+            _row_to_wire(row) | (_sampling_to_wire(row) if samples or row.wants_prompt_logprobs else {})
+            for row in plan.rows
+        ],
     }
 
 
@@ -57,7 +60,7 @@ def _row_to_wire(row: ScheduledRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _draw_to_wire(row: ScheduledRow) -> dict[str, Any]:
+def _sampling_to_wire(row: ScheduledRow) -> dict[str, Any]:
     return {
         "params": params_to_wire(row.params), "seed": row.seed, "token_ids": list(row.token_ids),
         "num_prompt_tokens": row.num_prompt_tokens,

@@ -70,13 +70,13 @@ class ScheduledRow:
         return self.start + len(self.tokens)
 
     @property
-    def scores_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """True if the request asks for log-probabilities of prompt tokens that follow this row's."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
     @property
     def looks_back(self) -> bool:
-        """True if the tokens generated so far change what may be drawn next."""
+        """True if the tokens generated so far change what may be sampled next."""
         params = self.params
         penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))
@@ -84,7 +84,7 @@ class ScheduledRow:
     @property
     def is_ragged(self) -> bool:
         """True if no captured step can compute it: it has several tokens, or prompt tokens to score."""
-        return len(self.tokens) != 1 or self.scores_prompt
+        return len(self.tokens) != 1 or self.wants_prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -186,10 +186,10 @@ NOT_FINITE = "the model produced logits that are not finite"
 """Error of a row without a most likely token."""
 
 ALL_BANNED = (
-    "every token is banned: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw, or "
+    "every token is banned: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens leave none to sample, or "
     "the grammar is too complex where the answer has come to; ask for less"
 )
-"""Error of a row with nothing to draw."""
+"""Error of a row with nothing to sample."""
 
 
 class RequestOutput(NamedTuple):

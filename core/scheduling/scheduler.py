@@ -130,11 +130,13 @@ class Scheduler:
         self._finish_ended()
         if self._all_go_on(plan):
             ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
-        elif plan.bucket is None and any(row.scores_prompt for row in plan.rows):  # from what the next step overwrites
+        elif plan.bucket is None and any(
+            row.wants_prompt_logprobs for row in plan.rows
+        ):  # from what the next step overwrites
             return None
         else:
-            with as_if_done(plan, self._find) as drawn:
-                ends = [each for each in drawn if len(each.token_ids) >= each.max_length]
+            with as_if_done(plan, self._find) as sampled:
+                ends = [each for each in sampled if len(each.token_ids) >= each.max_length]
                 if ends and self.waiting:  # a successor should not wait a step more
                     return None
                 ahead = self._plan_next(plan.step_id + 1, ends, is_ahead=True)

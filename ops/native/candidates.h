@@ -1,4 +1,4 @@
-// Logits that a token is drawn from, their masses, and what top_k and top_p leave of them.
+// Logits that a token is sampled from, their masses, and what top_k and top_p leave of them.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -64,7 +64,7 @@ inline Found first_above(int n, double target, Of masses) {
     return last;
 }
 
-// Tokens that may be drawn, in vocabulary order.
+// Tokens that may be sampled, in vocabulary order.
 struct Candidates {
     std::vector<int> ids, live;
     std::vector<float> values, ordered;
@@ -184,8 +184,8 @@ struct Candidates {
         while (equal < (int)live.size() && before + equal * each < target) equal++;
         cut(values[live[0]], equal);
     }
-    // The token that is drawn. u: from 0 to 1.
-    int draw(double u) const {
+    // The token that is sampled. u: from 0 to 1.
+    int sample(double u) const {
         return ids[first_above(count, u * mass(), [&](int i, Doubles* out) {
                        out[0] = masses_at(i), out[1] = masses_at(i + 8);
                    }).at];

@@ -30,20 +30,20 @@ struct AnyDecoder {
     //   vocab  of all shares: `sample` is of rows of all logits
     virtual void join(Ranks* ranks, int vocab) = 0;
 
-    // Compute logits of some of the last step's score tokens.
+    // Compute logits of some of the last step's prompt-logprob tokens.
     //
     //   first, count  of the tokens
     //   logits        [count, vocab]: written
-    virtual void score_logits(int first, int count, float* logits) = 0;
+    virtual void prompt_logits(int first, int count, float* logits) = 0;
 
     // Write W + Σ scale·B·A of one matrix; returns how much longer the rows of W become by it, at most: see Merge.
     virtual float merge(const MergeDesc& desc) = 0;
 
-    // Draw tokens, and compute log-probabilities, of rows of logits.
+    // SampleRow tokens, and compute log-probabilities, of rows of logits.
     //
-    //   draws   [num_draws]: the tokens are written
-    //   scores  [num_scores]: the same of what they ask for
-    virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
+    //   samples   [num_samples]: the tokens are written
+    //   logprobs  [num_logprobs]: the same of what they ask for
+    virtual void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs) = 0;
 
     // Threads of the next step.
     virtual int threads() const = 0;
@@ -78,7 +78,7 @@ class Decoder final : public AnyDecoder {
         projections_.join(ranks);
     }
 
-    void score_logits(int first, int count, float* logits) override {
+    void prompt_logits(int first, int count, float* logits) override {
         head_.plan(count, false);
         team_.run([&](Team::Member& me) {
             head_.run(me, rows_of(normed_, m_.hidden).from(logits_wanted_ + first), {count, logits, nullptr, nullptr});
@@ -90,12 +90,12 @@ class Decoder final : public AnyDecoder {
         return merge_.run(desc, projections_.groups(), arena);
     }
 
-    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
-        const bool few = (int64_t)(num_draws + num_scores) * vocab_ <= kFewLogits;
-        sampling_.plan(draws, num_draws, scores, num_scores, vocab_, few ? 1 : team_.size());
+    void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs) override {
+        const bool few = (int64_t)(num_samples + num_logprobs) * vocab_ <= kFewLogits;
+        sampling_.plan(samples, num_samples, logprobs, num_logprobs, vocab_, few ? 1 : team_.size());
         const auto finish = [&](int i, int thread) {
-            if (i < num_draws) sampling_.draw(i, draws[i], thread);
-            else sampling_.score(i, scores[i - num_draws], thread);
+            if (i < num_samples) sampling_.sample(i, samples[i], thread);
+            else sampling_.logprobs(i, logprobs[i - num_samples], thread);
         };
         if (few) {
             for (int i = 0; i < sampling_.units(); i++) sampling_.see(i);
@@ -111,7 +111,7 @@ class Decoder final : public AnyDecoder {
     int threads() const override { return team_.size(); }
 
    private:
-    static constexpr int64_t kFewLogits = 1 << 15;  // drawn from sooner than another thread wakes
+    static constexpr int64_t kFewLogits = 1 << 15;  // sampled from sooner than another thread wakes
 
     int q_size() const { return m_.heads * m_.head_dim; }
     int kv_size() const { return m_.kv_heads * m_.head_dim; }
@@ -119,7 +119,7 @@ class Decoder final : public AnyDecoder {
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
-        const size_t tokens = std::max(step.tokens, step.logits_wanted + step.scores_wanted);
+        const size_t tokens = std::max(step.tokens, step.logits_wanted + step.prompt_logits_wanted);
         const int qkv = outputs(kQkv);
         projections_.plan(step);
         grow_rows(x_, tokens, m_.hidden);
@@ -138,7 +138,7 @@ class Decoder final : public AnyDecoder {
                 return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
             });
         }
-        head_.plan(step.logits_wanted, step.draws);
+        head_.plan(step.logits_wanted, step.samples);
     }
 
     // A thread's part of a step.
@@ -165,13 +165,13 @@ class Decoder final : public AnyDecoder {
             }
             add_to_residual(me, task(step, w, l, kDown, act, x));
         }
-        team_.each(me, step.logits_wanted + step.scores_wanted,
+        team_.each(me, step.logits_wanted + step.prompt_logits_wanted,
                    [&](int r) { rms_norm(x[step.logit_tokens[r]], m_.norm, hidden, m_.eps, normed[r]); });
         const int rows = step.logits_wanted;
-        head_.run(me, normed, {rows, step.logits, step.logit_rows, step.draws});
+        head_.run(me, normed, {rows, step.logits, step.logit_rows, step.samples});
         if (ranks_) {
             if (!me.thread) agree(step);
-        } else if (step.draws) {
+        } else if (step.samples) {
             team_.each(me, rows, [&](int r) { head_.choose(step, me.thread, normed, r); });
         } else if (!me.thread) {
             for (int r = 0; r < rows; r++) head_.choose(step, me.thread, normed, r);
@@ -237,7 +237,7 @@ class Decoder final : public AnyDecoder {
         each_part(team_, me, task.step.tokens, [&](int t, bool) { ranks_->add(x[t], t * x.stride, m_.hidden); });
     }
 
-    // The likeliest token of each row over all ranks' shares of the vocabulary, on rank 0; the others want none.
+    // The argmax of each row over all ranks' shares of the vocabulary, on rank 0; the others want none.
     void agree(const StepDesc& step) {
         const int rows = step.logits_wanted, first = (int)((int64_t)vocab_ * ranks_->rank() / ranks_->size());
         auto* own = (Best*)ranks_->mine();

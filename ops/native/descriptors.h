@@ -59,12 +59,13 @@ struct OffloadWorkerDesc {
 };
 
 struct StepDesc {
-    int32_t tokens, rows, logits_wanted, scores_wanted;  // the last: logits that are asked for in slices afterwards
+    int32_t tokens, rows, logits_wanted,
+        prompt_logits_wanted;  // the last: logits that are asked for in slices afterwards
     const int64_t *token_ids, *positions, *page, *offset;  // [tokens]; page, offset: where a token's K and V go
     const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
     const int64_t* page_table;  // [rows, table_stride]: pages of each row
     int64_t table_stride;
-    const int64_t* logit_tokens;  // [logits_wanted + scores_wanted]
+    const int64_t* logit_tokens;  // [logits_wanted + prompt_logits_wanted]
     Segments segments;
     // Layers loaded so far of the segment's adapter (below 0: the rest never will be); null for a segment with a loaded
     // adapter; null as a whole when all are loaded. late: set for the segments with adapters waited for in vain.
@@ -73,8 +74,9 @@ struct StepDesc {
     int64_t max_stall_ns;  // of the step
     float* logits;  // rows of vocab; null when only the best are wanted
     const int32_t* logit_rows;  // [logits_wanted]: the row of `logits` of each, below 0: not kept; null: in order
-    int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
-    const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
+    int64_t* best;  // [logits_wanted]: the argmax, or a sampled one; -1 when a logit is not finite
+    const SampleRow*
+        samples;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
     const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
     const OffloadDesc* offloaded;  // null: nothing is
 };

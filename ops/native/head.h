@@ -1,4 +1,4 @@
-// The head of a step: its last tokens' logits, the likeliest of each row, and draws from them.
+// The head of a step: its last tokens' logits, the argmax of each row, and samples from them.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -18,11 +18,11 @@ class OutputHead {
     OutputHead(const ModelDesc& model, Team& team)
         : weights_{(const T*)model.lm_head, nullptr, model.vocab, model.hidden}, team_(team), scratch_(team.most()) {}
 
-    // rows: of logits in the step. draws: whether any is drawn from.
-    void plan(int rows, bool draws) {
+    // rows: of logits in the step. samples: whether any is sampled from.
+    void plan(int rows, bool samples) {
         best_.resize((size_t)team_.size() * rows);
         for (auto& s : scratch_) grow(s.logits, (size_t)std::min(rows, kRowChunk) * kPanel);
-        if (draws) panels_.plan(rows, weights_.outputs);
+        if (samples) panels_.plan(rows, weights_.outputs);
     }
 
     // Rows of logits, and where they go.
@@ -30,12 +30,12 @@ class OutputHead {
     //   count   rows
     //   logits  [·, vocab] float32; null: none is kept
     //   kept    [count]: which row of `logits` each goes to, below 0: none; null: one after the other
-    //   draws   [count]: draws from them; null: none
+    //   samples   [count]: samples from them; null: none
     struct Logits {
         int count;
         float* logits;
         const int32_t* kept;
-        const Draw* draws;
+        const SampleRow* samples;
     };
 
     // The product with x, and the best of each row while the logits are in the cache.
@@ -57,8 +57,8 @@ class OutputHead {
             for (int r = 0; r < t.rows; r++) {
                 const int row = t.row + r;
                 best[row].see(y[r], t.columns, t.column);
-                if (to.draws && to.draws[row].inverse_temperature > 0)
-                    panels_.see(row, y[r], t.columns, t.column, to.draws[row].weighed(vocab));
+                if (to.samples && to.samples[row].inverse_temperature > 0)
+                    panels_.see(row, y[r], t.columns, t.column, to.samples[row].weighed(vocab));
                 if (to.kept && to.kept[row] >= 0)
                     convert(y[r], t.columns, to.logits + (long)to.kept[row] * vocab + t.column);
             }
@@ -72,7 +72,7 @@ class OutputHead {
         return all;
     }
 
-    // Write the likeliest token of a row of x, or the one that is drawn, to the step's `best`.
+    // Write the argmax of a row of x, or the one that is sampled, to the step's `best`.
     //
     //   step    the step
     //   thread  that computes
@@ -80,10 +80,10 @@ class OutputHead {
     //   row     of x
     void choose(const StepDesc& step, int thread, Rows<const X> x, int row) {
         step.best[row] = best(step.logits_wanted, row).chosen();
-        if (step.best[row] < 0 || !step.draws || !(step.draws[row].inverse_temperature > 0)) return;
+        if (step.best[row] < 0 || !step.samples || !(step.samples[row].inverse_temperature > 0)) return;
         const int kept = !step.logits ? -1 : step.logit_rows ? step.logit_rows[row] : row;
         step.best[row] =
-            panels_.draw(row, step.draws[row], scratch_[thread].candidates, [&](int panel) -> const float* {
+            panels_.sample(row, step.samples[row], scratch_[thread].candidates, [&](int panel) -> const float* {
                 const int column = panel * kPanel;
                 if (kept >= 0) return step.logits + (long)kept * weights_.outputs + column;
                 float* y = scratch_[thread].logits.data();

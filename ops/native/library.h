@@ -39,22 +39,23 @@ CHORUS_API AnyDecoder* chorus_decoder_create(Element element, const ModelDesc* m
 //   step     read, and what it points to read or written as StepDesc says
 CHORUS_API void chorus_decoder_forward(AnyDecoder* decoder, const StepDesc* step) { decoder->forward(*step); }
 
-// Compute logits of some of the last step's score tokens.
+// Compute logits of some of the last step's prompt-logprob tokens.
 //
 //   decoder       that computed the step
 //   first, count  of the tokens
 //   logits        [count, vocab] float32: written
-CHORUS_API void chorus_decoder_score_logits(AnyDecoder* decoder, int first, int count, float* logits) {
-    decoder->score_logits(first, count, logits);
+CHORUS_API void chorus_decoder_prompt_logits(AnyDecoder* decoder, int first, int count, float* logits) {
+    decoder->prompt_logits(first, count, logits);
 }
 
-// Draw tokens, and compute log-probabilities.
+// SampleRow tokens, and compute log-probabilities.
 //
 //   decoder  with the threads
-//   draws    [num_draws]
-//   scores   [num_scores]
-CHORUS_API void chorus_decoder_sample(AnyDecoder* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
-    decoder->sample(draws, num_draws, scores, num_scores);
+//   samples    [num_samples]
+//   logprobs   [num_logprobs]
+CHORUS_API void chorus_decoder_sample(AnyDecoder* decoder, SampleRow* samples, int num_samples, LogprobRow* logprobs,
+                                      int num_logprobs) {
+    decoder->sample(samples, num_samples, logprobs, num_logprobs);
 }
 
 // Set logits of tokens that may not come next to -inf.

@@ -1,9 +1,9 @@
-// Tokens drawn from rows of logits by inverse transform in vocabulary order; nothing is sorted.
+// Tokens sampled from rows of logits by inverse transform in vocabulary order; nothing is sorted.
 //
 // A row is seen panel by panel, by the head while it computes them or from memory. Of each panel there remain the largest
-// logit and the mass of all, relative to it; they say which panels hold what may be drawn, and only these panels are
+// logit and the mass of all, relative to it; they say which panels hold what may be sampled, and only these panels are
 // read again. Nothing but the row's own logits, in a fixed order, goes into its draw, so that it is the same bits
-// whichever threads saw the panels and whatever else is drawn. Masses are float64: implementations that differ in the
+// whichever threads saw the panels and whatever else is sampled. Masses are float64: implementations that differ in the
 // last bit of a mass still draw the same token.
 #pragma once
 #include <cmath>
@@ -13,7 +13,7 @@
 namespace chorus {
 
 // Mirrors DRAW of ops/native_library.py.
-struct Draw {
+struct SampleRow {
     double inverse_temperature;  // 0: the largest
     double u, top_p, min_p;
     int64_t top_k;  // 0: all
@@ -118,14 +118,14 @@ class Panels {
         }
     }
 
-    // The token that is drawn, once all of a row's panels have been seen.
+    // The token that is sampled, once all of a row's panels have been seen.
     //
     //   row     number of the row
     //   d       how to draw
     //   c       memory of the thread
     //   logits  logits(panel): a panel's logits
     template <class Logits>
-    int64_t draw(int row, const Draw& d, Candidates& c, Logits logits) {
+    int64_t sample(int row, const SampleRow& d, Candidates& c, Logits logits) {
         const double inverse = d.inverse_temperature;
         const float most = this->most(row);
         if (!std::isfinite(most)) return -1;
@@ -153,7 +153,7 @@ class Panels {
         }
         if (d.is_few(vocab_)) c.keep_largest((int)d.top_k);
         if (d.top_p < 1) c.keep_nucleus(d.top_p * (whole ? total : c.mass()));
-        return c.draw(d.u);
+        return c.sample(d.u);
     }
 
    private:

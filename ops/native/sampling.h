@@ -8,7 +8,7 @@
 namespace chorus {
 
 // Mirrors SCORE of ops/native_library.py.
-struct Score {
+struct LogprobRow {
     const float* logits;
     int64_t token, count;
     int64_t* ids;   // out, [count]: the most likely tokens, best first, of equal ones the first
@@ -18,7 +18,7 @@ struct Score {
 
 constexpr int kBlock = 8192;  // logits of a unit of work
 
-// Draws and scores of a step, in two phases that threads share: blocks of panels are seen, then each row.
+// Draws and logprobs of a step, in two phases that threads share: blocks of panels are seen, then each row.
 class Sampling {
     struct Row {
         const float* logits;
@@ -27,18 +27,19 @@ class Sampling {
     };
 
    public:
-    // Make room for draws and scores.
+    // Make room for samples and logprobs.
     //
-    //   draws    [num_draws]
-    //   scores   [num_scores]
+    //   samples    [num_samples]
+    //   logprobs   [num_logprobs]
     //   vocab    logits of a row
     //   threads  that share them
-    void plan(const Draw* draws, int num_draws, const Score* scores, int num_scores, int vocab, int threads) {
+    void plan(const SampleRow* samples, int num_samples, const LogprobRow* logprobs, int num_logprobs, int vocab,
+              int threads) {
         vocab_ = vocab;
         blocks_ = (vocab + kBlock - 1) / kBlock;
         rows_.clear();
-        for (int i = 0; i < num_draws; i++) rows_.push_back({draws[i].logits, draws[i].weighed(vocab)});
-        for (int i = 0; i < num_scores; i++) rows_.push_back({scores[i].logits, 1.0});
+        for (int i = 0; i < num_samples; i++) rows_.push_back({samples[i].logits, samples[i].weighed(vocab)});
+        for (int i = 0; i < num_logprobs; i++) rows_.push_back({logprobs[i].logits, 1.0});
         panels_.plan(rows(), vocab);
         candidates_.resize(threads);
     }
@@ -52,8 +53,8 @@ class Sampling {
             panels_.see(r, rows_[r].logits + i, std::min(kPanel, end - i), i, rows_[r].inverse);
     }
     // Finish row r, in the second phase, on a thread: write a draw's token, or what a score asks for.
-    void draw(int r, Draw& d, int thread) { d.token = panels_.draw(r, d, candidates_[thread], rows_[r]); }
-    void score(int r, Score& s, int thread) {
+    void sample(int r, SampleRow& d, int thread) { d.token = panels_.sample(r, d, candidates_[thread], rows_[r]); }
+    void logprobs(int r, LogprobRow& s, int thread) {
         const float most = panels_.most(r);
         s.own = NAN;
         if (!std::isfinite(most)) return;

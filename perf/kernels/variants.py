@@ -175,7 +175,7 @@ def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Eleme
     )
 
 
-_DRAWN = {"logits": "*fp32", "draws": "*fp64", "row_stride": "i32"}
+_DRAWN = {"logits": "*fp32", "entries": "*fp64", "row_stride": "i32"}
 _PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
 _SUMS = {"sums": "*fp64"}
 

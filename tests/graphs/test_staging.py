@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.graphs.device import Download, Upload
+from chorus.graphs.device import DeviceUpload, Download
 
 from .late_device import LateDevice
 
@@ -15,7 +15,7 @@ from .late_device import LateDevice
 @given(st.lists(st.lists(st.integers(-9, 9), max_size=6), max_size=8))
 def test_uploads_follow_each_other(sequence):
     device = LateDevice()
-    upload, target = Upload(device, 6 * 8), torch.zeros(6, dtype=torch.long)
+    upload, target = DeviceUpload(device, 6 * 8), torch.zeros(6, dtype=torch.long)
     for values in sequence:
         source = torch.tensor(values, dtype=torch.long)
         upload(target[: len(values)], source)
@@ -26,7 +26,7 @@ def test_uploads_follow_each_other(sequence):
 
 def test_two_uploads_are_under_way_at_once():
     device = LateDevice()
-    upload, targets = Upload(device, 8), [torch.zeros(1, dtype=torch.long) for _ in range(3)]
+    upload, targets = DeviceUpload(device, 8), [torch.zeros(1, dtype=torch.long) for _ in range(3)]
     for index, target in enumerate(targets):
         upload(target, torch.tensor([index]))
     assert device.num_copies - device.num_ended == 2
@@ -59,9 +59,9 @@ def test_the_next_download_may_begin_before_one_is_waited_for():
     assert (second().tolist(), third().tolist()) == ([2], [3])
 
 
-@pytest.mark.parametrize("kind", [Upload, Download])
+@pytest.mark.parametrize("kind", [DeviceUpload, Download])
 def test_more_than_a_block_is_refused(kind):
     transfer = kind(LateDevice(), 8)
     values = torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match="16 bytes are to be copied through a block of 8"):
-        transfer(values, values) if kind is Upload else transfer(values)
+        transfer(values, values) if kind is DeviceUpload else transfer(values)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def mend_bf16() -> None:
+def fix_bf16() -> None:
     """Make the interpreter right in bf16: `tl.dot`, which takes its bits for integers, and casts from float32, which
     cut them off where a GPU rounds to nearest, ties to even.
     """
@@ -30,7 +30,7 @@ def mend_bf16() -> None:
 
 def multiply_row_by_row() -> None:
     """Have the interpreter's `tl.dot` sum each row alone: in numpy's products of matrices the order of a row's sum may
-    depend on its place. To be called behind `mend_bf16`.
+    depend on its place. To be called behind `fix_bf16`.
     """
     plain_dot = InterpreterBuilder.create_dot
 

@@ -1,4 +1,4 @@
-// Prints the bits of a small random model's logits and its draws, step by step: the same program at every level, for machines
+// Prints the bits of a small random model's logits and its samples, step by step: the same program at every level, for machines
 // that have a compiler or an emulator of the level and nothing else.
 #include "library.h"
 #include <cstdio>
@@ -100,9 +100,9 @@ template <class T, int kFfn> void run() {
         const int32_t from[] = {0, begin[1], 0}, to[] = {begin[1], tokens, tokens}, level[] = {0, 0, 1};
         std::vector<float> logits((size_t)tokens * kVocab);
         std::vector<int64_t> best(tokens);
-        std::vector<Draw> draws(tokens);
+        std::vector<SampleRow> samples(tokens);
         for (int i = 0; i < tokens; i++)
-            draws[i] = {i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
+            samples[i] = {i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
         StepDesc desc{};
         desc.tokens = tokens, desc.rows = rows, desc.logits_wanted = tokens;
         const int count = segments < 3 ? std::min(rows, segments) : segments;
@@ -110,12 +110,12 @@ template <class T, int kFfn> void run() {
         desc.offset = offset.data(), desc.qo_indptr = begin.data(), desc.kv_lens = lengths.data();
         desc.page_table = table.data(), desc.table_stride = kTable, desc.logit_tokens = wanted.data();
         desc.segments = {count, from, to, adapters, segments == 3 ? level : nullptr};
-        desc.logits = logits.data(), desc.best = best.data(), desc.draws = draws.data();
+        desc.logits = logits.data(), desc.best = best.data(), desc.samples = samples.data();
         decoder.forward(desc);
-        uint64_t drawn = 7;
-        for (int64_t token : best) drawn = drawn * 1000003 + token;
-        printf("%d tokens, %d bytes, %d: logits %016llx, draws %016llx\n", tokens, (int)sizeof(T), segments,
-               (unsigned long long)hash(logits.data(), logits.size() * 4), (unsigned long long)drawn);
+        uint64_t sampled = 7;
+        for (int64_t token : best) sampled = sampled * 1000003 + token;
+        printf("%d tokens, %d bytes, %d: logits %016llx, samples %016llx\n", tokens, (int)sizeof(T), segments,
+               (unsigned long long)hash(logits.data(), logits.size() * 4), (unsigned long long)sampled);
     };
     for (int segments : {0, 2, 3}) {
         step({70, 33}, {0, 0}, segments);

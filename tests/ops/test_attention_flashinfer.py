@@ -128,7 +128,7 @@ def test_what_wrappers_share():
     assert wrappers[0].workspace is wrappers[1].workspace
     assert wrappers[0].int_workspace is not wrappers[1].int_workspace
     assert wrappers[0].indices.data_ptr() == wrappers[1].indices.data_ptr()
-    assert {type(one), type(two)} == {attention_flashinfer.DecodeAttention}
+    assert {type(one), type(two)} == {attention_flashinfer.FlashInferDecodeAttention}
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ class OurBackend:
 
     name = "triton"
 
-    def __init__(self, *shape, reason, mend, **sizes):
-        self.shape, self.reason, self.mend, self.sizes = shape, reason, mend, sizes
+    def __init__(self, *shape, reason, fix, **sizes):
+        self.shape, self.reason, self.fix, self.sizes = shape, reason, fix, sizes
 
 
 class FlashInferModules:
@@ -331,7 +331,7 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
     backend = choose(**change)
     assert backend.name == name
     assert reason in backend.reason
-    assert not backend.mend, "nothing that can be installed would help"
+    assert not backend.fix, "nothing that can be installed would help"
     if name == "torch":
         assert not backend.captures
     else:
@@ -370,7 +370,7 @@ def test_ours_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, m
     assert backend.name == "triton"
     assert "no compiled prefill_fa3_torch.float16 and no prefill_fa2_torch.float16" in backend.reason
     assert "FLASHINFER_DISABLE_JIT is set" in backend.reason
-    assert "leave FLASHINFER_DISABLE_JIT unset" in backend.mend
+    assert "leave FLASHINFER_DISABLE_JIT unset" in backend.fix
     lone_heads = choose(head_dim=64, heads=(8, 8))
     assert "no compiled decode_torch.bfloat16," in lone_heads.reason
 
@@ -379,7 +379,7 @@ def test_ours_where_there_is_no_compiler(hopper):
     backend = choose(head_dim=64)
     assert backend.name == "triton"
     assert "there is no CUDA compiler (nvcc)" in backend.reason
-    assert "install nvcc" in backend.mend
+    assert "install nvcc" in backend.fix
 
 
 def test_ours_where_flashinfer_itself_fails(hopper, monkeypatch):
@@ -390,21 +390,21 @@ def test_ours_where_flashinfer_itself_fails(hopper, monkeypatch):
     backend = choose()
     assert backend.name == "triton"
     assert "cannot be loaded (flashinfer-jit-cache version" in backend.reason
-    assert "that fit each other" in backend.mend
+    assert "that fit each other" in backend.fix
 
 
 def test_ours_without_the_package_and_torch_on_an_older_device_or_without_triton(hopper, monkeypatch):
     monkeypatch.setattr(attention_backend, "version", missing)
     backend = choose()
     assert (backend.name, backend.reason) == ("triton", "FlashInfer is not installed")
-    assert "chorus-lora[cuda13]" in backend.mend
+    assert "chorus-lora[cuda13]" in backend.fix
     monkeypatch.setattr(attention_backend, "find_spec", lambda name: None)
     backend = choose()
     assert (backend.name, backend.reason) == ("torch", "FlashInfer is not installed; Triton is not installed")
-    assert "chorus-lora[cuda13]" in backend.mend
+    assert "chorus-lora[cuda13]" in backend.fix
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0, cuda:0 has 7.5" in choose().reason
-    assert not choose().mend
+    assert not choose().fix
 
 
 def missing(name):

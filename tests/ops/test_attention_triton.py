@@ -176,9 +176,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 def interpret(name: str) -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import fix_bf16
 
-    mend_bf16()
+    fix_bf16()
     for case in CASES:
         dtypes = TOLERANCE if case in CASES[:2] and name == "values" else (torch.float32,)
         for dtype in dtypes:

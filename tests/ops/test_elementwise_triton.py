@@ -226,14 +226,14 @@ launches = st.builds(
 
 def interpret() -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16, rounded
+    from .bf16_interpreter import fix_bf16, rounded
 
     values = torch.randn(4000) * 10.0 ** torch.randint(-38, 38, (4000,)).float()
     values = torch.cat((values, torch.tensor([0.0, -0.0, np.inf, -np.inf, 1.00390625, 1.01171875, 3.4e38])))
     bits = rounded(values.numpy()).astype(np.int32)
     assert np.array_equal(bits, values.bfloat16().view(torch.int16).numpy().astype(np.int32) & 0xFFFF)
     assert np.isnan(torch.from_numpy(rounded(np.float32([np.nan])).view(np.int16)).view(torch.bfloat16).float()).all()
-    mend_bf16()
+    fix_bf16()
 
     @settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(case=launches, name=st.sampled_from(list(CHECKS)), dtype=st.sampled_from(list(TOLERANCE)))

@@ -136,9 +136,9 @@ def steps() -> Iterator[tuple[int, list[int]]]:
 
 def interpret() -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import fix_bf16
 
-    mend_bf16()
+    fix_bf16()
     check_values([*TOLERANCE], "cpu")
 
 
@@ -171,9 +171,9 @@ def interpret_companies() -> None:
     """A row's bits are the same alone, elsewhere, beside rows of other ranks, and without adapter as if no row had one;
     what is not finite in an adapter stays with its rows. Run in a process of its own.
     """
-    from .bf16_interpreter import mend_bf16, multiply_row_by_row
+    from .bf16_interpreter import fix_bf16, multiply_row_by_row
 
-    mend_bf16()
+    fix_bf16()
     multiply_row_by_row()
     check_companies("cpu")
 

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl  # noqa: E402
 
-from chorus.ops.launch_triton import Launcher  # noqa: E402
+from chorus.ops.launch_triton import KernelLauncher  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler  # noqa: E402
 
 _MEMORY = torch.zeros(1 << 12, dtype=torch.uint8)
@@ -70,7 +70,7 @@ calls = st.tuples(dtypes, offsets, offsets, st.sampled_from([0, 1, 16, 17, 1 << 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_kernel_is_the_one_that_triton_takes(rows, calls):
     with idle_compiler(launches):
-        launch = Launcher(copy, _CONSTANTS)
+        launch = KernelLauncher(copy, _CONSTANTS)
         for dtype, y, x, count, row in calls:
             both = tensor(dtype, y), tensor(dtype, x)
             launches.clear()
@@ -83,7 +83,7 @@ def test_the_kernel_is_the_one_that_triton_takes(rows, calls):
 
 def test_a_second_launch_asks_triton_nothing(monkeypatch):
     with idle_compiler(launches):
-        launch = Launcher(copy, _CONSTANTS)
+        launch = KernelLauncher(copy, _CONSTANTS)
         arguments = (5, 1, 1), (tensor(torch.float16, 0), tensor(torch.float32, 0)), (0.5, 7), (64, 3)
         launch(*arguments)
         monkeypatch.setattr(type(copy), "run", None)
@@ -95,7 +95,7 @@ def test_a_second_launch_asks_triton_nothing(monkeypatch):
 
 def test_a_profilers_hook_sees_every_launch():
     with idle_compiler(launches):
-        launch = Launcher(copy, _CONSTANTS)
+        launch = KernelLauncher(copy, _CONSTANTS)
         arguments = (5, 1, 1), (tensor(torch.float16, 0), tensor(torch.float32, 0)), (0.5, 7), (64, 3)
         launch(*arguments)
         launch(*arguments)

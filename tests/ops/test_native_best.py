@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chorus.ops import native
-from chorus.ops.sampling import Chances, TorchSampling
+from chorus.ops.sampling import RowSamplingParams, TorchSampling
 from chorus.ops.sgmv import Segments
 
 pytestmark = [pytest.mark.native, pytest.mark.pairs]
@@ -31,14 +31,14 @@ class Head:
         self.rows.plan(range(count + 1), torch.zeros(count, 1, dtype=torch.long), [1] * count)
         self.count = count
 
-    def forward(self, keep, logit_tokens=None, score_tokens=None):
+    def forward(self, keep, logit_tokens=None, prompt_logprob_tokens=None):
         """keep: all logits, none, or those of a list."""
         zeros = torch.zeros(self.count, dtype=torch.long)
         every = torch.arange(self.count)
         self.decoder.kept = None if keep is True else keep or ()
         wanted = every if logit_tokens is None else logit_tokens
         return self.decoder.forward(
-            every, zeros, zeros, zeros, self.rows, wanted, Segments(), score_tokens=score_tokens
+            every, zeros, zeros, zeros, self.rows, wanted, Segments(), prompt_logprob_tokens=prompt_logprob_tokens
         )
 
 
@@ -127,26 +127,26 @@ def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
     assert torch.equal(own, every[[59]])
     assert model.decoder.best == [best[59], best[3]]
     for begin, end in ((0, 7), (7, 8), (8, 59), (0, 59)):
-        torch.testing.assert_close(model.decoder.score_logits(begin, end), every[scored[begin:end]], rtol=0, atol=0)
+        torch.testing.assert_close(model.decoder.prompt_logits(begin, end), every[scored[begin:end]], rtol=0, atol=0)
 
 
-def test_a_step_without_score_tokens_has_no_logits_of_them():
+def test_a_step_without_prompt_logprob_tokens_has_no_logits_of_them():
     """What an earlier step kept, of other requests, is not to be had."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(5, HIDDEN), torch.float32, 1)
-    model.forward(keep=True, score_tokens=torch.arange(4))
-    assert len(model.decoder.score_logits(0, 4)) == 4
+    model.forward(keep=True, prompt_logprob_tokens=torch.arange(4))
+    assert len(model.decoder.prompt_logits(0, 4)) == 4
     model.forward(keep=True)
-    with pytest.raises(RuntimeError, match="the last step had 0 score tokens, not 1"):
-        model.decoder.score_logits(0, 1)
+    with pytest.raises(RuntimeError, match="the last step had 0 prompt-logprob tokens, not 1"):
+        model.decoder.prompt_logits(0, 1)
 
 
 def test_room_for_logits_is_that_of_the_rows_that_are_kept():
     """A long prompt's scores take a slice, greedy steps nothing."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(50, HIDDEN), torch.float32, 1)
-    logits = model.forward(keep=False, logit_tokens=torch.tensor([49]), score_tokens=torch.arange(49))
+    logits = model.forward(keep=False, logit_tokens=torch.tensor([49]), prompt_logprob_tokens=torch.arange(49))
     assert logits.untyped_storage().nbytes() == 0
     for begin in range(0, 49, 7):
-        assert model.decoder.score_logits(begin, begin + 7).untyped_storage().nbytes() == 7 * 100 * 4
+        assert model.decoder.prompt_logits(begin, begin + 7).untyped_storage().nbytes() == 7 * 100 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -162,11 +162,13 @@ def test_drawn_tokens_are_those_drawn_from_the_logits(dtype, threads, vocab, row
     u = [0.0, 1 - 2**-53, *torch.rand(rows, generator=generator, dtype=torch.float64).tolist()]
     for temperature in (1.0, 0.01, 1e-300, 100.0, 0.7):
         u = u[1:] + u[:1]
-        drawn = {row: Chances(temperature, u[row]) for row in range(0, rows, 1 + (temperature == 0.7))}
+        sampled = {row: RowSamplingParams(temperature, u[row]) for row in range(0, rows, 1 + (temperature == 0.7))}
         want = list(best)
-        for row, token in zip(drawn, TorchSampling().sample(logits, list(drawn), list(drawn.values())), strict=True):
+        for row, token in zip(
+            sampled, TorchSampling().sample(logits, list(sampled), list(sampled.values())), strict=True
+        ):
             want[row] = token
-        model.decoder.chances = drawn
+        model.decoder.row_params = sampled
         assert model.forward(keep=False).shape == (0, vocab)
         assert model.decoder.best == want
         kept = list(range(0, rows, 3))
@@ -181,7 +183,7 @@ def test_a_row_that_is_not_finite_draws_nothing_and_spoils_no_other(bad):
     embed = torch.ones(4, HIDDEN)
     embed[2, 3] = bad
     model = Head(head, embed, torch.float32, 2)
-    model.decoder.chances = {row: Chances(1.0, 0.25 * row) for row in range(4)}
+    model.decoder.row_params = {row: RowSamplingParams(1.0, 0.25 * row) for row in range(4)}
     model.forward(keep=False)
     assert [token >= 90 for token in model.decoder.best] == [True, True, False, True]
     assert model.decoder.best[2] == -1
@@ -229,15 +231,15 @@ def test_cut_draws_are_those_of_the_plain_path(kind, vocab, threads):
     logits = model.forward(keep=True).clone()
     for temperature in (1.0, 0.05, 30.0):
         u = [0.0, 1 - 2**-53, *torch.rand(rows - 2, generator=generator, dtype=torch.float64).tolist()]
-        drawn = {row: Chances(temperature, u[row], **CUTS[row // 2]) for row in range(rows)}
-        want = TorchSampling().sample(logits, list(drawn), list(drawn.values()))
-        assert model.decoder.sampling.sample(logits, list(drawn), list(drawn.values())) == want
-        model.decoder.chances = drawn
+        sampled = {row: RowSamplingParams(temperature, u[row], **CUTS[row // 2]) for row in range(rows)}
+        want = TorchSampling().sample(logits, list(sampled), list(sampled.values()))
+        assert model.decoder.sampling.sample(logits, list(sampled), list(sampled.values())) == want
+        model.decoder.row_params = sampled
         for keep in (True, False, list(range(0, rows, 3))):
             model.forward(keep)
             assert model.decoder.best == want
-        for row, chances in drawn.items():  # nor does a draw depend on whoever else draws
-            model.decoder.chances = {row: chances}
+        for row, row_params in sampled.items():  # nor does a draw depend on whoever else draws
+            model.decoder.row_params = {row: row_params}
             model.forward(keep=[row])
             assert model.decoder.best[row] == want[row]
-        model.decoder.chances = {}
+        model.decoder.row_params = {}

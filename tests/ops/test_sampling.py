@@ -21,13 +21,13 @@ from chorus.ops import native, native_library
 from chorus.ops.sampling import (
     FIRST_WIDTH,
     UNDECIDED,
-    Chances,
+    RowSamplingParams,
     TorchSampling,
     ban,
     first_above,
     pick,
+    row_logprobs,
     sample,
-    score,
     uniform,
 )
 
@@ -37,7 +37,7 @@ GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 
 def draw(logits, u, temperature=1.0, top_k=0, top_p=1.0):
     """One row of logits, a draw per element of u."""
-    return sample(logits.expand(len(u), -1), [Chances(temperature, float(at), top_k, top_p) for at in u])
+    return sample(logits.expand(len(u), -1), [RowSamplingParams(temperature, float(at), top_k, top_p) for at in u])
 
 
 def kept_by_transformers(logits, temperature, top_k, top_p):
@@ -61,15 +61,23 @@ def test_shares_are_those_of_transformers(seed, temperature, top_k, top_p):
     """An even grid of draws gives every token its exact share; nothing outside top_k and top_p is ever drawn."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(seed)) * 2
     share = kept_by_transformers(logits, temperature, top_k, top_p)
-    drawn = draw(logits, GRID, temperature, top_k, top_p).bincount(minlength=20) / len(GRID)
-    torch.testing.assert_close(drawn, share, rtol=0, atol=2 / len(GRID))
-    assert not drawn[share == 0].any()
+    sampled = draw(logits, GRID, temperature, top_k, top_p).bincount(minlength=20) / len(GRID)
+    torch.testing.assert_close(sampled, share, rtol=0, atol=2 / len(GRID))
+    assert not sampled[share == 0].any()
 
 
 @given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
 def test_greedy_is_the_largest_logit_whatever_the_draw(seed, u):
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(seed))
-    mixed = sample(logits, [Chances(0.0, u), Chances(1.0, u), Chances(0.0, u, 3, 0.5), Chances(0.5, u, 0, 0.9)])
+    mixed = sample(
+        logits,
+        [
+            RowSamplingParams(0.0, u),
+            RowSamplingParams(1.0, u),
+            RowSamplingParams(0.0, u, 3, 0.5),
+            RowSamplingParams(0.5, u, 0, 0.9),
+        ],
+    )
     assert mixed[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
     for row, parameters in ((1, (1.0, 0, 1.0)), (3, (0.5, 0, 0.9))):
         assert mixed[row] == draw(logits[row], [u], *parameters)[0], "a row depends on its neighbours"
@@ -83,8 +91,8 @@ def test_tiny_temperatures_are_greedy(temperature):
 
 @pytest.mark.parametrize("temperature", [50.0, 100.0])
 def test_large_temperatures_are_nearly_even(temperature):
-    drawn = draw(torch.tensor([1.0, 5.0, -2.0, 4.0]), GRID, temperature).bincount(minlength=4) / len(GRID)
-    assert (drawn - 0.25).abs().max() < 0.03
+    sampled = draw(torch.tensor([1.0, 5.0, -2.0, 4.0]), GRID, temperature).bincount(minlength=4) / len(GRID)
+    assert (sampled - 0.25).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("parameters", [{"top_k": 1}, {"top_p": 1e-9}])
@@ -116,8 +124,8 @@ def test_seeded_draws_follow_the_distribution():
     share = logits.softmax(-1)
     for seed in (0, 1, 2**62 + 17):
         count = 6000
-        drawn = draw(logits, [uniform(seed, position) for position in range(count)]).bincount(minlength=12)
-        chi_square = float(((drawn - count * share).square() / (count * share)).sum())
+        sampled = draw(logits, [uniform(seed, position) for position in range(count)]).bincount(minlength=12)
+        chi_square = float(((sampled - count * share).square() / (count * share)).sum())
         assert chi_square < 31.3, "above the 99.9 % quantile for 11 degrees of freedom"
 
 
@@ -178,15 +186,15 @@ def test_min_p_shares_are_those_of_transformers(seed, temperature, min_p, top_k,
     if top_p < 1.0:
         scores = TopPLogitsWarper(top_p)(None, scores)
     share = scores.softmax(-1)[0]
-    chances = [Chances(temperature, float(u), top_k, top_p, min_p) for u in GRID]
-    drawn = sample(logits.expand(len(GRID), -1), chances).bincount(minlength=20) / len(GRID)
-    torch.testing.assert_close(drawn, share, rtol=0, atol=2 / len(GRID))
-    assert not drawn[share == 0].any()
+    row_params = [RowSamplingParams(temperature, float(u), top_k, top_p, min_p) for u in GRID]
+    sampled = sample(logits.expand(len(GRID), -1), row_params).bincount(minlength=20) / len(GRID)
+    torch.testing.assert_close(sampled, share, rtol=0, atol=2 / len(GRID))
+    assert not sampled[share == 0].any()
 
 
 def test_min_p_of_one_row_does_not_touch_another():
     logits = torch.tensor([1.0, 2.0, 1.9]).expand(2 * len(GRID), -1)
-    tokens = sample(logits, [Chances(1.0, float(u), min_p=min_p) for min_p in (0.95, 0.0) for u in GRID])
+    tokens = sample(logits, [RowSamplingParams(1.0, float(u), min_p=min_p) for min_p in (0.95, 0.0) for u in GRID])
     assert set(tokens[: len(GRID)].tolist()) == {1}
     assert tokens[len(GRID) :].tolist() == draw(logits[0], GRID).tolist()
 
@@ -242,23 +250,23 @@ def implementations(request):
     return {vocab: native_sampling(vocab, 2) for vocab in VOCABS}
 
 
-def reference(logits, chance):
+def reference(logits, one):
     """Masses of the tokens that may be drawn, by a full stable sort in float64."""
     x = logits.astype(np.float64)
-    inverse = min(1 / chance.temperature, 1e300)
+    inverse = min(1 / one.temperature, 1e300)
     scaled = (x - x.max()) * inverse
     scaled[scaled < -700] = -np.inf
     with np.errstate(divide="ignore"):
-        scaled[scaled < np.log(chance.min_p)] = -np.inf
+        scaled[scaled < np.log(one.min_p)] = -np.inf
     order = np.argsort(-scaled, kind="stable")
     # temperatures near 0 make different logits equally hopeless, and their order does not matter
-    if 0 < chance.top_k < len(x):
+    if 0 < one.top_k < len(x):
         order = np.argsort(-np.where(np.isfinite(scaled), x, -np.inf), kind="stable")
-        scaled[order[chance.top_k :]] = -np.inf
+        scaled[order[one.top_k :]] = -np.inf
     mass = np.exp(scaled)
-    if chance.top_p < 1:
+    if one.top_p < 1:
         before = np.concatenate(([0.0], mass[order].cumsum()[:-1]))
-        mass[order[before >= chance.top_p * mass.sum()]] = 0.0
+        mass[order[before >= one.top_p * mass.sum()]] = 0.0
     return mass
 
 
@@ -273,8 +281,8 @@ logits_strategy = st.tuples(
     st.sampled_from(VOCABS), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
     st.sampled_from(["plain", "ties", "holes", "one"]),
 )  # fmt: skip
-chances_strategy = st.builds(
-    Chances,
+row_params_strategy = st.builds(
+    RowSamplingParams,
     temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 2.0, 100.0]),
     u=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.5, 1 - 2**-20])),
     top_k=st.sampled_from([0, 0, 1, 2, 5, 50, 700, 10_000]),
@@ -296,20 +304,24 @@ def make_logits(vocab, seed, spread, kind, rows):
     return logits
 
 
-@given(shape=logits_strategy, chances=st.lists(chances_strategy, min_size=1, max_size=5))
-@example((9001, 1, 0.0, "plain"), [Chances(1.0, 0.7, top_p=0.5), Chances(1.0, 0.3, top_k=50, top_p=0.5)])
-@example((600, 3, 1.0, "ties"), [Chances(1.0, 0.999, top_k=5), Chances(0.5, 0.99, top_p=0.9, min_p=0.05)])
-def test_draws_are_those_of_float64_arithmetic(implementations, shape, chances):
+@given(shape=logits_strategy, row_params=st.lists(row_params_strategy, min_size=1, max_size=5))
+@example(
+    (9001, 1, 0.0, "plain"), [RowSamplingParams(1.0, 0.7, top_p=0.5), RowSamplingParams(1.0, 0.3, top_k=50, top_p=0.5)]
+)
+@example(
+    (600, 3, 1.0, "ties"), [RowSamplingParams(1.0, 0.999, top_k=5), RowSamplingParams(0.5, 0.99, top_p=0.9, min_p=0.05)]
+)
+def test_draws_are_those_of_float64_arithmetic(implementations, shape, row_params):
     """Over ties, missing tokens, extreme temperatures and cuts, and vocabularies that fill no vector."""
-    logits = make_logits(*shape, len(chances))
+    logits = make_logits(*shape, len(row_params))
     before = logits.clone()
-    tokens = implementations[shape[0]].sample(logits, range(len(chances)), chances)
+    tokens = implementations[shape[0]].sample(logits, range(len(row_params)), row_params)
     assert torch.equal(logits, before)
-    for row, token, chance in zip(logits.numpy(), tokens, chances, strict=True):
-        if chance.temperature == 0:
+    for row, token, one in zip(logits.numpy(), tokens, row_params, strict=True):
+        if one.temperature == 0:
             assert token == row.argmax()
         else:
-            assert may_be_drawn(token, reference(row, chance), chance.u)
+            assert may_be_drawn(token, reference(row, one), one.u)
 
 
 @given(shape=logits_strategy, counts=st.lists(st.sampled_from([0, 1, 5, 20, 100]), min_size=1, max_size=5))
@@ -318,7 +330,7 @@ def test_scores_are_those_of_float64_arithmetic(implementations, shape, counts):
     vocab, rows = shape[0], len(counts)
     logits = make_logits(*shape, rows)
     tokens = [(shape[1] + index) % vocab for index in range(rows)]
-    scores = implementations[vocab].score(logits, range(rows), tokens, counts)
+    scores = implementations[vocab].row_logprobs(logits, range(rows), tokens, counts)
     x = logits.double().numpy()
     most = x.max(1, keepdims=True)
     want = x - most - np.log(np.exp(x - most).sum(1, keepdims=True))
@@ -333,21 +345,21 @@ def test_scores_are_those_of_float64_arithmetic(implementations, shape, counts):
 def test_a_row_that_is_not_finite_is_told_and_spoils_no_other(implementations, bad):
     vocab = 600
     logits = make_logits(vocab, 1, 1.0, "plain", 4)
-    chances = [
-        Chances(1.0, 0.4),
-        Chances(1.0, 0.4, top_k=20, top_p=0.9),
-        Chances(1.0, 0.4, top_p=0.9),
-        Chances(0.0, 0.0),
+    row_params = [
+        RowSamplingParams(1.0, 0.4),
+        RowSamplingParams(1.0, 0.4, top_k=20, top_p=0.9),
+        RowSamplingParams(1.0, 0.4, top_p=0.9),
+        RowSamplingParams(0.0, 0.0),
     ]
-    for chance in chances:
-        want = implementations[vocab].sample(logits, [0, 2, 3], [chance] * 3)
+    for one in row_params:
+        want = implementations[vocab].sample(logits, [0, 2, 3], [one] * 3)
         sick = logits.clone()
         sick[1, 77] = bad
-        found = implementations[vocab].sample(sick, range(4), [chance] * 4)
+        found = implementations[vocab].sample(sick, range(4), [one] * 4)
         assert found == [want[0], -1, *want[1:]]
     banned = torch.full((1, vocab), -torch.inf)
-    assert [implementations[vocab].sample(banned, [0], [chance]) for chance in chances] == [[-1]] * 4
-    scores = implementations[vocab].score(sick, range(4), [3] * 4, [5] * 4)
+    assert [implementations[vocab].sample(banned, [0], [one]) for one in row_params] == [[-1]] * 4
+    scores = implementations[vocab].row_logprobs(sick, range(4), [3] * 4, [5] * 4)
     assert math.isnan(scores.own[1])
     assert not any(math.isnan(scores.own[index]) for index in (0, 2, 3))
 
@@ -357,26 +369,31 @@ def test_draws_do_not_depend_on_company_nor_on_threads(vocab):
     """The same bits: numbers next to a border would tell."""
     logits = make_logits(vocab, 5, 3.0, "plain", 12)
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 50.0, "top_p": 0.99}]
-    chances = [Chances(**{"temperature": 1.0, "u": uniform(3, i), **ways[i % len(ways)]}) for i in range(12)]
+    row_params = [
+        RowSamplingParams(**{"temperature": 1.0, "u": uniform(3, i), **ways[i % len(ways)]}) for i in range(12)
+    ]
     alone = native_sampling(vocab, 1)
-    want = [alone.sample(logits, [i], [chances[i]])[0] for i in range(12)]
+    want = [alone.sample(logits, [i], [row_params[i]])[0] for i in range(12)]
     for threads in (1, 2, 3):
         together = native_sampling(vocab, threads)
-        assert together.sample(logits, range(12), chances) == want
-        assert together.sample(logits, [7, 2, 11], [chances[i] for i in (7, 2, 11)]) == [want[i] for i in (7, 2, 11)]
-    assert TorchSampling().sample(logits, range(12), chances) == want
+        assert together.sample(logits, range(12), row_params) == want
+        assert together.sample(logits, [7, 2, 11], [row_params[i] for i in (7, 2, 11)]) == [want[i] for i in (7, 2, 11)]
+    assert TorchSampling().sample(logits, range(12), row_params) == want
 
 
 def test_the_torch_draw_works_in_slices(monkeypatch):
     """So it is however few rows fit one."""
     logits = make_logits(600, 5, 3.0, "plain", 7)
-    chances = [Chances(1.0, uniform(1, i), top_p=0.9 if i % 2 else 1.0) for i in range(7)]
+    row_params = [RowSamplingParams(1.0, uniform(1, i), top_p=0.9 if i % 2 else 1.0) for i in range(7)]
     implementation = TorchSampling()
-    want = implementation.sample(logits, range(7), chances), implementation.score(logits, range(7), range(7), [3] * 7)
+    want = (
+        implementation.sample(logits, range(7), row_params),
+        implementation.row_logprobs(logits, range(7), range(7), [3] * 7),
+    )
     for size in (1, 2 * 600 * 16, 3 * 600 * 16):
         monkeypatch.setattr("chorus.ops.sampling.SLICE_BYTES", size)
-        assert (implementation.sample(logits, range(7), chances)) == want[0]
-        assert implementation.score(logits, range(7), range(7), [3] * 7) == want[1]
+        assert (implementation.sample(logits, range(7), row_params)) == want[0]
+        assert implementation.row_logprobs(logits, range(7), range(7), [3] * 7) == want[1]
 
 
 def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch):
@@ -394,9 +411,11 @@ def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "topk", noted)
     monkeypatch.setattr(torch.Tensor, "sort", refused)
     logits = make_logits(9001, 5, 3.0, "plain", 8)
-    TorchSampling().sample(logits, range(8), [Chances(1.0, 0.3)] * 8)
+    TorchSampling().sample(logits, range(8), [RowSamplingParams(1.0, 0.3)] * 8)
     assert seen == []
-    TorchSampling().sample(logits, range(8), [*[Chances(1.0, 0.3)] * 7, Chances(1.0, 0.3, top_p=0.5)])
+    TorchSampling().sample(
+        logits, range(8), [*[RowSamplingParams(1.0, 0.3)] * 7, RowSamplingParams(1.0, 0.3, top_p=0.5)]
+    )
     assert seen == [(1, 9001)]
 
 
@@ -430,11 +449,11 @@ def test_the_host_waits_for_nothing_while_it_asks(width):
     """For all that rows may ask: it is given to the device behind the step, while that still runs."""
     logits = torch.empty(8, 9001, device="meta")
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 0.0}]
-    chances = [Chances(**{"temperature": 1.0, "u": 0.3, **ways[i % len(ways)]}) for i in range(6)]
+    row_params = [RowSamplingParams(**{"temperature": 1.0, "u": 0.3, **ways[i % len(ways)]}) for i in range(6)]
     rows = [0, 2, 3, 4, 6, 7]
     with Waits():
-        tokens = sample(pick(logits, rows), chances, width)
-        scores = score(pick(logits, rows), tokens.clamp(min=0), 3)
+        tokens = sample(pick(logits, rows), row_params, width)
+        scores = row_logprobs(pick(logits, rows), tokens.clamp(min=0), 3)
     assert (tokens.shape, scores.shape) == ((6,), (6, 7))
     for waiting in (
         lambda: logits[[1, 2]], lambda: torch.tensor([1], device="meta"), lambda: torch.ones(2).to(logits.device),
@@ -448,13 +467,13 @@ def test_the_host_waits_for_nothing_while_it_asks(width):
 
 def test_too_small_a_width_is_told_and_a_larger_one_draws_the_same():
     logits = make_logits(9001, 5, 0.1, "plain", 6)  # nearly even, so that half of the mass takes half of the tokens
-    chances = [Chances(1.0, uniform(1, i), top_p=(1.0, 0.5)[i % 2]) for i in range(6)]
-    want = sample(logits, chances, 9001).tolist()
+    row_params = [RowSamplingParams(1.0, uniform(1, i), top_p=(1.0, 0.5)[i % 2]) for i in range(6)]
+    want = sample(logits, row_params, 9001).tolist()
     for width in (1, 2, FIRST_WIDTH):
-        assert sample(logits, chances, width).tolist() == [
+        assert sample(logits, row_params, width).tolist() == [
             UNDECIDED if i % 2 else token for i, token in enumerate(want)
         ]
-    assert TorchSampling().sample(logits, range(6), chances) == want
+    assert TorchSampling().sample(logits, range(6), row_params) == want
 
 
 @given(

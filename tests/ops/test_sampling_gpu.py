@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from chorus.ops.sampling import Chances, draw_into
+from chorus.ops.sampling import RowSamplingParams, sample_into
 
 from .test_sampling import make_logits
 from .test_sampling_triton import check, check_bans, check_broken_rows, check_company
@@ -15,8 +15,8 @@ from .test_sampling_triton import check, check_bans, check_broken_rows, check_co
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
-def some_chances(rng: random.Random) -> Chances:
-    return Chances(
+def some_row_params(rng: random.Random) -> RowSamplingParams:
+    return RowSamplingParams(
         temperature=rng.choice([0.0, 1e-40, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0]),
         u=rng.random(),
         top_k=rng.choice([0, 0, 0, 1, 5, 50, 700]),
@@ -36,12 +36,17 @@ def test_tokens_are_the_cpus(vocab, rows, rounds):
         ]
         logits = torch.cat(parts)
         logits[::2] = logits[::2].bfloat16().float()
-        check(logits, [some_chances(rng) for _ in range(rows)], "cuda")
+        check(logits, [some_row_params(rng) for _ in range(rows)], "cuda")
 
 
 def test_all_logits_equal():
-    chances = [Chances(1.0, 0.7, top_p=0.5), Chances(1.0, 0.3, top_k=1000), Chances(1.0, 0.9), Chances(0.0, 0.0)]
-    check(torch.zeros(4, 128_256), chances, "cuda")
+    row_params = [
+        RowSamplingParams(1.0, 0.7, top_p=0.5),
+        RowSamplingParams(1.0, 0.3, top_k=1000),
+        RowSamplingParams(1.0, 0.9),
+        RowSamplingParams(0.0, 0.0),
+    ]
+    check(torch.zeros(4, 128_256), row_params, "cuda")
 
 
 def test_broken_rows():
@@ -56,14 +61,14 @@ def test_rows_do_not_depend_on_company():
 def test_nothing_is_waited_for():
     """While the device works, the host has made all its launches; the tokens are there for what is launched next."""
     logits = make_logits(128_256, 3, 2.0, "plain", 8).cuda()
-    chances = [Chances(1.0, 0.1 * index, top_p=0.9 if index % 2 else 1.0) for index in range(8)]
+    row_params = [RowSamplingParams(1.0, 0.1 * index, top_p=0.9 if index % 2 else 1.0) for index in range(8)]
     tokens = torch.zeros(2, 8, dtype=torch.long, device="cuda")
-    draw_into(tokens, logits, range(8), chances)  # compiles
+    sample_into(tokens, logits, range(8), row_params)  # compiles
     want = tokens.clone()
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 29)  # noqa: SLF001
     begun = torch.cuda.Event()
     begun.record()
-    draw_into(tokens.zero_(), logits, range(8), chances)
+    sample_into(tokens.zero_(), logits, range(8), row_params)
     assert not begun.query(), "the host waited for what came before"
     assert torch.equal(tokens, want)

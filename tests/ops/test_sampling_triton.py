@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.sampling import Chances, TorchSampling, ban, sampling_draws, uniform
+from chorus.ops.sampling import RowSamplingParams, TorchSampling, ban, sampling_rows, uniform
 
 from ..processes import run_python
 from .test_sampling import make_logits, may_be_drawn, reference
@@ -27,7 +27,7 @@ shapes = st.tuples(
     st.sampled_from(["plain", "ties", "holes", "one"]),
 )  # fmt: skip
 limits = st.builds(
-    Chances,
+    RowSamplingParams,
     temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 1.0, 2.0, 100.0]),
     u=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.5, 1 - 2**-53])),
     top_k=st.sampled_from([0, 0, 1, 2, 5, 50, 700, 1 << 40]),
@@ -36,26 +36,26 @@ limits = st.builds(
 )
 
 
-def draw(logits: torch.Tensor, rows: list[int], chances: list[Chances]) -> torch.Tensor:
+def draw(logits: torch.Tensor, rows: list[int], row_params: list[RowSamplingParams]) -> torch.Tensor:
     """Tokens `[2, rows]` that the kernels write; -7 in rows that nothing is drawn in."""
     from chorus.ops import sampling_triton
 
     tokens = torch.full((2, len(logits)), -7, dtype=torch.long, device=logits.device)
-    draws, num_limited = sampling_draws(rows, chances, logits.shape[1])
-    sampling_triton.draw(tokens, logits, torch.from_numpy(draws).to(logits.device), num_limited)
+    draws, num_limited = sampling_rows(rows, row_params, logits.shape[1])
+    sampling_triton.sample(tokens, logits, torch.from_numpy(draws).to(logits.device), num_limited)
     return tokens.cpu()
 
 
-def check(logits: torch.Tensor, chances: list[Chances], device: str) -> None:
+def check(logits: torch.Tensor, row_params: list[RowSamplingParams], device: str) -> None:
     """Every row's token is the CPU's. Sums that are added up in another order may differ in their last bits, and with
     them what lies next to a border: there the token must have the number in its share.
     """
-    tokens = draw(logits.to(device), list(range(len(chances))), chances)
-    want = TorchSampling().sample(logits, range(len(chances)), chances)
-    for row, token, other, chance in zip(logits, tokens[0].tolist(), want, chances, strict=True):
+    tokens = draw(logits.to(device), list(range(len(row_params))), row_params)
+    want = TorchSampling().sample(logits, range(len(row_params)), row_params)
+    for row, token, other, one in zip(logits, tokens[0].tolist(), want, row_params, strict=True):
         if token != other:
-            assert chance.temperature, (token, other, chance)
-            assert may_be_drawn(token, reference(row.numpy(), chance), chance.u), (token, other, chance)
+            assert one.temperature, (token, other, one)
+            assert may_be_drawn(token, reference(row.numpy(), one), one.u), (token, other, one)
     assert torch.equal(tokens[1], tokens[0].clamp(min=0))
 
 
@@ -65,11 +65,11 @@ def check_broken_rows(device: str) -> None:
     ways = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}]
     rows = [5, 1, 2, 3, 6]
     for way in ways:
-        chances = [Chances(**{"temperature": 1.0, "u": uniform(4, row), **way}) for row in rows]
+        row_params = [RowSamplingParams(**{"temperature": 1.0, "u": uniform(4, row), **way}) for row in rows]
         sick = logits.clone()
         sick[1, 4097], sick[3, 77], sick[2] = torch.nan, torch.inf, -torch.inf
-        tokens = draw(sick.to(device), rows, chances)
-        want = TorchSampling().sample(logits, [5, 6], [chances[0], chances[4]])
+        tokens = draw(sick.to(device), rows, row_params)
+        want = TorchSampling().sample(logits, [5, 6], [row_params[0], row_params[4]])
         assert tokens[0].tolist() == [-7, -1, -1, -1, -7, *want]
         assert tokens[1].tolist() == [-7, 0, 0, 0, -7, *want]
 
@@ -78,11 +78,13 @@ def check_company(device: str) -> None:
     """The same tokens alone, and at another place among others."""
     logits = make_logits(9001, 5, 3.0, "ties", 6)
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 50.0, "top_p": 0.99}]
-    chances = [Chances(**{"temperature": 1.0, "u": uniform(3, i), **ways[i % len(ways)]}) for i in range(6)]
+    row_params = [
+        RowSamplingParams(**{"temperature": 1.0, "u": uniform(3, i), **ways[i % len(ways)]}) for i in range(6)
+    ]
     values = logits.to(device)
-    together = draw(values, list(range(6)), chances)[0].tolist()
-    assert together == [int(draw(values, [i], [chances[i]])[0, i]) for i in range(6)]
-    assert together == TorchSampling().sample(logits, range(6), chances)
+    together = draw(values, list(range(6)), row_params)[0].tolist()
+    assert together == [int(draw(values, [i], [row_params[i]])[0, i]) for i in range(6)]
+    assert together == TorchSampling().sample(logits, range(6), row_params)
 
 
 def check_bans(device: str) -> None:
@@ -104,13 +106,22 @@ def interpret() -> None:
     """Run in a process of its own."""
 
     @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    @given(shape=shapes, chances=st.lists(limits, min_size=1, max_size=3))
-    @example((9001, 1, 0.0, "plain"), [Chances(1.0, 0.7, top_p=0.5), Chances(1.0, 0.3, top_k=50, top_p=0.5)])
-    @example((600, 3, 1.0, "ties"), [Chances(1.0, 0.999, top_k=5), Chances(0.5, 0.99, top_p=0.9, min_p=0.05)])
-    @example((9001, 4, 1.0, "plain"), [Chances(1.0, 0.6, top_k=8000, top_p=0.99), Chances(1.0, 0.2, top_k=9001)])
-    @example((9001, 5, 0.1, "ties"), [Chances(1.0, 0.6, top_p=0.5), Chances(1.0, 0.2, top_k=9000)])
-    def equals_the_torch_path(shape: tuple[int, int, float, str], chances: list[Chances]) -> None:
-        check(make_logits(*shape, len(chances)), chances, "cpu")
+    @given(shape=shapes, row_params=st.lists(limits, min_size=1, max_size=3))
+    @example(
+        (9001, 1, 0.0, "plain"),
+        [RowSamplingParams(1.0, 0.7, top_p=0.5), RowSamplingParams(1.0, 0.3, top_k=50, top_p=0.5)],
+    )
+    @example(
+        (600, 3, 1.0, "ties"),
+        [RowSamplingParams(1.0, 0.999, top_k=5), RowSamplingParams(0.5, 0.99, top_p=0.9, min_p=0.05)],
+    )
+    @example(
+        (9001, 4, 1.0, "plain"),
+        [RowSamplingParams(1.0, 0.6, top_k=8000, top_p=0.99), RowSamplingParams(1.0, 0.2, top_k=9001)],
+    )
+    @example((9001, 5, 0.1, "ties"), [RowSamplingParams(1.0, 0.6, top_p=0.5), RowSamplingParams(1.0, 0.2, top_k=9000)])
+    def equals_the_torch_path(shape: tuple[int, int, float, str], row_params: list[RowSamplingParams]) -> None:
+        check(make_logits(*shape, len(row_params)), row_params, "cpu")
 
     equals_the_torch_path()
     check_zeros_of_both_signs()
@@ -122,7 +133,7 @@ def interpret() -> None:
 def check_zeros_of_both_signs() -> None:
     """They are equal, so that the first is kept."""
     logits = torch.tensor([[-1.0, 0.0, -0.0, -2.0], [-1.0, -0.0, 0.0, -2.0]])
-    check(logits, [Chances(1.0, 0.9, top_k=1)] * 2, "cpu")
+    check(logits, [RowSamplingParams(1.0, 0.9, top_k=1)] * 2, "cpu")
 
 
 def test_tokens_equal_the_torch_path():

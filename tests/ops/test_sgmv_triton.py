@@ -236,9 +236,9 @@ def steps(draw: st.DrawFn) -> Case:
 
 def interpret() -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import fix_bf16
 
-    mend_bf16()
+    fix_bf16()
     kept, whiches = Kept(), [(name, dtype) for name in schedules() for dtype in TOLERANCE]
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -257,9 +257,9 @@ def interpret() -> None:
 
 def interpret_broken_rows() -> None:
     """A value that is not finite in a token, or in an adapter, stays with that token, or with the adapter's tokens."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import fix_bf16
 
-    mend_bf16()
+    fix_bf16()
     for index, (case, (name, schedule)) in enumerate(zip(cases(7, 12), cycle(schedules().items()), strict=False)):
         case = replace(case, segments=((2, 0), (3, 1), (2, -1), (4, 1), (1, 2)), minus=-1)
         generator = torch.Generator().manual_seed(case.seed)
@@ -294,9 +294,9 @@ def interpret_broken_rows() -> None:
 
 def interpret_companies() -> None:
     """A row's bits are the same alone, in a larger bucket, in another order, and behind a prompt."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import fix_bf16
 
-    mend_bf16()
+    fix_bf16()
     case = replace(next(cases(3, 1)), ranks=(17, 40, 5), page_vectors=301, minus=-1)
     d_in, widths = GROUPS[case.group]
     modules = [(module, sum(widths[:module]), width) for module, width in enumerate(widths)]

@@ -151,9 +151,9 @@ launches = st.builds(
 
 def interpret() -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16
+    from .bf16_interpreter import fix_bf16
 
-    mend_bf16()
+    fix_bf16()
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(case=launches, dtype=st.sampled_from(list(TOLERANCE)))
@@ -170,9 +170,9 @@ def interpret() -> None:
 
 def interpret_companies() -> None:
     """Run in a process of its own."""
-    from .bf16_interpreter import mend_bf16, multiply_row_by_row
+    from .bf16_interpreter import fix_bf16, multiply_row_by_row
 
-    mend_bf16()
+    fix_bf16()
     multiply_row_by_row()
     for case in cases(2, 16):
         problem = check_company(case, torch.bfloat16, "cpu") or check_broken_row(case, "cpu")

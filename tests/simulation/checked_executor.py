@@ -215,7 +215,7 @@ class CheckedExecutor:
         return late
 
     def _answer(self, row: ScheduledRow, content: int, result: StepResult) -> None:
-        if row.scores_prompt:
+        if row.wants_prompt_logprobs:
             positions = range(row.start + 1, min(row.kv_len + 1, row.num_prompt_tokens))
             scores = [TokenLogprobs(row.token_ids[position], -float(position)) for position in positions]
             result.prompt_logprobs[row.request_id] = scores

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....core.requests.grammar import Grammar
-from ....ops.sampling import Chances, draw_into, sample, sampling_draws, uniform
+from ....ops.sampling import RowSamplingParams, sample, sample_into, sampling_rows, uniform
 from ...report.table import Goal, Table
 from ..context import Context
 from ..random_model import write_tokenizer
@@ -88,18 +88,18 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
     generator = torch.Generator().manual_seed(context.seed)
     on_host = torch.randn(rows, vocab, generator=generator) * SPREADS[logits]
     values = on_host.to(context.device)
-    chances = [Chances(u=uniform(context.seed, row), **CASES[case].params) for row in range(rows)]
+    row_params = [RowSamplingParams(u=uniform(context.seed, row), **CASES[case].params) for row in range(rows)]
     tokens = torch.zeros(2, rows, dtype=torch.long, device=context.device)
     time = context.timer.time
-    seconds = {"draw": time(lambda: draw_into(tokens, values, range(rows), chances), capture=False).seconds}
-    draw_into(tokens, values, range(rows), chances)
-    same = (tokens[0] == sample(values, chances, vocab)).sum().item()
+    seconds = {"draw": time(lambda: sample_into(tokens, values, range(rows), row_params), capture=False).seconds}
+    sample_into(tokens, values, range(rows), row_params)
+    same = (tokens[0] == sample(values, row_params, vocab)).sum().item()
     if not context.smoke:
         from ....ops import sampling_triton  # needs triton
 
-        draws, num_limited = sampling_draws(range(rows), chances, vocab)
+        draws, num_limited = sampling_rows(range(rows), row_params, vocab)
         on_device = torch.from_numpy(draws).to(context.device)
-        seconds["device"] = time(lambda: sampling_triton.draw(tokens, values, on_device, num_limited)).seconds
+        seconds["device"] = time(lambda: sampling_triton.sample(tokens, values, on_device, num_limited)).seconds
     return {
         "bucket": rows,
         "case": case,

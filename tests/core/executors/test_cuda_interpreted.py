@@ -488,7 +488,7 @@ def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, 
 
     def choose(*shape, wanted, **sizes):
         assert wanted == "auto"
-        more = {"reason": "FlashInfer is not installed", "mend": "install it", "new_event": stream.new_event}
+        more = {"reason": "FlashInfer is not installed", "fix": "install it", "new_event": stream.new_event}
         return TritonBackend(*shape, **sizes, num_sms=8, **more)
 
     monkeypatch.setattr(cuda, "choose_attention", choose)
@@ -548,11 +548,11 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
     driver.add("a", None, [5, 6, 7], max_tokens=2, prompt_logprobs=0)
     driver.step()
     assert driver.plans[-1].bucket is None
-    assert len(steps.decoder.score_logits(0, 2)) == 2
+    assert len(steps.decoder.prompt_logits(0, 2)) == 2
     driver.step()
     assert driver.plans[-1].bucket == 1
     with pytest.raises(RuntimeError, match="no score tokens"):
-        steps.decoder.score_logits(0, 1)
+        steps.decoder.prompt_logits(0, 1)
 
 
 @pytest.mark.usefixtures("drawing_kernels")

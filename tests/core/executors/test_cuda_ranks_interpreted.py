@@ -176,7 +176,7 @@ def one_rank(tiny) -> Driver:  # noqa: F811
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_the_likeliest_token_is_of_all_ranks_shares(drive, monkeypatch, bad):
     """Of equal logits the first one's, and none where one is not a number, whichever rank has it."""
-    score = DecoderModel.score
+    score = DecoderModel.compute_logits
 
     def equal(self, x, batch, logits=None):
         found = score(self, x, batch, logits)
@@ -389,7 +389,7 @@ def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F81
     def stuck(plan):
         started = start(plan)
         result = started.result
-        return SimpleNamespace(draw=started.draw, result=lambda: (lost.wait(60), result())[1])
+        return SimpleNamespace(draw=started.sample, result=lambda: (lost.wait(60), result())[1])
 
     monkeypatch.setattr(inner.first, "start", stuck)
     with pytest.raises(ExecutorLost, match="kept the others waiting"):

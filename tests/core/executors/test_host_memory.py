@@ -8,8 +8,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import host_memory
 from chorus.core.executors.host_memory import (
-    DRAWING_BYTES,
     LEAST_BYTES,
+    SAMPLING_BYTES,
     available_bytes,
     default_arena_bytes,
     default_host_cache_bytes,
@@ -79,9 +79,9 @@ def test_without_any_word_of_the_system_it_is_modest(tmp_path):
     [
         (16, 100 * GIB, 0, 0, LEAST_BYTES + 4 * (1 << 20)),
         (16384, 100 * GIB, 0, 0, LEAST_BYTES + 4 * GIB),
-        (16384, 8 * GIB + DRAWING_BYTES, 0, 0, 2 * GIB),
-        (16384, 8 * GIB + DRAWING_BYTES, 4096, 0, 2 * GIB - 1024),
-        (16384, 8 * GIB + DRAWING_BYTES, 0, 256 << 20, 2 * GIB - 256 * (1 << 20)),  # 1 GiB of logits
+        (16384, 8 * GIB + SAMPLING_BYTES, 0, 0, 2 * GIB),
+        (16384, 8 * GIB + SAMPLING_BYTES, 4096, 0, 2 * GIB - 1024),
+        (16384, 8 * GIB + SAMPLING_BYTES, 0, 256 << 20, 2 * GIB - 256 * (1 << 20)),  # 1 GiB of logits
         (16384, 0, 4096, 0, 2 << 20),
     ],
 )

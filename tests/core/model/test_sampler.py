@@ -17,11 +17,11 @@ from transformers import (
 from chorus.core.model import sampler
 from chorus.core.model.sampler import (
     ALL_BANNED,
-    DeviceDraw,
-    most_drawn_values,
+    DeviceSampling,
+    add_prompt_logprobs,
+    max_fetched_values,
     needs_logits,
-    plain_chances,
-    score_prompts,
+    plain_row_params,
 )
 from chorus.core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledRow, StepResult
@@ -50,14 +50,16 @@ def logits_of(seed, rows=1, vocab=VOCAB):
 def draw(rows, logits):
     """The sampling of an executor without a native decoder, a row of logits for each row; a GPU's gives the same."""
     asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
-    result = sampler.draw(rows, greedy(logits), sampler.RowLogits(logits.clone(), asking), TorchSampling(), EOS)
+    result = sampler.sample_tokens(
+        rows, greedy(logits), sampler.RowLogits(logits.clone(), asking), TorchSampling(), EOS
+    )
     assert draw_on_device(rows, logits) == result
     return result
 
 
 def draw_on_device(rows, logits):
     """Return what an executor on a GPU draws."""
-    return DeviceDraw(rows, chosen_of(logits), logits, EOS, fetch).result()
+    return DeviceSampling(rows, chosen_of(logits), logits, EOS, fetch).result()
 
 
 def fetch(values):
@@ -70,9 +72,9 @@ def test_what_a_draw_fetches_has_its_most():
     named = {"logprobs": 0, "logprob_token_ids": tuple(range(MAX_LOGPROBS))}
     rows = [row("a", [3], logprobs=MAX_LOGPROBS), row("b", [3], **named)]
     logits = logits_of(0, len(rows), vocab)
-    DeviceDraw(rows, chosen_of(logits), logits, EOS, lambda values: fetched.append(values) or fetch(values))
+    DeviceSampling(rows, chosen_of(logits), logits, EOS, lambda values: fetched.append(values) or fetch(values))
     assert fetched[0].dtype is torch.float64
-    assert fetched[0].numel() == most_drawn_values(len(rows))
+    assert fetched[0].numel() == max_fetched_values(len(rows))
 
 
 def chosen_of(logits):
@@ -187,7 +189,7 @@ def test_chosen_tokens_are_not_drawn_again_but_scored():
     logits = logits_of(5, rows=3)
     tokens = [7, 8, 9]
     rows = [row(name, [2, 3], temperature=1.0, top_p=0.5, logprobs=2) for name in "abc"]
-    result = sampler.draw(
+    result = sampler.sample_tokens(
         rows, tokens, sampler.RowLogits(logits, {0: 0, 1: 1, 2: 2}), TorchSampling(), EOS, chosen={0, 2}
     )
     alone = tokens_of([rows[1]], logits[1:2])
@@ -205,10 +207,10 @@ def test_a_gpu_is_waited_for_once_whatever_rows_ask_for(monkeypatch):
     logits, fetched = logits_of(5, len(rows)), []
     want = draw_on_device(rows, logits)
 
-    def draw_into(tokens, logits, rows, chances):
-        tokens[:, torch.tensor(rows)] = sample(pick(logits, rows), chances, VOCAB)
+    def sample_into(tokens, logits, rows, row_params):
+        tokens[:, torch.tensor(rows)] = sample(pick(logits, rows), row_params, VOCAB)
 
-    monkeypatch.setattr(sampler, "draw_into", draw_into)
+    monkeypatch.setattr(sampler, "sample_into", sample_into)
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self) or tolist(self))
     result = draw_on_device(rows, logits)
@@ -219,12 +221,12 @@ def test_a_gpu_is_waited_for_once_whatever_rows_ask_for(monkeypatch):
 
 
 def test_only_rows_with_the_models_own_logits_are_left_to_its_kernels():
-    assert plain_chances(row("greedy", [2])) is None
-    assert plain_chances(row("chunk", [2, 3], temperature=1.0, samples=False)) is None
-    assert plain_chances(row("edited", [2], temperature=1.0, top_p=0.5, logit_bias={3: 1.0})) is None
-    assert not plain_chances(row("whole", [2], temperature=1.0)).cuts
+    assert plain_row_params(row("greedy", [2])) is None
+    assert plain_row_params(row("chunk", [2, 3], temperature=1.0, samples=False)) is None
+    assert plain_row_params(row("edited", [2], temperature=1.0, top_p=0.5, logit_bias={3: 1.0})) is None
+    assert not plain_row_params(row("whole", [2], temperature=1.0)).cuts
     for cut in ({"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 10**30}):
-        assert plain_chances(row("cut", [2], temperature=1.0, logprobs=1, **cut)).cuts
+        assert plain_row_params(row("cut", [2], temperature=1.0, logprobs=1, **cut)).cuts
 
 
 def test_only_rows_that_ask_draw_and_padding_is_ignored():
@@ -278,7 +280,7 @@ def test_named_tokens_are_scored_instead_of_the_likeliest(seed, ids):
 
 def test_prompt_tokens_are_scored_by_the_logits_before_them(monkeypatch):
     """In slices, whatever the rows that they belong to; a row that asks for none has none."""
-    monkeypatch.setattr(sampler, "score_rows", lambda vocab: 3)
+    monkeypatch.setattr(sampler, "logprob_rows", lambda vocab: 3)
     prompt = [2, 7, 3, 9, 4]
     logits = logits_of(3, 7)  # of four tokens of the first row, then of three of the last
     rows = [
@@ -293,7 +295,7 @@ def test_prompt_tokens_are_scored_by_the_logits_before_them(monkeypatch):
         asked.append((begin, end))
         return logits[begin:end]
 
-    score_prompts(rows, slice_of, TorchSampling(), VOCAB, result)
+    add_prompt_logprobs(rows, slice_of, TorchSampling(), VOCAB, result)
     assert asked == [(0, 3), (3, 6), (6, 7)]
     want = logits.log_softmax(-1)
     assert set(result.prompt_logprobs) == {"a", "c"}
@@ -314,7 +316,7 @@ def test_prompt_scores_that_are_not_finite_fail_their_row_alone():
     logits[1, 3] = torch.nan
     rows = [row(name, [2, 3, 4], tokens=3, prompt_logprobs=2) for name in ("sick", "well")]
     result = StepResult(tokens={"sick": 3, "well": 4})
-    score_prompts(rows, lambda begin, end: logits[begin:end], TorchSampling(), VOCAB, result)
+    add_prompt_logprobs(rows, lambda begin, end: logits[begin:end], TorchSampling(), VOCAB, result)
     assert result.errors == {"sick": sampler.NOT_FINITE}
     assert result.tokens == {"well": 4}
     assert set(result.prompt_logprobs) == {"well"}
@@ -426,7 +428,7 @@ class TestEngine:
     @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache", "one by one"])
     def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config, monkeypatch):
         """Prompts share beginnings, which the cache knows: scores must come all the same, in slices of few rows."""
-        monkeypatch.setattr(sampler, "score_rows", lambda vocab: 7)
+        monkeypatch.setattr(sampler, "logprob_rows", lambda vocab: 7)
         driver = drive(gqa, adapters={name: gqa.adapters[name] for name in ("r1-all", "r8-attention")}, **config)
         length = 20 if config.get("max_num_batched_tokens") == 1 else 40  # a step for each token
         stem = torch.randint(3, 160, (length,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -178,7 +178,7 @@ def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
             model="model", prompt="x", max_tokens=30, stop=["b"], extra_body={"guided_regex": "a{4}b+c"}
         )
         assert stopped.choices[0].text == "aaaa" and stopped.choices[0].finish_reason == "stop"
-        with pytest.raises(openai.BadRequestError, match="leave none to draw") as refused:
+        with pytest.raises(openai.BadRequestError, match="leave none to sample") as refused:
             client.completions.create(model="model", prompt="x", extra_body={"regex": "a", "min_tokens": 3})
         assert refused.value.param == "grammar"
 
