@@ -27,8 +27,8 @@ class EngineConfig(BaseModel):
     )
     strict_adapters: bool = Field(
         default=False,
-        description="refuse to start if an adapter of --adapters or --lora-modules can't be served; by default it is "
-        "listed with the reason and the others are served",
+        description="refuse to start if an adapter of --adapters or --lora-modules can't be served; by default "
+        "it is listed with the reason and the others are served",
     )
     adapter_load_seconds: float = Field(
         default=30.0, gt=0, description="time limit for reading and checking an adapter"
@@ -38,27 +38,28 @@ class EngineConfig(BaseModel):
     )
     strict_base: bool = Field(
         default=False,
-        description="refuse an adapter whose base_model_name_or_path names another base model; by default the difference "
-        "is logged and listed",
+        description="refuse an adapter whose base_model_name_or_path names another base model; by default the "
+        "difference is logged and listed",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
-        description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its config.json alone",
+        description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its "
+        "config.json alone",
     )
     device: str = Field(
         default="auto",
-        description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU if PyTorch "
-        "finds one and Triton is installed",
+        description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU if "
+        "PyTorch finds one and Triton is installed",
     )
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="TP ranks: processes that each compute a share of every layer; on GPUs each uses one, starting with "
-        "the first",
+        description="TP ranks: processes that each compute a share of every layer; on GPUs each uses one, "
+        "starting with the first",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -74,8 +75,8 @@ class EngineConfig(BaseModel):
     max_waiting: int | None = Field(
         default=4096,
         ge=1,
-        description="maximum queued sequences; beyond it requests get 429. A tenant may hold at most as many queue "
-        "entries as are free for others. None: no limit",
+        description="maximum queued sequences; beyond it requests get 429. A tenant may hold at most as many "
+        "queue entries as are free for others. None: no limit",
     )
     max_num_batched_tokens: int = Field(
         default=1024,
@@ -89,9 +90,9 @@ class EngineConfig(BaseModel):
     memory_bytes: int | None = Field(
         default=None,
         ge=1 << 16,
-        description="size of the page pool that KV cache and adapters share; default on a CPU: room for a few requests "
-        "of maximum length, at most a quarter of the memory that the weights leave; on a GPU: the rest of "
-        "gpu_memory_utilization",
+        description="size of the page pool that KV cache and adapters share; default on a CPU: room for a few "
+        "requests of maximum length, at most a quarter of the memory that the weights leave; on a "
+        "GPU: the rest of gpu_memory_utilization",
     )
     num_pages: int | None = Field(
         default=None, ge=2, description="size of the page pool in pages, instead of memory_bytes"
@@ -104,33 +105,33 @@ class EngineConfig(BaseModel):
     )
     graph_capture: Literal["ahead", "lazy", "off"] = Field(
         default="ahead",
-        description="when decode steps are captured as CUDA graphs: ahead: before the first request; lazy: at the first "
-        "use of a batch size; off: never",
+        description="when decode steps are captured as CUDA graphs: ahead: before the first request; lazy: at "
+        "the first use of a batch size; off: never",
     )
     mixed_graph_tokens: int = Field(
         default=512,
         ge=0,
         le=4096,
-        description="on a GPU: maximum tokens of a step with prefill that uses piecewise CUDA graphs; such steps are "
-        "padded to one of a few sizes. 0: none",
+        description="on a GPU: maximum tokens of a step with prefill that uses piecewise CUDA graphs; such steps "
+        "are padded to one of a few sizes. 0: none",
     )
     dependent_launch: Literal["auto", "off"] = Field(
         default="auto",
-        description="on a GPU of compute capability 9 or later: start small kernels while the previous kernel ends "
-        "(programmatic dependent launch), if Triton compiles it; or never",
+        description="on a GPU of compute capability 9 or later: start small kernels while the previous kernel "
+        "ends (programmatic dependent launch), if Triton compiles it; or never",
     )
     attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto",
-        description="attention backend on a GPU. auto: the first available of FlashInfer, our Triton decode kernel, and "
-        "PyTorch, which captures no graphs. A named backend that is not available stops the start. triton's "
-        "decode attention is batch-invariant",
+        description="attention backend on a GPU. auto: the first available of FlashInfer, our Triton decode "
+        "kernel, and PyTorch, which captures no graphs. A named backend that is not available stops "
+        "the start. triton's decode attention is batch-invariant",
     )
     small_gemm: Literal["auto", "on", "fused", "off"] = Field(
         default="auto",
-        description="on a GPU: GEMM backend of the base weights in decode steps of up to 64 sequences. auto: measured at "
-        "the start for each shape; on: our kernel; fused: our kernel with LoRA expand fused in, up to 32 "
-        "sequences; off: cuBLAS. With on or fused, results are the same for all batch sizes up to 16, and "
-        "for all from 17 to 64, at every start",
+        description="on a GPU: GEMM backend of the base weights in decode steps of up to 64 sequences. auto: "
+        "measured at the start for each shape; on: our kernel; fused: our kernel with LoRA expand "
+        "fused in, up to 32 sequences; off: cuBLAS. With on or fused, results are the same for all "
+        "batch sizes up to 16, and for all from 17 to 64, at every start",
     )
     max_lora_rank: int = Field(
         default=256,
@@ -144,8 +145,8 @@ class EngineConfig(BaseModel):
     host_cache_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="host memory for adapters and for the KV cache of preempted requests, evicted least recently used "
-        "first; default: an eighth of the free memory at the start, at least 1 GiB",
+        description="host memory for adapters and for the KV cache of preempted requests, evicted least recently "
+        "used first; default: an eighth of the free memory at the start, at least 1 GiB",
     )
     async_scheduling: bool = Field(
         default=True,
@@ -153,20 +154,20 @@ class EngineConfig(BaseModel):
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
-        description="what happens to the KV cache of a preempted request: swap: it moves to host memory and back; "
-        "recompute: it is computed again; auto: whichever was measured to take less time. It is always "
-        "recomputed if host memory is full",
+        description="what happens to the KV cache of a preempted request: swap: it moves to host memory and "
+        "back; recompute: it is computed again; auto: whichever was measured to take less time. It "
+        "is always recomputed if host memory is full",
     )
     eviction: Literal["cost", "lru"] = Field(
         default="cost",
-        description="which pages are evicted first: cost: those that cost least to restore for how often they are used; "
-        "lru: the least recently used, a baseline",
+        description="which pages are evicted first: cost: those that cost least to restore for how often they "
+        "are used; lru: the least recently used, a baseline",
     )
     prefix_cache: bool = Field(default=True, description="reuse the KV cache of equal prompt prefixes")
     share_prefix_cache: bool = Field(
         default=False,
-        description="share the prefix cache between tenants; a tenant can then find out what another has asked. A "
-        "request's cache_salt applies either way",
+        description="share the prefix cache between tenants; a tenant can then find out what another has asked. "
+        "A request's cache_salt applies either way",
     )
     lookahead: int = Field(
         default=8, ge=1, description="number of waiting requests whose adapters are read into host memory ahead"
@@ -174,8 +175,8 @@ class EngineConfig(BaseModel):
     prefetch: int = Field(
         default=0,
         ge=0,
-        description="number of waiting requests whose adapters are loaded into the page pool ahead, if no other request "
-        "waits for the room",
+        description="number of waiting requests whose adapters are loaded into the page pool ahead, if no other "
+        "request waits for the room",
     )
     max_adapters_per_step: int | None = Field(
         default=None, ge=1, description="maximum distinct adapters in a step; default: no limit"
@@ -189,8 +190,8 @@ class EngineConfig(BaseModel):
     )
     weights: dict[str, float] = Field(
         default={},
-        description="shares by tenant or adapter name: weight 2 gets twice as much of a busy engine as weight 1, the "
-        "default",
+        description="shares by tenant or adapter name: weight 2 gets twice as much of a busy engine as weight 1, "
+        "the default",
     )
     max_turn_seconds: float = Field(
         default=10.0,
@@ -200,22 +201,23 @@ class EngineConfig(BaseModel):
     max_turn_steps: int = Field(default=1000, ge=1, description="longest wait for a turn, in steps")
     mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact"] = Field(
         default="manual",
-        description="which adapter is merged into the weights, and which requests a step runs. manual: only adapters "
-        "that an operator merges; fastest: the mode with the most predicted tokens per second; dlora-1, "
-        "dlora-2, dlora-3: dLoRA's dynamic batching, from 2 with adaptive thresholds, at 3 with credits; "
-        "dlora-artifact: as the authors' code does it. The dlora policies are baselines",
+        description="which adapter is merged into the weights, and which requests a step runs. manual: only "
+        "adapters that an operator merges; fastest: the mode with the most predicted tokens per "
+        "second; dlora-1, dlora-2, dlora-3: dLoRA's dynamic batching, from 2 with adaptive "
+        "thresholds, at 3 with credits; dlora-artifact: as the authors' code does it. The dlora "
+        "policies are baselines",
     )
     max_load_stall_seconds: float = Field(
         default=0.02,
         ge=0,
-        description="how long a step may wait for adapters that are still being read; 0: a request starts only once its "
-        "adapter has been read",
+        description="how long a step may wait for adapters that are still being read; 0: a request starts only "
+        "once its adapter has been read",
     )
     adapter_read_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="how long an adapter read may make no progress before its requests fail; up to 32 s longer for large "
-        "layers",
+        description="how long an adapter read may make no progress before its requests fail; up to 32 s longer "
+        "for large layers",
     )
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of all TP ranks together; default: the number of processors"
@@ -224,9 +226,9 @@ class EngineConfig(BaseModel):
         default=0,
         ge=0,
         le=63,
-        description="CPU LoRA offload workers, each on its own processor: they compute LoRA terms of prompts while the "
-        "adapter is being copied, if that is predicted to be faster. Needs the native decoder on a CPU, or a "
-        "GPU with CuPy (experimental)",
+        description="CPU LoRA offload workers, each on its own processor: they compute LoRA terms of prompts "
+        "while the adapter is being copied, if that is predicted to be faster. Needs the native "
+        "decoder on a CPU, or a GPU with CuPy (experimental)",
     )
     seed: int | None = Field(
         default=None, description="seed from which the seeds of requests without one are generated"

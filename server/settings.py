@@ -133,8 +133,9 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     model: Path = Field(
         default=BUILTIN_MODEL,
-        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), ORG/MODEL in this machine's "
-        "Hub cache, or a model that `chorus pull` fetched, such as smollm2; default: the built-in model",
+        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), ORG/MODEL in this "
+        "machine's Hub cache, or a model that `chorus pull` fetched, such as smollm2; default: the "
+        "built-in model",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -143,8 +144,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     max_held_body_bytes: int = Field(
         default=256 << 20,
         ge=1024,
-        description="maximum bytes of request bodies being read at once; a tenant may hold at most as many as are free "
-        "for others",
+        description="maximum bytes of request bodies being read at once; a tenant may hold at most as many as "
+        "are free for others",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         default="auto",
@@ -152,21 +153,21 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     override_generation_config: Annotated[dict[str, Any], NoDecode, BeforeValidator(_read_object)] = Field(
         default={},
-        description="JSON object of sampling defaults that override the model's, such as '{\"temperature\": 0.5}', as in "
-        "vLLM",
+        description="JSON object of sampling defaults that override the model's, such as '{\"temperature\": 0.5}', "
+        "as in vLLM",
     )
     chat_template: Path | None = Field(
         default=None, description="file with a Jinja chat template that replaces the model's"
     )
     adapter_chat_templates: bool = Field(
         default=False,
-        description="use an adapter's own chat_template.jinja if it differs from the model's. Templates are programs: "
-        "enable this only for adapters of people you trust",
+        description="use an adapter's own chat_template.jinja if it differs from the model's. Templates are "
+        "programs: enable this only for adapters of people you trust",
     )
     enable_force_include_usage: bool = Field(
         default=False,
-        description="include usage in every chunk of a stream, even if the request does not ask for it; for gateways "
-        "that count tokens",
+        description="include usage in every chunk of a stream, even if the request does not ask for it; for "
+        "gateways that count tokens",
     )
     return_tokens_as_token_ids: bool = Field(
         default=False,
@@ -178,13 +179,14 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     adapter_roots: Annotated[list[Path] | None, NoDecode, BeforeValidator(_split_roots)] = Field(
         default=None,
-        description="directories, separated by ':', that adapters loaded over HTTP must be in; none: adapters can't be "
-        "changed over HTTP; default: the adapters directory",
+        description="directories, separated by ':', that adapters loaded over HTTP must be in; none: adapters "
+        "can't be changed over HTTP; default: the adapters directory",
     )
     adapter_uploads: Path | None = Field(
         default=None,
-        description="directory for uploaded adapters and for the names of all adapters loaded over HTTP, which are "
-        "served again after a restart. Each server or cluster needs its own. Default: uploads are refused",
+        description="directory for uploaded adapters and for the names of all adapters loaded over HTTP, which "
+        "are served again after a restart. Each server or cluster needs its own. Default: uploads "
+        "are refused",
     )
     max_adapter_bytes: int = Field(default=1 << 30, ge=1024, description="maximum bytes of an uploaded adapter")
     max_uploaded_bytes: int = Field(
@@ -194,22 +196,22 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=1,
         ge=1,
         le=1000,
-        description="versions of an adapter that stay available as NAME@VERSION, including the newest, unless a load "
-        "says otherwise",
+        description="versions of an adapter that stay available as NAME@VERSION, including the newest, unless a "
+        "load says otherwise",
     )
     adapter_source: Annotated[list[str], NoDecode, Words, _checked(lambda given: list(map(Rule.parse, given)))] = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="source of adapters that a request names but that are not registered, as PATTERN=URL with a * in "
-        "both, such as 'acme/*=https://adapters.acme.example/*.tar.gz' or 'hf/*=hf://*'. The URL is a "
-        "directory, hf://, https://, s3:// or gs://, and its host must be in --adapter-source-hosts; "
-        "repeatable; default: none",
+        description="source of adapters that a request names but that are not registered, as PATTERN=URL with a "
+        "* in both, such as 'acme/*=https://adapters.acme.example/*.tar.gz' or 'hf/*=hf://*'. The "
+        "URL is a directory, hf://, https://, s3:// or gs://, and its host must be in "
+        "--adapter-source-hosts; repeatable; default: none",
     )
     adapter_source_hosts: Annotated[list[str], NoDecode, Commas, _checked(Allowed)] = Field(
         default=[],
-        description="comma-separated hosts that adapters may be fetched from, including redirects: store.example, "
-        "*.store.example, http://minio:9000, s3://BUCKET, gs://BUCKET, and private addresses or networks "
-        "such as 10.1.0.0/16; default: none",
+        description="comma-separated hosts that adapters may be fetched from, including redirects: "
+        "store.example, *.store.example, http://minio:9000, s3://BUCKET, gs://BUCKET, and private "
+        "addresses or networks such as 10.1.0.0/16; default: none",
     )
     adapter_source_bytes: int = Field(default=2 << 30, ge=1, description="maximum bytes of a fetched adapter")
     adapter_source_seconds: float = Field(default=60, gt=0, description="time limit for fetching an adapter")
@@ -231,33 +233,34 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     api_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="API key that clients must send as 'Authorization: Bearer KEY' to every route but /health and /ping; "
-        "repeatable, or comma-separated in CHORUS_API_KEYS. Other users of this machine can see flags: "
-        "prefer the environment or --api-key-file",
+        description="API key that clients must send as 'Authorization: Bearer KEY' to every route but /health "
+        "and /ping; repeatable, or comma-separated in CHORUS_API_KEYS. Other users of this machine "
+        "can see flags: prefer the environment or --api-key-file",
     )
     api_key_file: Path | None = Field(
         default=None,
-        description="file with API keys: one per line, optionally followed by a tenant name and rights; # starts a "
-        "comment",
+        description="file with API keys: one per line, optionally followed by a tenant name and rights; # starts "
+        "a comment",
     )
     admin_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="key that may change adapters and do everything that API keys may; repeatable. Without one, every "
-        "API key may change adapters",
+        description="key that may change adapters and do everything that API keys may; repeatable. Without one, "
+        "every API key may change adapters",
     )
     admin_key_file: Path | None = Field(
         default=None, description="file with admin keys, in the format of --api-key-file"
     )
     allow_unauthenticated: bool = Field(
-        default=False, description="listen on other than loopback addresses although no API key is set: any client that reaches the "
-"port may use the server",
-    )  # fmt: skip
+        default=False,
+        description="listen on other than loopback addresses although no API key is set: any client that reaches the "
+        "port may use the server",
+    )
     allowed_hosts: Texts = Field(
         default=None,
-        description="comma-separated names that a request's Host header may have; '*' is any, '*.example.com' any below "
-        "it. Default: the loopback names and --host; if that is every address, any address and the machine's "
-        "name, and with API keys any name",
+        description="comma-separated names that a request's Host header may have; '*' is any, '*.example.com' "
+        "any below it. Default: the loopback names and --host; if that is every address, any address "
+        "and the machine's name, and with API keys any name",
     )
     root_path: str = Field(
         default="",
@@ -271,34 +274,37 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     weights: Annotated[dict[str, float], NoDecode, BeforeValidator(_read_weights)] = Field(
         default={},
-        description="shares of tenants or adapters, as comma-separated NAME=WEIGHT: weight 2 gets twice as much of a "
-        "busy engine as weight 1, the default. A tenant's name is the one in the tenant header or the key "
-        "file, or else the one that /metrics shows",
+        description="shares of tenants or adapters, as comma-separated NAME=WEIGHT: weight 2 gets twice as much "
+        "of a busy engine as weight 1, the default. A tenant's name is the one in the tenant header "
+        "or the key file, or else the one that /metrics shows",
     )
     tenant_header: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9-]{1,64}$",
-        description="request header that names the tenant, for a gateway that serves several tenants. Any client with a "
-        "key may then name any tenant. Default: each key is a tenant and, without keys, each address",
+        description="request header that names the tenant, for a gateway that serves several tenants. Any client "
+        "with a key may then name any tenant. Default: each key is a tenant and, without keys, each "
+        "address",
     )
     tenant_gateways: Nets = Field(
         default=None,
-        description="comma-separated addresses and networks of gateways whose tenant header is trusted; other clients' "
-        "headers are ignored. The header is --tenant-header, or llm-d's x-llm-d-inference-fairness-id. In a "
-        "request with a key it names a part of the key's tenant. Gateways must overwrite the header that "
-        "clients send. Default: with --tenant-header every client is trusted, else none",
+        description="comma-separated addresses and networks of gateways whose tenant header is trusted; other "
+        "clients' headers are ignored. The header is --tenant-header, or llm-d's "
+        "x-llm-d-inference-fairness-id. In a request with a key it names a part of the key's tenant. "
+        "Gateways must overwrite the header that clients send. Default: with --tenant-header every "
+        "client is trusted, else none",
     )
     kv_events_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc|inproc)://\S+$",
-        description="ZMQ endpoint on which to publish, as vLLM does, which KV blocks are cached, for routers; such as "
-        "tcp://127.0.0.1:5557. The server listens if the address is '*' or loopback, else it connects to a "
-        "subscriber. Prompts can be read from the events. Default: nothing is published",
+        description="ZMQ endpoint on which to publish, as vLLM does, which KV blocks are cached, for routers; "
+        "such as tcp://127.0.0.1:5557. The server listens if the address is '*' or loopback, else it "
+        "connects to a subscriber. Prompts can be read from the events. Default: nothing is published",
     )
     kv_events_replay_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc|inproc)://\S+$",
-        description="ZMQ endpoint on which subscribers request KV events that they missed, such as tcp://127.0.0.1:5558",
+        description="ZMQ endpoint on which subscribers request KV events that they missed, such as "
+        "tcp://127.0.0.1:5558",
     )
     kv_events_topic: str = Field(
         default="", max_length=256, description="topic of the KV events; llm-d expects kv@ADDRESS:PORT@MODEL"
@@ -309,16 +315,16 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     record: Path | None = Field(
         default=None,
-        description="CSV file to which a row is appended for each finished request, for `chorus plan`: arrival, adapter, "
-        "rank, prompt and output tokens, and a hash of the tenant. It never holds prompts or outputs, but "
-        "guessable tenant names can be found from their hashes. Default: none",
+        description="CSV file to which a row is appended for each finished request, for `chorus plan`: arrival, "
+        "adapter, rank, prompt and output tokens, and a hash of the tenant. It never holds prompts "
+        "or outputs, but guessable tenant names can be found from their hashes. Default: none",
     )
     otlp_traces_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",
-        description="OTLP endpoint that receives a span for each request, such as http://127.0.0.1:4318/v1/traces. "
-        "OpenTelemetry's own environment variables apply, too. Default: no spans unless "
-        "OTEL_EXPORTER_OTLP_ENDPOINT is set",
+        description="OTLP endpoint that receives a span for each request, such as "
+        "http://127.0.0.1:4318/v1/traces. OpenTelemetry's own environment variables apply, too. "
+        "Default: no spans unless OTEL_EXPORTER_OTLP_ENDPOINT is set",
     )
     max_connections: int | None = Field(
         default=None, ge=16, description="maximum open connections; default: derived from the limit of file descriptors"
@@ -330,8 +336,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     trusted_proxies: Nets = Field(
         default=["127.0.0.1", "::1"],
-        description="comma-separated addresses and networks of proxies: they may open any number of connections, and "
-        "X-Forwarded-For from them gives the client's address; default: this machine",
+        description="comma-separated addresses and networks of proxies: they may open any number of connections, "
+        "and X-Forwarded-For from them gives the client's address; default: this machine",
     )
     head_seconds: float = Field(default=10, gt=0, description="time limit for a request's line and headers")
     body_seconds: float = Field(default=20, gt=0, description="longest pause between two parts of a request body")

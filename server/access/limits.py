@@ -53,14 +53,14 @@ class RequestLimits(BaseModel):
     max_pattern_bytes: int = Field(
         default=8 << 10,
         ge=1,
-        description="maximum bytes of regular expressions, or of rules, in a grammar; compile time grows with their "
-        "square, to half a second",
+        description="maximum bytes of regular expressions, or of rules, in a grammar; compile time grows with "
+        "their square, to half a second",
     )
     max_steering: int = Field(
         default=8192,
         ge=1,
-        description="maximum bad words, logit_bias entries, allowed token ids and stop string characters together, each "
-        "times the choices of the request",
+        description="maximum bad words, logit_bias entries, allowed token ids and stop string characters "
+        "together, each times the choices of the request",
     )
     max_json_values: int = Field(default=1 << 17, ge=16, description="maximum values in a request's JSON")
 
