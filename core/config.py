@@ -18,7 +18,8 @@ class EngineConfig(BaseModel):
 
     model: Path = Field(description="directory of a Hugging Face checkpoint (config.json, *.safetensors)")
     adapters: Path | None = Field(
-        default=None, description="directory of PEFT adapters: each sub-directory with one is served under its name"
+        default=None,
+        description="directory of PEFT adapters: each subdirectory that holds an adapter is served under its name",
     )
     tokenizer: Path | None = Field(
         default=None,
@@ -26,198 +27,212 @@ class EngineConfig(BaseModel):
     )
     strict_adapters: bool = Field(
         default=False,
-        description="an adapter of --adapters or --lora-modules that can't be served stops the start; by default it is "
-        "listed with the reason and the others are served",
+        description="refuse to start if an adapter of --adapters or --lora-modules can't be served; by default "
+        "it is listed with the reason and the others are served",
     )
     adapter_load_seconds: float = Field(
-        default=30.0, gt=0, description="how long reading and checking an adapter may take before it is given up"
+        default=30.0, gt=0, description="time limit for reading and checking an adapter"
     )
     served_model_name: str | None = Field(
         default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
     )
     strict_base: bool = Field(
         default=False,
-        description="refuse an adapter if its base_model_name_or_path names another base model than this one's "
-        "directory, origin or served name; by default that is logged and listed",
+        description="refuse an adapter whose base_model_name_or_path names another base model; by default the "
+        "difference is logged and listed",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
-        description="auto: the checkpoint's weights; dummy: random ones, to measure a model from its config.json alone",
+        description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its "
+        "config.json alone",
     )
     device: str = Field(
         default="auto",
-        description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU where PyTorch "
-        "finds one and Triton is installed",
+        description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU if "
+        "PyTorch finds one and Triton is installed",
     )
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="processes that compute each layer together, each a share of its heads and MLP; on GPUs each takes "
-        "one, from the first on",
+        description="TP ranks: processes that each compute a share of every layer; on GPUs each uses one, "
+        "starting with the first",
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
+        default=None,
+        ge=2,
+        description="maximum tokens of a request, prompt and output together; default: the model's limit",
     )
     max_num_seqs: int = Field(
         default=32,
         ge=1,
         le=4096,
-        description="most requests in one step; default: 32, on a GPU of 14 GiB 128, of 40 GiB and more 256",
+        description="maximum sequences in one step; default: 32, on a GPU with 14 GiB 128, with 40 GiB or more 256",
     )
     max_waiting: int | None = Field(
         default=4096,
         ge=1,
-        description="most generations that wait for a seat; what comes beyond is refused, and of a client that is "
-        "known what goes beyond the room that is left to others. None: no limit",
+        description="maximum queued sequences; beyond it requests get 429. A tenant may hold at most as many "
+        "queue entries as are free for others. None: no limit",
     )
     max_num_batched_tokens: int = Field(
         default=1024,
         ge=1,
-        description="most tokens in one step; default: 1024, on a GPU of 14 GiB 4096, of 40 GiB and more 8192",
+        description="maximum tokens in one step; default: 1024, on a GPU with 14 GiB 4096, with 40 GiB or more 8192",
     )
-    chunked_prefill: bool = Field(default=True, description="split long prompts over steps")
-    block_tokens: int = Field(default=16, ge=1, description="tokens per KV page; grown when an adapter slab needs it")
+    chunked_prefill: bool = Field(default=True, description="split long prompts over several steps")
+    block_tokens: int = Field(
+        default=16, ge=1, description="tokens per KV page; raised if a slab of an adapter needs a larger page"
+    )
     memory_bytes: int | None = Field(
         default=None,
         ge=1 << 16,
-        description="size of the arena that KV cache and adapters share; default: on a CPU room for a few "
-        "requests of the greatest length, within a quarter of the memory that the weights leave; on a GPU what is left "
-        "of gpu_memory_utilization",
+        description="size of the page pool that KV cache and adapters share; default on a CPU: room for a few "
+        "requests of maximum length, at most a quarter of the memory that the weights leave; on a "
+        "GPU: the rest of gpu_memory_utilization",
     )
-    num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
+    num_pages: int | None = Field(
+        default=None, ge=2, description="size of the page pool in pages, instead of memory_bytes"
+    )
     gpu_memory_utilization: float = Field(
-        default=0.9, gt=0, le=1, description="share of a GPU's memory that weights, arena and all else may take"
+        default=0.9,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that weights, page pool and everything else may use",
     )
     graph_capture: Literal["ahead", "lazy", "off"] = Field(
         default="ahead",
-        description="when decode steps are captured as CUDA graphs: before the first request, at a batch size's first "
-        "use, or never",
+        description="when decode steps are captured as CUDA graphs: ahead: before the first request; lazy: at "
+        "the first use of a batch size; off: never",
     )
     mixed_graph_tokens: int = Field(
         default=512,
         ge=0,
         le=4096,
-        description="on a GPU: steps of prompts, and decode rows among them, of up to so many tokens in all are padded "
-        "to one of a few sizes, and what lies between two layers' attentions is captured, as graph_capture says; "
-        "0: no such step is",
+        description="on a GPU: maximum tokens of a step with prefill that uses piecewise CUDA graphs; such steps "
+        "are padded to one of a few sizes. 0: none",
     )
     dependent_launch: Literal["auto", "off"] = Field(
         default="auto",
-        description="on a GPU of compute capability 9 and later: kernels of norms, LoRA and the like begin while the "
-        "one before them ends (programmatic dependent launch), where Triton compiles it; or never",
+        description="on a GPU of compute capability 9 or later: start small kernels while the previous kernel "
+        "ends (programmatic dependent launch), if Triton compiles it; or never",
     )
     attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
         default="auto",
-        description="on a GPU: the attention backend. auto: FlashInfer; where it can't serve, our Triton kernel for "
-        "decode rows and torch for prompts; where that can't either, torch alone, which captures nothing. A named "
-        "backend that can't serve stops the start. With triton a decode row's attention has the same bits in any "
-        "company",
+        description="attention backend on a GPU. auto: the first available of FlashInfer, our Triton decode "
+        "kernel, and PyTorch, which captures no graphs. A named backend that is not available stops "
+        "the start. triton's decode attention is batch-invariant",
     )
     small_gemm: Literal["auto", "on", "fused", "off"] = Field(
         default="auto",
-        description="on a GPU: the kernel of products with the base weights in decode steps of up to 64 rows. auto: "
-        "ours or cuBLAS's, product by product and batch size by batch size, whichever takes the device less time at "
-        "the start, with adapters and without; on: our kernel; fused: our kernel, with adapters expanded in it up to "
-        "32 rows; off: cuBLAS. With on or fused a row's products have the same bits in all batch sizes up to 16, and "
-        "in all from there to 64, at every start",
+        description="on a GPU: GEMM backend of the base weights in decode steps of up to 64 sequences. auto: "
+        "measured at the start for each shape; on: our kernel; fused: our kernel with LoRA expand "
+        "fused in, up to 32 sequences; off: cuBLAS. With on or fused, results are the same for all "
+        "batch sizes up to 16, and for all from 17 to 64, at every start",
     )
     max_lora_rank: int = Field(
-        default=256, ge=1, le=256, description="largest rank of an adapter on a GPU; its tables are made for it once"
+        default=256,
+        ge=1,
+        le=256,
+        description="largest rank of an adapter on a GPU; adapter tables are sized for it at the start",
     )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
-        default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
+        default="auto", description="CPU kernels: auto: the native decoder if it was built and can run, else PyTorch"
     )
     host_cache_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="host memory for adapters read from disk and for KV of preempted requests, least recently used "
-        "out; default: an eighth of what the machine has left at the start, at least 1 GiB",
+        description="host memory for adapters and for the KV cache of preempted requests, evicted least recently "
+        "used first; default: an eighth of the free memory at the start, at least 1 GiB",
     )
     async_scheduling: bool = Field(
         default=True,
-        description="launch the next step before the last one's tokens are read, where the device computes "
-        "beside the host (a GPU)",
+        description="on a GPU: launch the next step before the tokens of the current one are read",
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
-        description="what becomes of a request's KV when others need its pages: it goes to host memory and comes back, "
-        "or it is computed again; auto: whichever was measured to take less time. It is computed again wherever host "
-        "memory has no room",
+        description="what happens to the KV cache of a preempted request: swap: it moves to host memory and "
+        "back; recompute: it is computed again; auto: whichever was measured to take less time. It "
+        "is always recomputed if host memory is full",
     )
     eviction: Literal["cost", "lru"] = Field(
         default="cost",
-        description="what gives up its pages first: what costs least to bring back for how often it is used and is not "
-        "waited for, or what was used least recently, to compare with",
+        description="which pages are evicted first: cost: those that cost least to restore for how often they "
+        "are used; lru: the least recently used, a baseline",
     )
-    prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
+    prefix_cache: bool = Field(default=True, description="reuse the KV cache of equal prompt prefixes")
     share_prefix_cache: bool = Field(
         default=False,
-        description="let requests of different tenants start from each other's cached KV; then one can tell what "
-        "another has asked. A request's cache salt is honoured either way",
+        description="share the prefix cache between tenants; a tenant can then find out what another has asked. "
+        "A request's cache_salt applies either way",
     )
-    lookahead: int = Field(default=8, ge=1, description="adapters are read ahead for this many waiting requests")
+    lookahead: int = Field(
+        default=8, ge=1, description="number of waiting requests whose adapters are read into host memory ahead"
+    )
     prefetch: int = Field(
         default=0,
         ge=0,
-        description="adapters are loaded into the arena for this many waiting requests before they may run, where "
-        "there is room that no other request waits for",
+        description="number of waiting requests whose adapters are loaded into the page pool ahead, if no other "
+        "request waits for the room",
     )
     max_adapters_per_step: int | None = Field(
-        default=None, ge=1, description="most distinct adapters in a step; default: no limit"
+        default=None, ge=1, description="maximum distinct adapters in a step; default: no limit"
     )
     max_overtake_seconds: float = Field(
-        default=1.0, ge=0, description="how long a waiting request may be overtaken by others with resident adapters"
+        default=1.0, ge=0, description="how long requests with resident adapters may overtake a waiting request"
     )
     fair_by: Literal["tenant", "adapter"] = Field(
         default="tenant",
-        description="what takes turns: tenants, or adapters; the base model counts as an adapter",
+        description="fairness key: tenant or adapter; the base model counts as an adapter",
     )
     weights: dict[str, float] = Field(
         default={},
-        description="shares of tenants, or of adapters, by name: one of weight 2 gets twice as much of a busy engine "
-        "as one of weight 1, which is every other's",
+        description="shares by tenant or adapter name: weight 2 gets twice as much of a busy engine as weight 1, "
+        "the default",
     )
     max_turn_seconds: float = Field(
         default=10.0,
         gt=0,
-        description="how long a tenant, or adapter, may wait for its turn, whatever its weight and others' shares",
+        description="longest time that a tenant or adapter waits for its turn, whatever the weights",
     )
-    max_turn_steps: int = Field(default=1000, ge=1, description="the same in steps")
+    max_turn_steps: int = Field(default=1000, ge=1, description="longest wait for a turn, in steps")
     mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact"] = Field(
         default="manual",
-        description="which adapter is merged into a step's weights, and which requests the step runs: manual: none "
-        "unless it is merged by hand; fastest: whatever is predicted to compute most tokens a second; dlora-1, 2, 3: "
-        "the paper's dynamic batching, with adaptive thresholds from 2 on, with credits at 3; dlora-artifact: all of "
-        "these as the authors' code has them, which tunes thresholds at mode switches only. These are to compare with",
+        description="which adapter is merged into the weights, and which requests a step runs. manual: only "
+        "adapters that an operator merges; fastest: the mode with the most predicted tokens per "
+        "second; dlora-1, dlora-2, dlora-3: dLoRA's dynamic batching, from 2 with adaptive "
+        "thresholds, at 3 with credits; dlora-artifact: as the authors' code does it. The dlora "
+        "policies are baselines",
     )
     max_load_stall_seconds: float = Field(
         default=0.02,
         ge=0,
-        description="how long a step may wait for adapters that are still being read; 0: no request starts before "
-        "its adapter has been read",
+        description="how long a step may wait for adapters that are still being read; 0: a request starts only "
+        "once its adapter has been read",
     )
     adapter_read_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="how long an adapter's read may bring nothing before it is given up and its requests fail; up to "
-        "32 s more for large layers, so that a slow disk may take its time",
+        description="how long an adapter read may make no progress before its requests fail; up to 32 s longer "
+        "for large layers",
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads, of all ranks together; default: as many as there are processors"
+        default=None, ge=1, description="CPU threads of all TP ranks together; default: the number of processors"
     )
     offload_workers: int = Field(
         default=0,
         ge=0,
         le=63,
-        description="processes, each on a processor of its own, that compute LoRA products of prompts with an adapter "
-        "that is still being copied to its pages (CPU-assisted prefill), where that is predicted to pay; with "
-        "the native decoder on a CPU, or on a GPU with CuPy, where it is untried",
+        description="CPU LoRA offload workers, each on its own processor: they compute LoRA terms of prompts "
+        "while the adapter is being copied, if that is predicted to be faster. Needs the native "
+        "decoder on a CPU, or a GPU with CuPy (experimental)",
     )
-    seed: int | None = Field(default=None, description="seed of the seeds drawn for requests that bring none")
+    seed: int | None = Field(
+        default=None, description="seed from which the seeds of requests without one are generated"
+    )
 
     @property
     def tokenizer_dir(self) -> Path:

@@ -45,9 +45,9 @@ _counted: Callable[..., Any] = partial(_field, grows=True)
 class EngineStats:
     """Counts and seconds of an engine at one moment, which nothing changes; pages are counts."""
 
-    num_running: int = _now("requests_running", "Requests in the running batch", gateway="num_requests_running")
-    num_waiting: int = _now("requests_waiting", "Requests that wait for a place", gateway="num_requests_waiting")
-    num_pages: int = _now("arena_pages", "Pages of the arena in all", "pool.num_usable")
+    num_running: int = _now("requests_running", "Running requests", gateway="num_requests_running")
+    num_waiting: int = _now("requests_waiting", "Requests in the queue", gateway="num_requests_waiting")
+    num_pages: int = _now("arena_pages", "Pages in the pool", "pool.num_usable")
     num_free_pages: int = _now(of="pool.num_free")
     num_kv_pages: int = _now()
     num_adapter_pages: int = _now()
@@ -56,72 +56,76 @@ class EngineStats:
     num_generated_tokens: int = _counted(of="scheduler.num_generated_tokens")
     num_step_tokens: int = _counted(of="scheduler.num_step_tokens")
     num_steps: int = _counted("steps", "Engine steps", "scheduler.num_steps")
-    num_steps_ahead: int = _counted("steps_ahead", "Steps launched before the tokens of the last one were read")
-    num_preemptions: int = _counted(
-        "preemptions", "Requests put back to make room", "scheduler.lifecycle.num_preemptions", "num_preemptions"
+    num_steps_ahead: int = _counted(
+        "steps_ahead", "Steps scheduled asynchronously: launched before the tokens of the previous step were read"
     )
-    num_swapped: int = _now("swapped_requests", "Preempted requests with KV in host memory")
-    swapped_bytes: int = _now("swapped_bytes", "Host memory that their KV takes", "swapped.num_bytes")
-    num_swaps_out: int = _counted("swaps_out", "Preemptions that copied KV to host memory", "swapped.num_out")
-    num_swaps_in: int = _counted("swaps_in", "Copies of such KV back", "swapped.num_in")
+    num_preemptions: int = _counted(
+        "preemptions", "Preemptions", "scheduler.lifecycle.num_preemptions", "num_preemptions"
+    )
+    num_swapped: int = _now("swapped_requests", "Preempted requests whose KV is in host memory")
+    swapped_bytes: int = _now("swapped_bytes", "Host memory used by swapped KV", "swapped.num_bytes")
+    num_swaps_out: int = _counted("swaps_out", "Preemptions that swapped KV to host memory", "swapped.num_out")
+    num_swaps_in: int = _counted("swaps_in", "Times that swapped KV was copied back", "swapped.num_in")
     swapped_bytes_out: int = _counted("swapped_out_bytes", "Bytes of KV copied to host memory", "swapped.num_bytes_out")
     swapped_bytes_in: int = _counted("swapped_in_bytes", "Bytes of KV copied back", "swapped.num_bytes_in")
-    num_swaps_dropped: int = _counted("swaps_dropped", "KV in host memory that was not used", "swapped.num_dropped")
-    num_adapter_hits: int = _counted("adapter_hits", "Admissions that found their adapter", "store.num_hits")
-    num_adapter_loads: int = _counted("adapter_loads", "Adapters brought to the device", "store.num_loads")
+    num_swaps_dropped: int = _counted("swaps_dropped", "Swapped KV discarded without use", "swapped.num_dropped")
+    num_adapter_hits: int = _counted("adapter_hits", "Admissions whose adapter was resident", "store.num_hits")
+    num_adapter_loads: int = _counted("adapter_loads", "Adapters loaded into the page pool", "store.num_loads")
     num_streamed_loads: int = _counted(
-        "adapter_streamed_loads", "Loads that a request followed layer by layer", "store.num_streamed"
+        "adapter_streamed_loads", "Loads that a request used layer by layer while they ran", "store.num_streamed"
     )
     num_waited_starts: int = _counted(
-        "cold_starts_waited", "Adapters that a request waited for until they had been read", "starts.num_waited"
+        "cold_starts_waited", "Cold starts that waited for the whole adapter", "starts.num_waited"
     )
     num_streamed_starts: int = _counted(
         "cold_starts_streamed",
-        "Adapters that a first step followed layer by layer; counted where prompts can be assisted",
+        "Cold starts that used the adapter layer by layer; counted only with CPU LoRA offload",
         "starts.num_streamed",
     )
     num_offloaded_starts: int = _counted(
         "cold_starts_assisted",
-        "Adapters with first layers that other processors computed meanwhile",
+        "Cold starts with CPU LoRA offload for the first layers",
         "starts.num_offloaded",
     )
     cold_start_regret: float = _counted(
         "cold_start_regret_seconds",
-        "By how much steps with adapters on their way took longer than the best choice would have made them",
+        "Seconds that steps with cold starts took beyond the best choice",
         "starts.regret_seconds",
     )
-    num_reads: int = _now("adapter_reads", "Adapters that are being read")
+    num_reads: int = _now("adapter_reads", "Adapters being read from disk")
     oldest_read_seconds: float = _now(
-        "adapter_read_stalled_seconds", "The longest that an adapter's read under way has brought nothing", largest=True
+        "adapter_read_stalled_seconds", "Longest time that a current adapter read has made no progress", largest=True
     )
-    num_failed_reads: int = _counted("adapter_failed_reads", "Adapters' reads that failed")
-    num_given_up_reads: int = _counted("adapter_given_up_reads", "Reads that brought nothing for too long")
+    num_failed_reads: int = _counted("adapter_failed_reads", "Adapter reads that failed")
+    num_given_up_reads: int = _counted("adapter_given_up_reads", "Adapter reads that timed out")
     num_adapter_evictions: int = _counted("adapter_evictions", "Adapters evicted", "store.num_evictions")
-    num_merges: int = _counted("merges", "Adapters made part of a copy of the weights", "merging.num_merges")
+    num_merges: int = _counted("merges", "Adapters merged into a copy of the weights", "merging.num_merges")
     num_mode_switches: int = _counted("mode_switches", "Switches to merged weights and back", "merging.num_switches")
     merge_seconds: float = _now(
-        "merge_seconds", "What the latest merge took, over all of its steps", "merging.merge_seconds"
+        "merge_seconds", "Duration of the latest merge, over all of its steps", "merging.merge_seconds"
     )
     longest_merge_pause: float = _now(
         "merge_longest_pause_seconds",
-        "The longest that a step was kept waiting for merging",
+        "Longest time that a step waited for a merge",
         "merging.longest_pause",
         largest=True,
     )
     predicted_step_seconds: float = _counted(
-        "mode_predicted_seconds", "What the mode policy predicted for decode steps"
+        "mode_predicted_seconds", "Duration of decode steps as predicted by the mode policy"
     )
-    measured_step_seconds: float = _counted("mode_measured_seconds", "What these steps took")
-    wrong_step_seconds: float = _counted("mode_wrong_seconds", "By how much the two differ, step by step")
+    measured_step_seconds: float = _counted("mode_measured_seconds", "Duration of the same steps as measured")
+    wrong_step_seconds: float = _counted(
+        "mode_wrong_seconds", "Sum of the absolute differences between predicted and measured steps"
+    )
     num_steps_leaving_out: int = _counted("mode_steps_leaving_out", "Steps in which the mode policy left requests out")
     num_prefix_query_tokens: int = _counted(
         "prefix_query_tokens", "Tokens looked up in the prefix cache", "prefix.num_query_tokens", "prefix_cache_queries"
     )
     num_prefix_hit_tokens: int = _counted(
-        "prefix_hit_tokens", "Tokens with their KV in the prefix cache", "prefix.num_hit_tokens", "prefix_cache_hits"
+        "prefix_hit_tokens", "Tokens found in the prefix cache", "prefix.num_hit_tokens", "prefix_cache_hits"
     )
-    num_kv_events: int = _counted("kv_events", "Blocks published to routers as cached or gone")
-    num_dropped_kv_events: int = _counted("kv_events_dropped", "Blocks not published because the publisher lagged")
+    num_kv_events: int = _counted("kv_events", "KV events published to routers")
+    num_dropped_kv_events: int = _counted("kv_events_dropped", "KV events dropped because the publisher lagged")
     last_step: StepInfo | None = None
     mode: StepMode = StepMode.LORA
     """Merged, or lora as each step needs it."""

@@ -133,224 +133,239 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     model: Path = Field(
         default=BUILTIN_MODEL,
-        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), ORG/MODEL in the Hub's cache "
-        "on this machine, or a model that `chorus pull` fetched, such as smollm2; default: the built-in model",
+        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), ORG/MODEL in this "
+        "machine's Hub cache, or a model that `chorus pull` fetched, such as smollm2; default: the "
+        "built-in model",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is accepted")
     max_held_body_bytes: int = Field(
         default=256 << 20,
         ge=1024,
-        description="most bytes of bodies that are being read; a tenant may hold as many as it leaves free",
+        description="maximum bytes of request bodies being read at once; a tenant may hold at most as many as "
+        "are free for others",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         default="auto",
-        description="what requests sample with where they say nothing: auto: the model's generation_config.json; "
-        "vllm: OpenAI's defaults, as in vLLM",
+        description="sampling defaults: auto: the model's generation_config.json; vllm: OpenAI's defaults, as in vLLM",
     )
     override_generation_config: Annotated[dict[str, Any], NoDecode, BeforeValidator(_read_object)] = Field(
         default={},
-        description="JSON object of defaults that win over the model's, such as '{\"temperature\": 0.5}', as in vLLM",
+        description="JSON object of sampling defaults that override the model's, such as '{\"temperature\": 0.5}', "
+        "as in vLLM",
     )
     chat_template: Path | None = Field(
-        default=None, description="file of a chat template, in Jinja, in place of the model's own"
+        default=None, description="file with a Jinja chat template that replaces the model's"
     )
     adapter_chat_templates: bool = Field(
         default=False,
-        description="use an adapter's own chat_template.jinja for its conversations where it differs from the model's. "
-        "Templates are programs: only for adapters of people you trust",
+        description="use an adapter's own chat_template.jinja if it differs from the model's. Templates are "
+        "programs: enable this only for adapters of people you trust",
     )
     enable_force_include_usage: bool = Field(
         default=False,
-        description="streams tell their usage with every chunk, asked or not, for gateways that count tokens",
+        description="include usage in every chunk of a stream, even if the request does not ask for it; for "
+        "gateways that count tokens",
     )
     return_tokens_as_token_ids: bool = Field(
-        default=False, description="log-probabilities name every token token_id:ID, as if each request asked for it"
+        default=False,
+        description="write every token in log-probabilities as token_id:ID, as if each request asked for it",
     )
     enable_tokenizer_info_endpoint: bool = Field(
         default=False,
-        description="GET /tokenizer_info gives the tokenizer's special tokens and the chat template, as lm-eval asks",
+        description="serve GET /tokenizer_info: the tokenizer's special tokens and the chat template, for lm-eval",
     )
     adapter_roots: Annotated[list[Path] | None, NoDecode, BeforeValidator(_split_roots)] = Field(
         default=None,
-        description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
+        description="directories, separated by ':', that adapters loaded over HTTP must be in; none: adapters "
         "can't be changed over HTTP; default: the adapters directory",
     )
     adapter_uploads: Path | None = Field(
         default=None,
-        description="directory for adapters that are sent as bytes, and for the names of all that were loaded over "
-        "HTTP, which are served again after a restart; of this server or cluster alone. Default: none is taken",
+        description="directory for uploaded adapters and for the names of all adapters loaded over HTTP, which "
+        "are served again after a restart. Each server or cluster needs its own. Default: uploads "
+        "are refused",
     )
-    max_adapter_bytes: int = Field(
-        default=1 << 30, ge=1024, description="most bytes of an adapter that is sent as bytes"
-    )
+    max_adapter_bytes: int = Field(default=1 << 30, ge=1024, description="maximum bytes of an uploaded adapter")
     max_uploaded_bytes: int = Field(
-        default=16 << 30, ge=1024, description="most bytes of all such adapters that are kept"
+        default=16 << 30, ge=1024, description="maximum bytes of all uploaded adapters together"
     )
     keep_versions: int = Field(
         default=1,
         ge=1,
         le=1000,
-        description="versions of an adapter that can be asked for as NAME@VERSION, the newest counted, where a load "
-        "does not say",
+        description="versions of an adapter that stay available as NAME@VERSION, including the newest, unless a "
+        "load says otherwise",
     )
     adapter_source: Annotated[list[str], NoDecode, Words, _checked(lambda given: list(map(Rule.parse, given)))] = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="where adapters that are not registered come from when a request names them, as PATTERN=URL with a "
-        "* in both, such as 'acme/*=https://adapters.acme.example/*.tar.gz' or 'hf/*=hf://*': a directory, or hf://, "
-        "https://, s3:// or gs://, which must be in --adapter-source-hosts; repeatable; default: nowhere",
+        description="source of adapters that a request names but that are not registered, as PATTERN=URL with a "
+        "* in both, such as 'acme/*=https://adapters.acme.example/*.tar.gz' or 'hf/*=hf://*'. The "
+        "URL is a directory, hf://, https://, s3:// or gs://, and its host must be in "
+        "--adapter-source-hosts; repeatable; default: none",
     )
     adapter_source_hosts: Annotated[list[str], NoDecode, Commas, _checked(Allowed)] = Field(
         default=[],
-        description="hosts, with commas between, that adapters may be fetched from, also by redirects: store.example, "
-        "*.store.example, http://minio:9000, s3://BUCKET, gs://BUCKET, and addresses or networks that are not of the "
-        "internet, such as 10.1.0.0/16; default: none",
+        description="comma-separated hosts that adapters may be fetched from, including redirects: "
+        "store.example, *.store.example, http://minio:9000, s3://BUCKET, gs://BUCKET, and private "
+        "addresses or networks such as 10.1.0.0/16; default: none",
     )
-    adapter_source_bytes: int = Field(default=2 << 30, ge=1, description="most bytes of a fetched adapter")
-    adapter_source_seconds: float = Field(default=60, gt=0, description="how long fetching an adapter may take")
+    adapter_source_bytes: int = Field(default=2 << 30, ge=1, description="maximum bytes of a fetched adapter")
+    adapter_source_seconds: float = Field(default=60, gt=0, description="time limit for fetching an adapter")
     adapter_cache: Path | None = Field(
         default=None,
-        description="directory of fetched adapters, which no other server uses; default: below the user's cache",
+        description="directory of fetched adapters, not shared with another server; default: in the user's cache "
+        "directory",
     )
     adapter_cache_bytes: int = Field(
-        default=20 << 30, ge=1, description="most bytes of fetched adapters, of which the least recently used go first"
+        default=20 << 30,
+        ge=1,
+        description="maximum bytes of fetched adapters; the least recently used are removed first",
     )
     lora_modules: Annotated[list[Annotated[LoraModule, BeforeValidator(read_lora_module)]], NoDecode, Words] = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="adapters to serve from anywhere on this machine, each as NAME=DIR; repeatable",
+        description="adapter to serve from anywhere on this machine, as NAME=DIR; repeatable",
     )
     api_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="key that clients must send as 'Authorization: Bearer KEY' to every route but /health and /ping; "
-        "repeatable, in CHORUS_API_KEYS with commas between. Flags can be seen by other users of this machine: rather "
-        "use the environment or --api-key-file",
+        description="API key that clients must send as 'Authorization: Bearer KEY' to every route but /health "
+        "and /ping; repeatable, or comma-separated in CHORUS_API_KEYS. Other users of this machine "
+        "can see flags: prefer the environment or --api-key-file",
     )
     api_key_file: Path | None = Field(
         default=None,
-        description="file with API keys, one a line, behind each its tenant's name and rights if it shall have any; # "
-        "begins a comment",
+        description="file with API keys: one per line, optionally followed by a tenant name and rights; # starts "
+        "a comment",
     )
     admin_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,
-        description="key that alone may change adapters, and do all that API keys may; repeatable; without one every "
-        "API key may change adapters",
+        description="key that may change adapters and do everything that API keys may; repeatable. Without one, "
+        "every API key may change adapters",
     )
-    admin_key_file: Path | None = Field(default=None, description="file with admin keys, as of API keys")
+    admin_key_file: Path | None = Field(
+        default=None, description="file with admin keys, in the format of --api-key-file"
+    )
     allow_unauthenticated: bool = Field(
-        default=False, description="listen beyond this machine though no API key is set: any client that reaches the "
+        default=False,
+        description="listen on other than loopback addresses although no API key is set: any client that reaches the "
         "port may use the server",
-    )  # fmt: skip
+    )
     allowed_hosts: Texts = Field(
         default=None,
-        description="names, with commas between, that a request's Host header may have; '*' is any, '*.example.com' "
-        "any below it. By default the loopback names and --host; where that is every address, any address and the "
-        "machine's name, and with API keys any name",
+        description="comma-separated names that a request's Host header may have; '*' is any, '*.example.com' "
+        "any below it. Default: the loopback names and --host; if that is every address, any address "
+        "and the machine's name, and with API keys any name",
     )
     root_path: str = Field(
         default="",
         pattern=r"^(/[A-Za-z0-9._~-]+)*$",
-        description="path below which a proxy shows the server, where that passes it on, such as /llm: /llm/v1/models "
-        "is then /v1/models",
+        description="path prefix under which a proxy forwards to the server without removing it, such as /llm: "
+        "/llm/v1/models then serves /v1/models",
     )
     cors_origins: Texts = Field(
         default=None,
-        description="origins, with commas between, of web pages that may call the server; '*' is any; default: none",
+        description="comma-separated origins of web pages that may call the server; '*' is any; default: none",
     )
     weights: Annotated[dict[str, float], NoDecode, BeforeValidator(_read_weights)] = Field(
         default={},
-        description="shares of tenants, or of adapters, each as NAME=WEIGHT with commas between: one of weight 2 gets "
-        "twice as much of a busy engine as one of weight 1, which is every other's. A tenant's name is the one in the "
-        "tenant header or behind its key in the key file, or else the one that /metrics shows",
+        description="shares of tenants or adapters, as comma-separated NAME=WEIGHT: weight 2 gets twice as much "
+        "of a busy engine as weight 1, the default. A tenant's name is the one in the tenant header "
+        "or the key file, or else the one that /metrics shows",
     )
     tenant_header: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9-]{1,64}$",
-        description="request header that names the tenant, for a gateway that speaks for several; any client with "
-        "a key may then name any tenant. Default: each key is a tenant and, without keys, each address",
+        description="request header that names the tenant, for a gateway that serves several tenants. Any client "
+        "with a key may then name any tenant. Default: each key is a tenant and, without keys, each "
+        "address",
     )
     tenant_gateways: Nets = Field(
         default=None,
-        description="addresses and networks, with commas between, of gateways: only their tenant header counts, which "
-        "is llm-d's x-llm-d-inference-fairness-id unless --tenant-header names another; of a request with a key it "
-        "names a part of the key's tenant. They must overwrite that header where clients send it. Default: with "
-        "--tenant-header every client's counts, else none",
+        description="comma-separated addresses and networks of gateways whose tenant header is trusted; other "
+        "clients' headers are ignored. The header is --tenant-header, or llm-d's "
+        "x-llm-d-inference-fairness-id. In a request with a key it names a part of the key's tenant. "
+        "Gateways must overwrite the header that clients send. Default: with --tenant-header every "
+        "client is trusted, else none",
     )
     kv_events_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc|inproc)://\S+$",
-        description="where to publish, over ZMQ as vLLM does, which blocks of KV are cached, for routers; such as "
-        "tcp://127.0.0.1:5557. It listens where the address is '*', or one of this machine's loopback, else connects "
-        "to a subscriber. Prompts can be read from the events. Default: nothing is published",
+        description="ZMQ endpoint on which to publish, as vLLM does, which KV blocks are cached, for routers; "
+        "such as tcp://127.0.0.1:5557. The server listens if the address is '*' or loopback, else it "
+        "connects to a subscriber. Prompts can be read from the events. Default: nothing is published",
     )
     kv_events_replay_endpoint: str | None = Field(
         default=None,
         pattern=r"^(tcp|ipc|inproc)://\S+$",
-        description="where subscribers ask for KV events that they have missed, such as tcp://127.0.0.1:5558",
+        description="ZMQ endpoint on which subscribers request KV events that they missed, such as "
+        "tcp://127.0.0.1:5558",
     )
     kv_events_topic: str = Field(
-        default="", max_length=256, description="topic of the KV events; llm-d reads kv@ADDRESS:PORT@MODEL"
+        default="", max_length=256, description="topic of the KV events; llm-d expects kv@ADDRESS:PORT@MODEL"
     )
     ui: bool = Field(
         default=True,
-        description="serve the operator's page at /ui; where there are keys, its data need an admin key",
+        description="serve the operator's page at /ui; if keys are set, its data need an admin key",
     )
     record: Path | None = Field(
         default=None,
-        description="file that gets a row for each request when it ends, for `chorus plan`: arrival, adapter and rank, "
-        "prompt and output tokens, and a hash of the tenant. Never a prompt or an answer; but tenants with names that "
-        "can be guessed can be found from their hashes. Rows are added to an existing trace; default: none",
+        description="CSV file to which a row is appended for each finished request, for `chorus plan`: arrival, "
+        "adapter, rank, prompt and output tokens, and a hash of the tenant. It never holds prompts "
+        "or outputs, but guessable tenant names can be found from their hashes. Default: none",
     )
     otlp_traces_endpoint: str | None = Field(
         default=None,
         pattern=r"^https?://\S+$",
-        description="where to send a span for each request, over OTLP, such as http://127.0.0.1:4318/v1/traces; "
-        "OpenTelemetry's own variables say all else, and the endpoint, too. Default: no spans without "
-        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        description="OTLP endpoint that receives a span for each request, such as "
+        "http://127.0.0.1:4318/v1/traces. OpenTelemetry's own environment variables apply, too. "
+        "Default: no spans unless OTEL_EXPORTER_OTLP_ENDPOINT is set",
     )
     max_connections: int | None = Field(
-        default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"
+        default=None, ge=16, description="maximum open connections; default: derived from the limit of file descriptors"
     )
     max_connections_per_address: int | None = Field(
         default=None,
         ge=1,
-        description="most open connections from one address, or from one /64 of IPv6; default: half of max_connections",
+        description="maximum open connections from one address, or one IPv6 /64; default: half of max_connections",
     )
     trusted_proxies: Nets = Field(
         default=["127.0.0.1", "::1"],
-        description="addresses and networks, with commas between, of proxies in front of the server: they may open any "
-        "number of connections, and the address they name in X-Forwarded-For is the client's; default: this machine",
+        description="comma-separated addresses and networks of proxies: they may open any number of connections, "
+        "and X-Forwarded-For from them gives the client's address; default: this machine",
     )
-    head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
-    body_seconds: float = Field(default=20, gt=0, description="how long a body may pause between two of its parts")
+    head_seconds: float = Field(default=10, gt=0, description="time limit for a request's line and headers")
+    body_seconds: float = Field(default=20, gt=0, description="longest pause between two parts of a request body")
     whole_body_seconds: float = Field(
-        default=45, gt=0, description="how long a whole body may take, and a second more for each body_bytes_per_second"
+        default=45, gt=0, description="time limit for a request body, plus one second per body_bytes_per_second bytes"
     )
     body_bytes_per_second: int = Field(
-        default=32 << 10, ge=1, description="least rate of a body that takes longer than whole_body_seconds"
+        default=32 << 10, ge=1, description="minimum rate of a request body that takes longer than whole_body_seconds"
     )
     send_seconds: float = Field(
-        default=20, gt=0, description="how long a client may take nothing of an answer (on Linux)"
+        default=20, gt=0, description="how long a client may accept no bytes of a response (on Linux)"
     )
     idle_seconds: float = Field(default=20, gt=0, description="how long a connection may be idle between two requests")
     grace_seconds: float = Field(
-        default=20, ge=0, description="how long answers in progress may go on after the signal to stop"
+        default=20, ge=0, description="how long requests in progress may continue after a stop signal"
     )
     stall_seconds: float = Field(
         default=8,
         gt=0,
-        description="how long a step may take before /health is 503; raise it where steps are that slow",
+        description="how long a step may take before /health returns 503; raise it if steps are that slow",
     )
     give_up_seconds: float = Field(
-        default=30, gt=0, description="how long a step may take before the requests in it end with an error"
+        default=30, gt=0, description="how long a step may take before its requests end with an error"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
-    log_format: LogFormat = Field(default="text", description="format of the log's lines; json: an object a line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="lowest level that is logged"
+    )
+    log_format: LogFormat = Field(default="text", description="format of log lines; json: one object per line")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
     @field_validator(

@@ -29,40 +29,40 @@ class RequestLimits(BaseModel):
     """Limits beyond which a request is refused with a 400. The server's settings extend it."""
 
     max_logprobs: int = Field(
-        default=20, ge=0, le=MAX_LOGPROBS, description="most log-probabilities that can be asked for with a token"
+        default=20, ge=0, le=MAX_LOGPROBS, description="maximum log-probabilities per token in a request"
     )
     max_scores: int = Field(
         default=100_000,
         ge=1,
-        description="most log-probabilities in one answer: tokens with theirs, times one more than their alternatives",
+        description="maximum log-probabilities in one response: tokens times one more than their alternatives",
     )
-    max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
+    max_prompts: int = Field(default=128, ge=1, description="maximum choices in one request: prompts times n")
     max_call_tokens: int = Field(
-        default=1 << 18, ge=1, description="most prompt tokens in one call, each prompt times the answers to it"
+        default=1 << 18, ge=1, description="maximum prompt tokens in one request, each prompt counted n times"
     )
-    max_messages: int = Field(default=1024, ge=1, description="most messages in one conversation")
-    max_tools: int = Field(default=128, ge=0, description="most tools in one conversation")
-    max_tool_bytes: int = Field(default=256 << 10, ge=0, description="most bytes of the tools that may be called")
-    max_stop_strings: int = Field(default=16, ge=0, description="most stop strings")
-    max_bad_words: int = Field(default=256, ge=0, description="most bad words")
-    max_logit_bias: int = Field(default=1024, ge=0, description="most entries of logit_bias, or of stop_token_ids")
-    max_allowed_tokens: int = Field(default=16384, ge=1, description="most entries of allowed_token_ids")
+    max_messages: int = Field(default=1024, ge=1, description="maximum messages in a conversation")
+    max_tools: int = Field(default=128, ge=0, description="maximum tools in a request")
+    max_tool_bytes: int = Field(default=256 << 10, ge=0, description="maximum bytes of a request's tools")
+    max_stop_strings: int = Field(default=16, ge=0, description="maximum stop strings")
+    max_bad_words: int = Field(default=256, ge=0, description="maximum bad words")
+    max_logit_bias: int = Field(default=1024, ge=0, description="maximum entries of logit_bias, or of stop_token_ids")
+    max_allowed_tokens: int = Field(default=16384, ge=1, description="maximum entries of allowed_token_ids")
     max_grammar_bytes: int = Field(
-        default=32 << 10, ge=1, description="most bytes of a JSON schema, of choices or of another grammar"
+        default=32 << 10, ge=1, description="maximum bytes of a JSON schema, of choices or of another grammar"
     )
     max_pattern_bytes: int = Field(
         default=8 << 10,
         ge=1,
-        description="most bytes of regular expressions in a grammar, or of its rules: the time to compile grows with "
+        description="maximum bytes of regular expressions, or of rules, in a grammar; compile time grows with "
         "their square, to half a second",
     )
     max_steering: int = Field(
         default=8192,
         ge=1,
-        description="most bad words, logit_bias entries, allowed token ids and characters of stop strings, each times "
-        "the answers in the call",
+        description="maximum bad words, logit_bias entries, allowed token ids and stop string characters "
+        "together, each times the choices of the request",
     )
-    max_json_values: int = Field(default=1 << 17, ge=16, description="most values in a request's JSON")
+    max_json_values: int = Field(default=1 << 17, ge=16, description="maximum values in a request's JSON")
 
 
 def check_json(body: bytes, max_values: int) -> None:

@@ -140,30 +140,28 @@ class ClusterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         dispatcher, in_flight = self._dispatcher, self._dispatcher.in_flight
         up = sum(link.takes_requests for link in dispatcher.links)
-        yield GaugeMetricFamily("chorus_replicas", "Replicas that there are to be", dispatcher.num_replicas)
-        yield GaugeMetricFamily("chorus_replicas_up", "Replicas that take requests", up)
+        yield GaugeMetricFamily("chorus_replicas", "Replicas that the cluster should have", dispatcher.num_replicas)
+        yield GaugeMetricFamily("chorus_replicas_up", "Replicas that accept requests", up)
         yield GaugeMetricFamily(
-            "chorus_scale_hint", "1: one more replica is needed; -1: one could be given back", dispatcher.scale.value
+            "chorus_scale_hint", "1: one more replica is needed; -1: one could be removed", dispatcher.scale.value
         )
         for name in ("chorus_api_server_waiting", "chorus_front_waiting"):  # the second: until the next release
             yield GaugeMetricFamily(name, "Requests queued at this API server", in_flight.num_waiting)
         yield CounterMetricFamily(
             "chorus_replica_deaths",
-            "Connections to replicas that ended, but for replicas that were to",
+            "Connections to replicas that ended unexpectedly",
             dispatcher.num_deaths,
         )
+        yield CounterMetricFamily("chorus_requests_moved", "Requests moved to another replica", in_flight.num_moves)
         yield CounterMetricFamily(
-            "chorus_requests_moved", "Times that a request went on at another replica", in_flight.num_moves
-        )
-        yield CounterMetricFamily(
-            "chorus_stale_rows", "Rows of a request's earlier places, which were dropped", in_flight.num_stale
+            "chorus_stale_rows", "Stale output rows of earlier attempts, discarded", in_flight.num_stale
         )
         at = GaugeMetricFamily("chorus_replica_requests", "Open requests at a replica", labels=("replica",))
         for link in dispatcher.links:
             at.add_metric((link.name,), in_flight.num_at(link.name))
         yield at
         costs = GaugeMetricFamily(
-            "chorus_replica_cost_seconds", "What replicas have learned that a step takes, on average", labels=("term",)
+            "chorus_replica_cost_seconds", "Cost of a step as the replicas learned it, their mean", labels=("term",)
         )
         told = dispatcher.reported_costs()
         for term in told[0] if told else ():

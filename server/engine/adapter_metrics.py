@@ -12,16 +12,16 @@ from .engine_view import EngineView
 from .metric_families import MODEL_LABELS, label, listed, with_samples
 
 _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
-"""vLLM's words for where a whole adapter is; `gpu` is the arena, on a CPU, too."""
+"""vLLM's words for where a whole adapter is; `gpu` is the page pool, also on a CPU."""
 
 
 def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
     """Series of the adapters, and of the adapters in use. everything: values of vLLM's labels."""
     yield GaugeMetricFamily(
-        "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
+        "chorus_adapters_quarantined", "Quarantined adapters; GET /v1/adapters tells why", view.num_quarantined
     )
     yield with_samples(
-        GaugeMetricFamily("chorus_adapters", "Adapters, by where their bytes are", labels=("tier",)),
+        GaugeMetricFamily("chorus_adapters", "Adapters by tier", labels=("tier",)),
         *(((tier,), count) for tier, count in view.tier_counts.items()),
     )
     yield with_samples(
@@ -32,9 +32,9 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
     )
     for name, text, values in (
         ("rank", "Rank of an adapter that is not only on disk", [one.manifest.rank for one in view.adapters]),
-        ("pinned", "1 if it is kept resident", [int(one.pinned) for one in view.adapters]),
-        ("load_seconds", "How long its latest load from host memory took", [one.load_seconds for one in view.adapters]),
-        ("credit", "What it has for giving way to merged adapters", [one.credit for one in view.adapters]),
+        ("pinned", "1 if it is pinned", [int(one.pinned) for one in view.adapters]),
+        ("load_seconds", "Duration of its latest load from host memory", [one.load_seconds for one in view.adapters]),
+        ("credit", "Credit it earned by yielding to merged adapters (dLoRA)", [one.credit for one in view.adapters]),
     ):
         yield with_samples(
             GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),
@@ -53,13 +53,13 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
 
 
 def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
-    """Series from which llm-d's router takes the adapters that a server holds.
+    """Series by which llm-d's router finds the adapters that a server holds.
 
-    There are no slots for adapters here: the most that can be resident is what is, and what fits beside it.
+    Chorus has no fixed adapter slots: the maximum is the resident adapters plus those that still fit.
     """
     yield with_samples(
         GaugeMetricFamily(
-            "vllm:lora_adapter_loaded", "1 for an adapter that is in the arena (gpu), or in host memory alone (cpu)",
+            "vllm:lora_adapter_loaded", "1 for an adapter in the page pool (gpu), or only in host memory (cpu)",
             labels=(*MODEL_LABELS, "adapter_name", "level", "pinned", "rank"),
         ),
         *(
@@ -69,8 +69,8 @@ def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric
     )  # fmt: skip
     resident = view.tier_counts.get(Tier.DEVICE, 0)
     for name, text, value in (
-        ("num_gpu_loaded_lora_adapters", "Adapters in the arena", resident),
-        ("max_gpu_lora_adapters", "Adapters in the arena, and how many more of average size fit without evicting one",
+        ("num_gpu_loaded_lora_adapters", "Adapters in the page pool", resident),
+        ("max_gpu_lora_adapters", "Adapters in the page pool, plus how many more of average size fit without eviction",
          resident + view.num_loadable),
     ):  # fmt: skip
         yield with_samples(GaugeMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS), (everything, value))

@@ -59,7 +59,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats, view, base))
         self.counted = registry = self.registry if directory is None else CollectorRegistry()
-        """What is of this process's requests; the engine's state is the same in all processes."""
+        """Series about this process's requests; the engine's state is the same in all processes."""
         self.shared = None if directory is None else SharedCounts(registry, directory)
         if self.shared is not None:
             self.registry.register(self.shared)
@@ -69,26 +69,26 @@ class Metrics:
         self._models: set[str] = set()
         self._finish_reasons: dict[str, set[str]] = {}
         self._requests = Counter(
-            "chorus_requests", "Requests ended, by how", ("model", "finish_reason"), registry=registry
+            "chorus_requests", "Finished requests by finish reason", ("model", "finish_reason"), registry=registry
         )
         self._all_requests = Counter(
-            "vllm:request_success", "Requests ended", (*MODEL_LABELS, "finished_reason"), registry=registry
+            "vllm:request_success", "Finished requests", (*MODEL_LABELS, "finished_reason"), registry=registry
         )
         self.rejected = Counter(
-            "vllm:admission_rejections", "Calls refused with a 429: the queue is full", ("model_name", "reason"),
+            "vllm:admission_rejections", "Requests refused with 429: the queue was full", ("model_name", "reason"),
             registry=registry,
         ).labels(label(base), "max_num_queued_reqs").inc  # fmt: skip
-        """Counts a call that finds the queue full."""
+        """Counts a request that finds the queue full."""
         self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
-        self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Tokens generated", self)
-        self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)
-        self._itl = _Seconds("inter_token_latency", "Between two tokens of a request", ITL_BUCKETS, self)
-        self._e2e = _Seconds("request", "From arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
+        self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Generated tokens", self)
+        self._ttft = _Seconds("time_to_first_token", "Time from arrival to the first token", TTFT_BUCKETS, self)
+        self._itl = _Seconds("inter_token_latency", "Time between two tokens of a request", ITL_BUCKETS, self)
+        self._e2e = _Seconds("request", "Time from arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
         self._calls = RequestMetrics(self.everything, registry)
         self.request_ended = self._calls.request_ended
 
     def start(self) -> None:
-        """Begin to tell the other processes, if there are any, what is counted here."""
+        """Begin to share counts with the other processes, if there are any."""
         if self.shared is not None:
             self.shared.start()
 
@@ -98,15 +98,15 @@ class Metrics:
 
     @property
     def everything(self) -> tuple[str, str]:
-        """Labels of what vLLM counts for all models together."""
+        """Labels of series that vLLM counts over all models."""
         return label(self._base), ENGINE
 
     def accepted(self, model: str, prompt_tokens: int) -> None:
-        """The engine took a request."""
+        """The engine accepted a request."""
         self._prompt_tokens.add(self._series(model), prompt_tokens)
 
     def generated(self, model: str, tokens: int, seconds: float, *, first: bool) -> None:
-        """New tokens came, so long after the request's arrival (the first ones) or after its previous tokens."""
+        """New tokens came, `seconds` after the request's arrival (first tokens) or after its previous tokens."""
         self._generated_tokens.add(self._series(model), tokens)
         if first:
             self._ttft.observe(seconds)
@@ -125,7 +125,7 @@ class Metrics:
         self._calls.ended(one)
 
     def forget_all_but(self, labels: Collection[str]) -> None:
-        """Drop the series of models without one of these labels, but for the base model."""
+        """Drop the series of models not in `labels`, except the base model's."""
         kept = {*labels, label(self._base), OTHERS}
         if self.shared is not None:
             self.shared.forget_all_but(kept)
@@ -146,12 +146,12 @@ class Metrics:
         return series
 
     def render(self, write: Write, allows: Callable[[str], bool] | None = None) -> bytes:
-        """The text of all series, or only of the series that name a model which `allows` lets through."""
+        """The text of all series, or only of series that name a model accepted by `allows`."""
         return write(self.registry if allows is None else _Allowed(self.registry, allows))
 
 
 class _Allowed(CollectorRegistry):
-    """The series of a registry that name a model, each that is let through: none that is of several together."""
+    """The series of a registry that name one model accepted by `allows`; sums over models are hidden."""
 
     def __init__(self, whole: CollectorRegistry, allows: Callable[[str], bool]) -> None:
         super().__init__()
@@ -231,25 +231,25 @@ class _EngineCollector(Collector):
         pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
                  ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
         yield with_samples(
-            GaugeMetricFamily("chorus_pages", "Pages of the arena, by what is in them", labels=("kind",)),
+            GaugeMetricFamily("chorus_pages", "Pages of the pool by content", labels=("kind",)),
             *(((kind,), count) for kind, count in pages),
         )
         yield with_samples(
-            GaugeMetricFamily("chorus_merged_adapter", "1 for the adapter in the weights", labels=("adapter",)),
+            GaugeMetricFamily("chorus_merged_adapter", "1 for the merged adapter", labels=("adapter",)),
             *(((label(name),), 1) for name in (stats.merged_adapter,) if name is not None),
         )
         for noun in ("requests", "adapters", "tokens"):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
-            yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
+            yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Distinct {noun} in the latest step", value)
         yield from adapter_families(view, self._everything)
-        usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
+        usage = "Share of the pages not used by adapters that hold KV of running requests; 1 is all"
         yield with_samples(
             GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),
             (self._everything, stats.kv_usage),
         )
         counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
         yield histogram(
-            "vllm:iteration_tokens_total", "Tokens of a step", MODEL_LABELS, self._everything, STEP_SIZES, counts,
+            "vllm:iteration_tokens_total", "Tokens in a step", MODEL_LABELS, self._everything, STEP_SIZES, counts,
             stats.num_step_tokens,
         )  # fmt: skip
         cache = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
@@ -260,13 +260,13 @@ class _EngineCollector(Collector):
 
 
 def tenants_text(view: EngineView, write: Write, shown: Callable[[str], bool] | None = None) -> bytes:
-    """Series of tenants, or adapters, with requests in progress, that may be shown: of the ones with most requests."""
+    """Series of the tenants, or adapters, with the most requests in progress that the caller may see."""
     tenants = [each for each in view.tenants if shown is None or shown(each.name)][:MAX_TENANT_SERIES]
     registry = CollectorRegistry()
     for name, text, attribute in (
-        ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
-        ("requests_waiting", "Requests of a tenant, or adapter, that wait for a slot", "num_waiting"),
-        ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
+        ("requests_running", "Running requests of a tenant, or adapter", "num_running"),
+        ("requests_waiting", "Queued requests of a tenant, or adapter", "num_waiting"),
+        ("standing", "Cost served to a tenant, or adapter, divided by its weight; the smallest is next", "standing"),
     ):
         gauges = [
             Gauge(f"chorus_tenant_{name}", text, ("tenant",), registry=registry),

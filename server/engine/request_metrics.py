@@ -1,4 +1,4 @@
-"""Histograms of requests that have ended, and of their calls, under the names by which vLLM's boards find them."""
+"""Histograms of finished requests and choices, under the names that vLLM's dashboards use."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ TOKEN_SECONDS_BUCKETS = (
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has ended.
-
-    seconds: from its arrival to its end. queue_seconds, first_seconds, last_seconds: from its arrival to its first
-    admission, its first token and its last; None where there was none. max_tokens: that it might have generated.
-    """
+    """A finished choice. Times count from its request's arrival."""
 
     seconds: float
     queue_seconds: float | None
+    """Until it was first admitted; None if it never was."""
     first_seconds: float | None
+    """Until its first token; None if there was none."""
     last_seconds: float
+    """Until its latest token."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
@@ -39,7 +38,7 @@ class Ended:
 
 
 class RequestMetrics:
-    """Observes each request once, when it ends, and each call."""
+    """Observes each choice when it ends, and each request when its last choice ends."""
 
     def __init__(self, everything: tuple[str, str], registry: CollectorRegistry) -> None:
         """everything: values of vLLM's labels."""
@@ -49,23 +48,29 @@ class RequestMetrics:
 
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self._computed = histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached", TOKEN_BUCKETS
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that the prefix cache did not have",
+            TOKEN_BUCKETS,
         )
-        self._generated = histogram("request_generation_tokens", "Tokens that a request generated", TOKEN_BUCKETS)
+        self._generated = histogram("request_generation_tokens", "Generated tokens of a request", TOKEN_BUCKETS)
         self._most = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest answer of a call", TOKEN_BUCKETS
+            "request_max_num_generation_tokens", "Tokens of the longest choice of a request", TOKEN_BUCKETS
         )
         self._preemptions = histogram("request_num_preemptions", "Preemptions of a request", N_BUCKETS)
-        self._max_tokens = histogram("request_params_max_tokens", "Most tokens that were asked for", TOKEN_BUCKETS)
-        self._n = histogram("request_params_n", "Answers that were asked for", N_BUCKETS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to admission", SECONDS_BUCKETS)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a request", TOKEN_BUCKETS)
+        self._n = histogram("request_params_n", "n of a request", N_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "Time from arrival to admission", SECONDS_BUCKETS)
         self._inference = histogram(
-            "request_inference_time_seconds", "From admission to the last token", SECONDS_BUCKETS
+            "request_inference_time_seconds", "Time from admission to the last token", SECONDS_BUCKETS
         )
-        self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token", SECONDS_BUCKETS)
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last", SECONDS_BUCKETS)
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "Time from admission to the first token", SECONDS_BUCKETS
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "Time from the first token to the last", SECONDS_BUCKETS
+        )
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Time of a token but the first", TOKEN_SECONDS_BUCKETS
+            "request_time_per_output_token_seconds", "Mean time per output token after the first", TOKEN_SECONDS_BUCKETS
         )
 
     def ended(self, one: Ended) -> None:
@@ -82,11 +87,11 @@ class RequestMetrics:
         self._per_token.observe(decode / max(one.num_generated_tokens - 1, 1))
         if one.queue_seconds is not None:
             self._queue.observe(one.queue_seconds)
-            prefill = max(one.first_seconds - one.queue_seconds, 0.0)  # of two processes' clocks, perhaps
+            prefill = max(one.first_seconds - one.queue_seconds, 0.0)  # the times may come from two processes' clocks
             self._prefill.observe(prefill)
             self._inference.observe(prefill + decode)
 
     def request_ended(self, n: int, num_generated_tokens: int) -> None:
-        """All answers of a call have ended. n: to each prompt. num_generated_tokens: of the longest."""
+        """All choices of a request have ended. num_generated_tokens: of the longest choice."""
         self._n.observe(n)
         self._most.observe(num_generated_tokens)

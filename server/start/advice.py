@@ -77,7 +77,7 @@ INSTEAD = {
 """Flags that can't be obeyed, each with what to do."""
 
 NEUTRAL = {
-    "--api-server-count": "1", "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
+    "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
     "--response-role": "assistant", "--scheduling-policy": "fcfs", "--task": "generate",
 }  # fmt: skip
 """Values with which a flag asks for nothing."""
@@ -96,17 +96,26 @@ SHORT = {"-dp": "--data-parallel-size", "-pp": "--pipeline-parallel-size", "-q":
 """vLLM's short flags."""
 
 
+RENAMED = {"--fronts": "--api-servers"}
+"""Old names of our own flags, accepted until the next release."""
+
+
 class ForeignFlag(ValueError):
     """A flag that can't be obeyed; the text says what to do instead."""
 
 
 def without_foreign_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without other servers' flags that change nothing, and a note on each. ForeignFlag for another."""
+    """The arguments without other servers' flags that change nothing, and notes on these and on renamed flags.
+
+    Raises ForeignFlag for a flag that would change something.
+    """
     left, kept, notes = deque(args), [], []
     while left:
         given = left.popleft()
         flag, equals, value = given.partition("=")
         flag = SHORT.get(flag, flag)
+        if flag in RENAMED:
+            notes.append(f"{flag} is now {RENAMED[flag]}")
         if flag not in NOTED and flag not in INSTEAD:
             kept.append(flag + equals + value)
             continue

@@ -21,8 +21,8 @@ from chorus.server.http.gate import Gate
 
 TAKE = """
 import json, signal, sys
-from chorus.server.access.shared_bounds import Seats
-seats, (tenant, most, count) = Seats(sys.argv[1]), json.loads(sys.argv[2])
+from chorus.server.access.shared_bounds import RequestSlots
+seats, (tenant, most, count) = RequestSlots(sys.argv[1]), json.loads(sys.argv[2])
 print(json.dumps([seats.take(tenant, most) for _ in range(count)]), flush=True)
 signal.pause()
 """

@@ -95,7 +95,7 @@ def test_help_of_serve_fits_a_terminal_and_has_examples(capsys):
 
 @pytest.mark.parametrize(
     "flag",
-    ["--hf-overrides", "--rope-scaling", "--download-dir", "--response-role", "--api-server-count", "--middleware",
+    ["--hf-overrides", "--rope-scaling", "--download-dir", "--response-role", "--middleware",
      "--default-chat-template-kwargs", "--log-config", "--task"],
 )  # fmt: skip
 def test_flags_of_vllm_have_advice(flag):
@@ -107,6 +107,13 @@ def test_values_that_ask_for_nothing_are_taken():
     for flag, value in NEUTRAL.items():
         _, notes = without_foreign_flags(["serve", flag, value])
         assert len(notes) == 1
+
+
+def test_old_names_of_flags_are_accepted_with_a_note():
+    for flag in ("--fronts", "--api-server-count", "--api-servers"):
+        kept, notes = without_foreign_flags(["serve", flag, "3"])
+        assert kept == ["serve", flag, "3"] and parsed(flag, "3").api_servers == 3
+        assert notes == (["--fronts is now --api-servers"] if flag == "--fronts" else [])
 
 
 def test_pages_that_advice_names_exist():
