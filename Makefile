@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help check format style complexity types imports spelling constraints docs docs-check test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -50,6 +50,9 @@ constraints: ## write constraints.txt: the newest versions that pyproject.toml a
 docs: ## write the generated pages, and build the site into build/site
 	python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 mkdocs build -q
+
+style-report: ## counts of words, sentences, parameters and positional values
+	python -m tests.style_report
 
 test: ## the test suite
 	pytest -q
