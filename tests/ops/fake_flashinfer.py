@@ -156,7 +156,8 @@ class Decode(Wrapper):
     ):  # fmt: skip
         rows = len(last_page_len)
         self.take(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
-        ints(indptr, rows + 1), ints(last_page_len, rows)
+        ints(indptr, rows + 1)
+        ints(last_page_len, rows)
         assert len(indices) == indptr[-1]
         if not self.graph:
             self._keep("indptr", indptr)

@@ -95,7 +95,8 @@ def test_nothing_is_computed_while_nothing_watches(start, fake_engine, calls_of)
             assert next(events)[0] == "snapshot"
         seen = hub.num_ticks
         for _ in range(5):
-            next(one), next(two)
+            next(one)
+            next(two)
         assert hub.num_ticks - seen < 9, "both are sent the same events"
     live.wait_until(lambda: not hub.is_ticking)
     assert not hub.watchers and len(pictures) == hub.num_ticks
