@@ -1,7 +1,7 @@
 """Ways to begin a prompt with an adapter on its way to the device, and what each costs (CaraServe §4).
 
 *Wait*: the step begins when the whole adapter is there. *Stream*: it begins now, and each layer waits for its own part.
-*Assist*: it begins now, and other processors compute x·A·B of a layer that is not there. What they give comes over the
+*Offload*: it begins now, and other processors compute x·A·B of a layer that is not there. What they give comes over the
 link that the adapter comes over: of L tokens L·Σout values a layer, where an adapter of rank r has r·Σ(in + out). So
 nothing is left to gain from `link_tokens` = r·Σ(in + out)/Σout tokens on, whatever the processors: 1.84 r of a layer of
 Llama-2-7B, 2 r where in and out are equal.
@@ -52,7 +52,7 @@ class Arrival:
 class Stalls:
     """By how many seconds a step with a prompt takes longer than if its adapter were there, for each way to begin.
 
-    offloaded_layers: layers that are lent, if it is assisted.
+    offloaded_layers: layers that are offloaded, if the prompt is.
     """
 
     wait: float

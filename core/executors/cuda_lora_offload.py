@@ -1,4 +1,4 @@
-"""CPU-assisted prefill of steps on a GPU: what of `offload` is the GPU's, and what a step lends while it is launched.
+"""CPU LoRA offload of steps on a GPU: the GPU's side of `lora_offload`.
 
 The host launches a step's layers before the device has computed them, so what is lent is what is not in its pages when
 the host comes to it. Lent rows wait for the offload workers on the device alone. Should these end, a thread of the host

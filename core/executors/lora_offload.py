@@ -1,9 +1,9 @@
-"""CPU-assisted prefill (CaraServe §4): processes that compute x·A·B of prompts with an adapter still on its way.
+"""CPU LoRA offload (CaraServe §4): worker processes that compute x·A·B of prompts whose adapter is still being copied.
 
-Each has a processor of its own. A step lends them the rows of an adapter, layer by layer, until the layer is in the
-adapter's pages; from there on SGMV serves. They read A and B from the host image, which lies in shared memory like all
-that is handed over. Should one end, the rows that it had are void and wait for their adapter, and so do all later ones.
-What is here is of steps on the CPU, which hand rows over by the native library, and of steps on a GPU
+Each has a processor of its own. A step offloads the rows of an adapter to them, layer by layer, until the layer is in
+the adapter's pages; from there on SGMV serves. They read A and B from the host image, which lies in shared memory like
+all that is handed over. Should one end, the rows that it had are void and wait for their adapter, and so do all later
+ones. What is here is of steps on the CPU, which hand rows over by the native library, and of steps on a GPU
 (`cuda_lora_offload`).
 """
 

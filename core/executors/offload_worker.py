@@ -1,4 +1,4 @@
-"""A process that computes LoRA products for the base model's (CPU-assisted prefill, CaraServe §4)."""
+"""A process that computes LoRA products for the base model's (CPU LoRA offload, CaraServe §4)."""
 
 from __future__ import annotations
 
