@@ -116,7 +116,15 @@ def create_app(
     texts = TextApi(worker, tokenizer, builder, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     statuses = Statuses()
-    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name, statuses, private)
+    watchers = Watchers(
+        worker,
+        metrics=api.metrics,
+        pool=executors.page,
+        gate=gate,
+        base=settings.base_name,
+        statuses=statuses,
+        private=private,
+    )
 
     stops = ExitStack()  # of what runs as long as the app
 

@@ -296,9 +296,16 @@ class Catalog(BackendAdapters):
         pinned = entry.pinned and self._cluster.fleet.is_pinned(content)
         paused = split_version(name)[0] in self.paused or name in self.paused
         return AdapterState(
-            name, entry.version, entry.manifest, self._cluster.fleet.tier_of(content), 0, 0, pinned,
-            label=entry.label, paused=paused,
-        )  # fmt: skip
+            name,
+            version=entry.version,
+            manifest=entry.manifest,
+            tier=self._cluster.fleet.tier_of(content),
+            pages=0,
+            references=0,
+            pinned=pinned,
+            label=entry.label,
+            paused=paused,
+        )
 
 
 def failed(error: Exception) -> Future:

@@ -210,4 +210,13 @@ def _newest_or(adapters: BackendAdapters, name: str, label: str) -> AdapterState
 def _entry(name: str, manifest: AdapterManifest, label: str) -> Entry:
     path = str(manifest.path.absolute())
     content = manifest.content_hash or ""
-    return Entry(name, content, path, 0, manifest.rank, manifest.file_size, False, label)
+    return Entry(
+        name,
+        content_hash=content,
+        path=path,
+        generation=0,
+        rank=manifest.rank,
+        bytes=manifest.file_size,
+        pinned=False,
+        version=label,
+    )
