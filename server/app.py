@@ -1,4 +1,7 @@
-"""The ASGI app."""
+"""The ASGI app.
+
+Tests: tests/server/test_serve.py
+"""
 
 from __future__ import annotations
 

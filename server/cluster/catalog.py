@@ -1,5 +1,7 @@
 """The catalog of an API server: adapters by name, resolved here and nowhere else, so that no replica serves a stale
 one.
+
+Tests: tests/server/cluster/test_registered_catalog.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Snapshots of an engine: its adapters, what /metrics shows beside its counters, and the operator's page."""
+"""Snapshots of an engine: its adapters, what /metrics shows beside its counters, and the operator's page.
+
+Tests: tests/server/engine/test_picture.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Changes of what adapters' names mean: written down first, then made, and undone where they can't be made."""
+"""Changes of what adapters' names mean: written down first, then made, and undone where they can't be made.
+
+Tests: tests/server/api/test_adapter_versions.py
+"""
 
 from __future__ import annotations
 

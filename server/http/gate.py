@@ -1,4 +1,7 @@
-"""Requests in progress and the bytes of their bodies: bounds of each tenant and of all, and the end of what is left."""
+"""Requests in progress and the bytes of their bodies: bounds of each tenant and of all, and the end of what is left.
+
+Tests: tests/server/access/test_shared_bounds.py
+"""
 
 from __future__ import annotations
 

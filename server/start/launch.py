@@ -1,4 +1,7 @@
-"""Starting the server: the engine, the app and the socket, in an order in which mistakes show early."""
+"""Starting the server: the engine, the app and the socket, in an order in which mistakes show early.
+
+Tests: tests/server/cli/test_command.py
+"""
 
 from __future__ import annotations
 
