@@ -111,8 +111,8 @@ class Gate:
                     self.tokens.share()
 
     def _take(self, held: ExitStack, tenant: str, caller: str, grant: Grant, *, generates: bool) -> None:
-        """Take a seat of the key and a place of the tenant, which `held` gives back. Raises an ApiError if either has
-        none.
+        """Take a request slot of the key and a connection slot of the tenant, which `held` gives back. Raises an
+        ApiError if either has none.
         """
         if generates and grant.tokens_per_minute is not None:
             self.tokens.check(caller, grant.tokens_per_minute)
