@@ -321,7 +321,7 @@ def test_strangers_bring_one_line_of_the_log_however_many_they_are(play, caplog)
 def test_a_frame_that_announces_more_than_the_limit_is_not_waited_for(play):
     async def act(world):
         bad = await world.api_server()
-        bad._writer.write(b"CW\x01" + (2).to_bytes(4, "big") + (MAX_BYTES + 1).to_bytes(4, "big"))  # noqa: SLF001
+        bad._writer.write(b"CW\x02" + (2).to_bytes(4, "big") + (MAX_BYTES + 1).to_bytes(4, "big"))  # noqa: SLF001
         with pytest.raises(PeerRefused, match="FrameTooLarge"):
             while await bad.read() is not None:
                 pass
