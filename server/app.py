@@ -1,4 +1,7 @@
-"""The ASGI app."""
+"""The ASGI app.
+
+Tests: tests/server/test_serve.py
+"""
 
 from __future__ import annotations
 
@@ -116,7 +119,15 @@ def create_app(
     texts = TextApi(worker, tokenizer, builder, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     statuses = Statuses()
-    watchers = Watchers(worker, api.metrics, executors.page, gate, settings.base_name, statuses, private)
+    watchers = Watchers(
+        worker,
+        metrics=api.metrics,
+        pool=executors.page,
+        gate=gate,
+        base=settings.base_name,
+        statuses=statuses,
+        private=private,
+    )
 
     stops = ExitStack()  # of what runs as long as the app
 

@@ -1,4 +1,7 @@
-"""API keys: the rights of their holders, and the tenant that each one belongs to."""
+"""API keys: the rights of their holders, and the tenant that each one belongs to.
+
+Tests: tests/server/access/test_grants.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bounds of keys count, in one process or in all that share a directory."""
+"""Counts requests in progress and spent tokens per key, in one process or in all that share a directory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from .spent_slots import Spent, SpentSlots
 log = logging.getLogger(__name__)
 
 MAX_SHARED_SLOTS = 1 << 12
-"""Seats of a tenant that processes share, each of which takes 0.7 µs to find taken; a larger bound is each process's
-own."""
+"""Largest bound that processes share; finding one taken slot costs 0.7 µs. A larger bound applies per process."""
 
 MERGE_SECONDS = 0.1
 """Seconds for which tokens that were spent here are unknown to the other processes."""
 
 
 class RequestSlots:
-    """Requests in progress of tenants that may have so many at once.
+    """Request slots of tenants: how many requests each has in progress.
 
-    Each holds a seat: the lock of one byte in a file, which has no content, of as many bytes as its tenant has seats.
-    The system gives a process's locks back when it ends, however that was.
+    Each request holds a slot: a lock on one byte of an empty file. The operating system releases a process's locks when
+    it ends for any reason.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -38,7 +37,7 @@ class RequestSlots:
         self._held: dict[str, set[int]] = defaultdict(set)
 
     def take(self, tenant: str, most: int) -> int | None:
-        """A free seat of a tenant's `most`, None if there is none."""
+        """A free slot of a tenant's `most`; None if there is none."""
         held = self._held[tenant]
         if len(held) >= most:
             return None
@@ -57,7 +56,7 @@ class RequestSlots:
             del self._held[tenant]
 
     def num_taken(self) -> int:
-        """Seats that are taken in this process."""
+        """Slots taken by this process."""
         return sum(map(len, self._held.values()))
 
 
@@ -147,5 +146,5 @@ def _lock(file: int, byte: int) -> bool:
 
 
 def _first(tenant: str) -> int:
-    """The first byte of a tenant's seats; of 2^51 places."""
+    """Offset of a tenant's first slot in the file; one of 2^51."""
     return (int.from_bytes(blake2b(tenant.encode(), digest_size=8).digest(), "big") >> 13) * MAX_SHARED_SLOTS

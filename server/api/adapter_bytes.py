@@ -1,4 +1,7 @@
-"""Adapters that are sent as bytes, in JSON with base64 or in a form: written to disk as they come."""
+"""Adapters that are sent as bytes, in JSON with base64 or in a form: written to disk as they come.
+
+Tests: tests/server/api/test_adapter_versions.py, tests/server/test_uploads_kept.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The body of POST /v1/chat/completions."""
+"""The body of POST /v1/chat/completions.
+
+Tests: tests/server/test_chat.py
+"""
 
 from __future__ import annotations
 

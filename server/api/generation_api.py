@@ -1,5 +1,7 @@
 """The routes that generate text. Each parses its own request format; `GenerationBuilder` and `Responder` do the
 rest.
+
+Tests: tests/server/test_completions.py, tests/server/test_chat.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Calls: from a request that was read to the generation that answers it."""
+"""Calls: from a request that was read to the generation that answers it.
+
+Tests: tests/server/test_sampling_fields.py, tests/server/test_choices.py
+"""
 
 from __future__ import annotations
 

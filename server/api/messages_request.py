@@ -1,4 +1,7 @@
-"""The body of POST /v1/messages, Anthropic's, as a chat request."""
+"""The body of POST /v1/messages, Anthropic's, as a chat request.
+
+Tests: tests/server/api/test_messages.py
+"""
 
 from __future__ import annotations
 

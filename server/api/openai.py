@@ -1,6 +1,8 @@
 """Fields that the bodies of clients have in common.
 
 OpenAI's fields, the extensions of vLLM and of our own that we take, and other servers' names for them: see `fields`.
+
+Tests: tests/server/api/test_fields.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Answers: from a generation to what its client receives."""
+"""Answers: from a generation to what its client receives.
+
+Tests: tests/server/test_answer_shapes.py
+"""
 
 from __future__ import annotations
 

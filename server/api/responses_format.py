@@ -1,4 +1,7 @@
-"""The answers of POST /v1/responses and the events of its streams, as OpenAI's clients read them."""
+"""The answers of POST /v1/responses and the events of its streams, as OpenAI's clients read them.
+
+Tests: tests/server/api/test_responses.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The body of POST /v1/responses, OpenAI's, as a chat request. Nothing is stored between calls."""
+"""The body of POST /v1/responses, OpenAI's, as a chat request. Nothing is stored between calls.
+
+Tests: tests/server/api/test_responses.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fields of a conversation's body that say which tools may be called, and what the answer has of reasoning."""
+"""Fields of a conversation's body that say which tools may be called, and what the answer has of reasoning.
+
+Tests: tests/server/test_tool_calls.py
+"""
 
 from __future__ import annotations
 

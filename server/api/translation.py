@@ -1,4 +1,7 @@
-"""From the body of another API to a chat request: fields that are read anew, passed on, or refused by name."""
+"""From the body of another API to a chat request: fields that are read anew, passed on, or refused by name.
+
+Tests: tests/server/api/test_fields.py
+"""
 
 from __future__ import annotations
 

@@ -95,9 +95,14 @@ def check(path: Path, base: _Base | None) -> Verdict:
         manifest = with_base(manifest, base.names, strict=False)
     reasons = _differences(manifest)
     return Verdict(
-        str(path), Status.DIFFERS if reasons else Status.SERVED, reasons, manifest.rank, list(manifest.targets),
-        manifest.base_model, manifest.content_hash,
-    )  # fmt: skip
+        str(path),
+        status=Status.DIFFERS if reasons else Status.SERVED,
+        reasons=reasons,
+        rank=manifest.rank,
+        target_modules=list(manifest.targets),
+        base_model=manifest.base_model,
+        content_hash=manifest.content_hash,
+    )
 
 
 def _differences(manifest: AdapterManifest) -> list[str]:

@@ -1,5 +1,7 @@
 """The catalog of an API server: adapters by name, resolved here and nowhere else, so that no replica serves a stale
 one.
+
+Tests: tests/server/cluster/test_registered_catalog.py
 """
 
 from __future__ import annotations
@@ -296,9 +298,16 @@ class Catalog(BackendAdapters):
         pinned = entry.pinned and self._cluster.fleet.is_pinned(content)
         paused = split_version(name)[0] in self.paused or name in self.paused
         return AdapterState(
-            name, entry.version, entry.manifest, self._cluster.fleet.tier_of(content), 0, 0, pinned,
-            label=entry.label, paused=paused,
-        )  # fmt: skip
+            name,
+            version=entry.version,
+            manifest=entry.manifest,
+            tier=self._cluster.fleet.tier_of(content),
+            pages=0,
+            references=0,
+            pinned=pinned,
+            label=entry.label,
+            paused=paused,
+        )
 
 
 def failed(error: Exception) -> Future:

@@ -1,4 +1,7 @@
-"""A process that is kept running: started, watched, and started again with back-off when it ends."""
+"""A process that is kept running: started, watched, and started again with back-off when it ends.
+
+Tests: tests/server/cluster/test_processes.py
+"""
 
 from __future__ import annotations
 

@@ -20,33 +20,37 @@ MAX_DEATHS = 2
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that has not ended. rank: of its adapter, 0 for none. replica: where it runs; None while it waits at
-    the API server.
-
-    record: see `core.requests.record`; `tokens` are the prompt's and all that the client was sent. kind: of the
-    replicas that drew them, which alone may go on with them; None before the first. is_taken: whether the replica has
-    accepted it. is_started: whether a token came in this attempt.
-
-    path, version: its adapter's directory, and the adapter as `name@version`. accepted: ends once a replica has taken
-    the request, or with InvalidRequest. arrival: on this process's clock. refused_by: names of replicas.
-    stuck_since: when no replica was left that may take it.
-    """
+    """A request that has not ended."""
 
     id: str
     record: dict[str, Any]
+    """See `core.requests.record`. `tokens` are the prompt's and all that the client has received."""
     rank: int = 0
+    """LoRA rank of its adapter; 0 for none."""
     attempt: int = 0
+    """How often it has been placed on a replica."""
     replica: str | None = None
+    """The replica that runs it; None while it is queued at the API server."""
     kind: Hashable | None = None
+    """Kind of the replicas that sampled its tokens; only these may continue it. None before the first token."""
     deaths: int = 0
+    """Replicas that died while running it."""
     is_taken: bool = False
+    """Whether the replica has accepted it."""
     is_started: bool = False
+    """Whether a token came in this attempt."""
     path: Path | None = None
+    """Directory of its adapter."""
     version: str = ""
+    """Its adapter as `name@version`."""
     accepted: Future[None] = field(default_factory=Future)
+    """Completes once a replica has accepted the request, or with InvalidRequest."""
     arrival: float = 0.0
+    """Time of arrival on this process's clock."""
     refused_by: set[str] = field(default_factory=set)
+    """Names of replicas that refused it."""
     stuck_since: float | None = None
+    """When no replica was left that may run it."""
 
     @property
     def content_hash(self) -> str | None:

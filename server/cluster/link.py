@@ -1,4 +1,7 @@
-"""An API server's connection to one replica: it is opened again whenever it ends, until the API server does."""
+"""An API server's connection to one replica: it is opened again whenever it ends, until the API server does.
+
+Tests: tests/server/cluster/test_stay_connected.py
+"""
 
 from __future__ import annotations
 

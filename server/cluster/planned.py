@@ -91,12 +91,17 @@ class Mover(Planned[PlacementPlan]):
         number = {link.name: index for index, link in enumerate(self._links)}
         requests = [
             Movable(
-                request.id, number[link.name], request.content_hash, len(request.record["tokens"]), request.is_started,
-                self._answers.of(request.content_hash),
+                request.id,
+                replica=number[link.name],
+                adapter=request.content_hash,
+                tokens=len(request.record["tokens"]),
+                has_kv=request.is_started,
+                run_seconds=self._answers.of(request.content_hash),
                 targets=frozenset(number[target.name] for target in targets),
             )
-            for request, link, targets in dispatcher.placed() if link.name in number
-        ]  # fmt: skip
+            for request, link, targets in dispatcher.placed()
+            if link.name in number
+        ]
         states = [dispatcher.fleet.state_of(link) for link in self._links]
         self._task = self._migration.task(states, requests, now)
         if self._task is None:

@@ -161,7 +161,17 @@ class RegisteredCatalog(Catalog):
         if (content := manifest.content_hash) is None:
             raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
         path, paused = str(manifest.path.absolute()), name in self.paused
-        return Registered(name, content, path, 0, manifest.rank, manifest.file_size, pinned, label, paused)
+        return Registered(
+            name,
+            content_hash=content,
+            path=path,
+            generation=0,
+            rank=manifest.rank,
+            bytes=manifest.file_size,
+            pinned=pinned,
+            version=label,
+            paused=paused,
+        )
 
     def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
         if entry.pinned == pinned:

@@ -2,6 +2,8 @@
 
 The copy follows the registry's changes; while the registry is away it stays as it is, so that requests are routed all
 the same, and changes are refused with 503.
+
+Tests: tests/server/cluster/test_registry.py
 """
 
 from __future__ import annotations

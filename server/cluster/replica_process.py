@@ -1,4 +1,7 @@
-"""The process of a replica, `chorus replica`: an engine behind an address, until its parent ends or ends it."""
+"""The process of a replica, `chorus replica`: an engine behind an address, until its parent ends or ends it.
+
+Tests: tests/server/cluster/test_cluster.py
+"""
 
 from __future__ import annotations
 

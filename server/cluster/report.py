@@ -125,7 +125,14 @@ class Hello(Told):
     def of(cls, engine: Engine, pid: int) -> Hello:
         config = engine.config
         most = config.max_adapters_per_step or config.max_num_seqs
-        return cls(identity_of(engine), engine.model, config.max_num_seqs, most, engine.block_tokens, pid)
+        return cls(
+            identity_of(engine),
+            model=engine.model,
+            max_num_seqs=config.max_num_seqs,
+            max_adapters=most,
+            block_tokens=engine.block_tokens,
+            pid=pid,
+        )
 
 
 @dataclass(frozen=True, slots=True)

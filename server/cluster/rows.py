@@ -33,7 +33,7 @@ def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
         if not (isinstance(request_id, str) and isinstance(attempt, int) and _INT.issuperset(map(type, tokens))):
             raise TypeError("an id, an attempt or a token is of another type")
         if not more:
-            return RequestOutput(request_id, tuple(tokens), None, None, None, step), attempt
+            return RequestOutput(request_id, tuple(tokens), step=step), attempt
         rest = {name: read(more[0][key]) for key, name, _, read in _REST if key in more[0]}
         return RequestOutput(request_id, tuple(tokens), step=step, **rest), attempt
     except (TypeError, ValueError, AttributeError, KeyError) as error:

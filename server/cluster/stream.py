@@ -3,6 +3,8 @@
 The process that connects is the client. Both sides send a nonce; then the client proves that it has the secret, and
 after it the server: HMAC-SHA256 of the role and both nonces. Until then a frame has at most `OPENING_BYTES`.
 `stay_connected` opens a connection anew whenever it ends.
+
+Tests: tests/server/cluster/test_wire.py
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """A cluster of this machine: one API server in this process, or several in processes of their own, and what they
 need.
+
+Tests: tests/server/cluster/test_cluster.py
 """
 
 from __future__ import annotations

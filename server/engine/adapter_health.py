@@ -1,4 +1,7 @@
-"""Background care of adapters: weights are read and hashed, and broken adapters tried again."""
+"""Background care of adapters: weights are read and hashed, and broken adapters tried again.
+
+Tests: tests/server/test_adapter_limits.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loading adapters into a running engine: the one way in, from HTTP and from the library."""
+"""Loading adapters into a running engine: the one way in, from HTTP and from the library.
+
+Tests: tests/server/test_adapter_limits.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Interface of a backend's adapter registry: adapters by name, for requests, operators and the health checker."""
+"""Interface of a backend's adapter registry: adapters by name, for requests, operators and the health checker.
+
+Tests: tests/server/engine/test_many_adapters.py
+"""
 
 from __future__ import annotations
 

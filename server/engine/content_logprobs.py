@@ -1,4 +1,4 @@
-"""Which of an answer's log-probabilities are of its content, where it has reasoning and calls, too."""
+"""Assigns log-probabilities to the content of a choice that also has reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..text.output_parser import Part, PartKind
 
 
 class ContentLogprobs:
-    """Gives each piece of content the log-probabilities of its tokens, once it is certain that it is content.
+    """Gives each piece of content the log-probabilities of its tokens, once it is known to be content.
 
     A token belongs to the first piece that any of its text is in. Tokens without text (parts of a character, the end of
     the answer) belong to the piece where they are; at the end of the answer, to what it ends with.

@@ -1,4 +1,7 @@
-"""The adapters of an engine by name: each question is answered between two of its steps."""
+"""The adapters of an engine by name: each question is answered between two of its steps.
+
+Tests: tests/server/engine/test_many_adapters.py
+"""
 
 from __future__ import annotations
 

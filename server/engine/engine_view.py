@@ -1,4 +1,7 @@
-"""Snapshots of an engine: its adapters, what /metrics shows beside its counters, and the operator's page."""
+"""Snapshots of an engine: its adapters, what /metrics shows beside its counters, and the operator's page.
+
+Tests: tests/server/engine/test_picture.py
+"""
 
 from __future__ import annotations
 
@@ -60,10 +63,18 @@ class AdapterState:
         pinned = store.is_pinned(adapter)
         credit = None if engine.modes is None else engine.modes.credit(adapter)
         return cls(
-            name, adapter.version, adapter.manifest, store.tier(adapter), len(adapter.pages),
-            adapter.references - pinned, pinned, credit, adapter.label, adapter.name in engine.adapters.paused,
-            adapter.load_seconds,
-        )  # fmt: skip
+            name,
+            version=adapter.version,
+            manifest=adapter.manifest,
+            tier=store.tier(adapter),
+            pages=len(adapter.pages),
+            references=adapter.references - pinned,
+            pinned=pinned,
+            credit=credit,
+            label=adapter.label,
+            paused=adapter.name in engine.adapters.paused,
+            load_seconds=adapter.load_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,15 +135,15 @@ class Choice:
             self.logprobs += logprobs
         return Delta(
             self.index,
-            text,
-            tokens,
-            self.finish_reason,
-            output.step,
-            self.stop_reason,
-            tuple(offsets),
-            logprobs,
-            output.prompt_logprobs,
-            parts,
+            text=text,
+            token_ids=tokens,
+            finish_reason=self.finish_reason,
+            step=output.step,
+            stop_reason=self.stop_reason,
+            offsets=tuple(offsets),
+            logprobs=logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            parts=parts,
         )
 
     def _note_end(self, output: RequestOutput) -> None:
@@ -346,14 +346,14 @@ class Generation:
     def _ended(self, choice: Choice) -> Ended:
         return Ended(
             time.monotonic() - self._arrival,
-            choice.queue_seconds,
-            choice.first_seconds,
-            self._latest[choice.index] - self._arrival,
-            len(choice.prompt_token_ids),
-            choice.num_cached_tokens or 0,
-            len(choice.token_ids),
-            choice.request.params.max_tokens,
-            choice.num_preemptions,
+            queue_seconds=choice.queue_seconds,
+            first_seconds=choice.first_seconds,
+            last_seconds=self._latest[choice.index] - self._arrival,
+            num_prompt_tokens=len(choice.prompt_token_ids),
+            num_cached_tokens=choice.num_cached_tokens or 0,
+            num_generated_tokens=len(choice.token_ids),
+            max_tokens=choice.request.params.max_tokens,
+            num_preemptions=choice.num_preemptions,
         )
 
     def _observe_tokens(self, delta: Delta, now: float) -> None:

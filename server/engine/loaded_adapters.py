@@ -1,4 +1,7 @@
-"""Adapters that came over HTTP, across restarts: files of the ones sent as bytes, and what names meant at the end."""
+"""Adapters that came over HTTP, across restarts: files of the ones sent as bytes, and what names meant at the end.
+
+Tests: tests/server/test_uploads_kept.py
+"""
 
 from __future__ import annotations
 

@@ -207,7 +207,15 @@ class _Seconds(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, labels, values in ((self._name, (), ()), (self._gateway_name, MODEL_LABELS, self._everything)):
-            yield histogram(name, self._text, labels, values, self._bounds, self._counts, self._sum)
+            yield histogram(
+                name,
+                text=self._text,
+                labels=labels,
+                values=values,
+                bounds=self._bounds,
+                counts=self._counts,
+                total=self._sum,
+            )
 
 
 class _EngineCollector(Collector):
@@ -249,9 +257,14 @@ class _EngineCollector(Collector):
         )
         counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
         yield histogram(
-            "vllm:iteration_tokens_total", "Tokens in a step", MODEL_LABELS, self._everything, STEP_SIZES, counts,
-            stats.num_step_tokens,
-        )  # fmt: skip
+            "vllm:iteration_tokens_total",
+            text="Tokens in a step",
+            labels=MODEL_LABELS,
+            values=self._everything,
+            bounds=STEP_SIZES,
+            counts=counts,
+            total=stats.num_step_tokens,
+        )
         cache = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
         yield with_samples(
             GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=cache),

@@ -1,4 +1,7 @@
-"""Changes of what adapters' names mean: written down first, then made, and undone where they can't be made."""
+"""Changes of what adapters' names mean: written down first, then made, and undone where they can't be made.
+
+Tests: tests/server/api/test_adapter_versions.py
+"""
 
 from __future__ import annotations
 
@@ -217,4 +220,13 @@ def _newest_or(adapters: BackendAdapters, name: str, label: str) -> AdapterState
 def _entry(name: str, manifest: AdapterManifest, label: str) -> Entry:
     path = str(manifest.path.absolute())
     content = manifest.content_hash or ""
-    return Entry(name, content, path, 0, manifest.rank, manifest.file_size, False, label)
+    return Entry(
+        name,
+        content_hash=content,
+        path=path,
+        generation=0,
+        rank=manifest.rank,
+        bytes=manifest.file_size,
+        pinned=False,
+        version=label,
+    )

@@ -35,12 +35,12 @@ class SharedCounts(Repeating, Collector):
     """Counters and histograms of a registry, with the ones of all processes that share a directory; what else it has is
     this process's own.
 
-    Each process has a file there, a seat's. The process that takes the seat of one that has ended goes on from its
+    Each process has a slot and its file there. The process that takes the slot of one that has ended goes on from its
     counts. It publishes its own from `start` to `stop`, and the last of them then.
     """
 
     def __init__(self, counted: CollectorRegistry, directory: Path) -> None:
-        """RuntimeError if no seat is free."""
+        """RuntimeError if no slot is free."""
         super().__init__("counts", PUBLISH_SECONDS, PUBLISH_SECONDS)
         self._slots = RequestSlots(directory / "count_seats")
         slot = self._slots.take("", MOST_PROCESSES)

@@ -1,4 +1,7 @@
-"""Requests in progress and the bytes of their bodies: bounds of each tenant and of all, and the end of what is left."""
+"""Requests in progress and the bytes of their bodies: bounds of each tenant and of all, and the end of what is left.
+
+Tests: tests/server/access/test_shared_bounds.py
+"""
 
 from __future__ import annotations
 
@@ -108,8 +111,8 @@ class Gate:
                     self.tokens.share()
 
     def _take(self, held: ExitStack, tenant: str, caller: str, grant: Grant, *, generates: bool) -> None:
-        """Take a seat of the key and a place of the tenant, which `held` gives back. Raises an ApiError if either has
-        none.
+        """Take a request slot of the key and a connection slot of the tenant, which `held` gives back. Raises an
+        ApiError if either has none.
         """
         if generates and grant.tokens_per_minute is not None:
             self.tokens.check(caller, grant.tokens_per_minute)

@@ -1,4 +1,7 @@
-"""HTTP/1.1 on one connection: uvicorn's over httptools, with bounds, and with errors in OpenAI's shape."""
+"""HTTP/1.1 on one connection: uvicorn's over httptools, with bounds, and with errors in OpenAI's shape.
+
+Tests: tests/server/http/test_connections.py
+"""
 
 from __future__ import annotations
 

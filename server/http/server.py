@@ -1,4 +1,7 @@
-"""The HTTP server: uvicorn's, with a draining state, a deadline for it, and an error for every request it cuts."""
+"""The HTTP server: uvicorn's, with a draining state, a deadline for it, and an error for every request it cuts.
+
+Tests: tests/server/test_shutdown.py
+"""
 
 from __future__ import annotations
 

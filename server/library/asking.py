@@ -1,4 +1,7 @@
-"""From prompts to answers, on an event loop: each prompt is one call, made by the code that makes HTTP's."""
+"""From prompts to answers, on an event loop: each prompt is one call, made by the code that makes HTTP's.
+
+Tests: tests/server/test_llm.py
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,14 @@ def _completion(
         said.add(parts)
     bound, scored = choice.request.bound, choice.prompt_logprobs
     return Completion(
-        begun + said.content, tuple(choice.token_ids), str(choice.finish_reason), tuple(choice.prompt_token_ids),
-        tuple(logprobs), None if scored is None else (None, *scored), choice.stop_reason, said.reasoning,
-        tuple(said.calls), None if bound is None else versioned(bound.name, bound.label),
-    )  # fmt: skip
+        begun + said.content,
+        token_ids=tuple(choice.token_ids),
+        finish_reason=str(choice.finish_reason),
+        prompt_token_ids=tuple(choice.prompt_token_ids),
+        logprobs=tuple(logprobs),
+        prompt_logprobs=None if scored is None else (None, *scored),
+        stop_reason=choice.stop_reason,
+        reasoning=said.reasoning,
+        tool_calls=tuple(said.calls),
+        adapter=None if bound is None else versioned(bound.name, bound.label),
+    )

@@ -1,4 +1,7 @@
-"""Command-line flags made from the settings' schema, so that no setting can lack one."""
+"""Command-line flags made from the settings' schema, so that no setting can lack one.
+
+Tests: tests/server/cli/test_command.py
+"""
 
 from __future__ import annotations
 

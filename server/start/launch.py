@@ -1,4 +1,7 @@
-"""Starting the server: the engine, the app and the socket, in an order in which mistakes show early."""
+"""Starting the server: the engine, the app and the socket, in an order in which mistakes show early.
+
+Tests: tests/server/cli/test_command.py
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,15 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings), recorder, tracer)
+        return create_app(
+            worker,
+            tokenizer=tokenizer,
+            settings=settings,
+            defaults=defaults,
+            kv_publisher=kv_publisher_of(worker, settings),
+            recorder=recorder,
+            tracer=tracer,
+        )
     except (RuntimeError, OSError) as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error

@@ -3,6 +3,8 @@
 Nothing is written by a name of the archive: the contents of the two files go into a draft, and every other member is
 read over. So paths and links in the archive lead nowhere; an archive that has such paths is refused all the
 same, and so is one that unpacks to more than allowed.
+
+Tests: tests/server/stores/test_download.py
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def download(location: Location, content: ContentStore, draft: StagedUpload, all
                     digest.update(chunk)
                     archive.write(chunk)
                 _check_sum(location, digest.hexdigest())
-                unpack(archive, kind, _FILES, draft, content.max_bytes, deadline)
+                unpack(archive, kind=kind, names=_FILES, draft=draft, max_bytes=content.max_bytes, deadline=deadline)
     except TooLarge:
         raise StoreRefused(_TOO_LONG) from None
 

@@ -1,4 +1,7 @@
-"""From the text of a tool call's arguments to pieces of their JSON, while it comes."""
+"""From the text of a tool call's arguments to pieces of their JSON, while it comes.
+
+Tests: tests/server/text/test_output_parser.py
+"""
 
 from __future__ import annotations
 

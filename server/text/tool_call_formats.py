@@ -1,4 +1,7 @@
-"""How families of models write calls of tools and reasoning, as data for `OutputParser` and for grammars."""
+"""How families of models write calls of tools and reasoning, as data for `OutputParser` and for grammars.
+
+Tests: tests/server/text/test_output_parser.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Co-migration as an integer program on HiGHS (dLoRA §5.2): its optimum, its LP bound, and the paper's rounding."""
+"""Co-migration as an integer program on HiGHS (dLoRA §5.2): its optimum, its LP bound, and the paper's rounding.
+
+Tests: tests/server/cluster/placement/test_plans.py
+"""
 
 from __future__ import annotations
 

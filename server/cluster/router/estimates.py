@@ -1,4 +1,7 @@
-"""Estimates that policies price a request by."""
+"""Estimates that policies price a request by.
+
+Tests: tests/server/cluster/router/test_answer_lengths.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Requests and replicas as routing policies see them."""
+"""Requests and replicas as routing policies see them.
+
+Tests: tests/server/cluster/router/test_router.py
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_stranger_is_refused_by_name_and_hurts_no_member(ours, theirs, caplog,
                     context.load_cert_chain(theirs / CERTIFICATE, theirs / KEY)
                 with pytest.raises(OSError):
                     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context)
-                    writer.write(b"CW\x01")
+                    writer.write(b"CW\x02")
                     if not await reader.read():
                         raise ConnectionResetError
             assert await ask(member, "still there?") == "still there?"

@@ -22,7 +22,7 @@ from chorus.server.cluster.replica import FROM_REPLICA, Replica
 from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.rows import from_row
 from chorus.server.cluster.stream import FrameStream, Refused, connect
-from chorus.server.cluster.wire import MAX_BYTES, VERSION, WireError
+from chorus.server.cluster.wire import MAX_BYTES, WireError
 from chorus.server.engine.worker import EngineWorker
 from tests.server.conftest import EOS, FakeEngine, FakeStore
 
@@ -321,8 +321,8 @@ def test_strangers_bring_one_line_of_the_log_however_many_they_are(play, caplog)
 def test_a_frame_that_announces_more_than_the_limit_is_not_waited_for(play):
     async def act(world):
         bad = await world.api_server()
-        bad._writer.write(b"CW" + bytes([VERSION]) + (2).to_bytes(4, "big") + (MAX_BYTES + 1).to_bytes(4, "big"))  # noqa: SLF001
-        with pytest.raises(Refused, match="FrameTooLarge"):
+        bad._writer.write(b"CW\x02" + (2).to_bytes(4, "big") + (MAX_BYTES + 1).to_bytes(4, "big"))  # noqa: SLF001
+        with pytest.raises(PeerRefused, match="FrameTooLarge"):
             while await bad.read() is not None:
                 pass
 
