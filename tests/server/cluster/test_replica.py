@@ -21,7 +21,7 @@ from chorus.server.cluster.link import Link
 from chorus.server.cluster.replica import FROM_REPLICA, Replica
 from chorus.server.cluster.report import Hello, Identity, Report
 from chorus.server.cluster.rows import from_row
-from chorus.server.cluster.stream import FrameStream, Refused, connect
+from chorus.server.cluster.stream import FrameStream, PeerRefused, connect
 from chorus.server.cluster.wire import MAX_BYTES, WireError
 from chorus.server.engine.worker import EngineWorker
 from tests.server.conftest import EOS, FakeEngine, FakeStore
@@ -206,7 +206,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_and_hurts_no_other(play, fields
         good.send("submit", record("kept"), 1)
         await frames(good, "taken")
         bad.send(*fields)
-        with pytest.raises(Refused, match=r"Malformed|UnknownKind"):
+        with pytest.raises(PeerRefused, match=r"Malformed|UnknownKind"):
             while await bad.read() is not None:
                 pass
         world.engine.gate.set()
