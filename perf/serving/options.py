@@ -39,7 +39,7 @@ def parse(argv: list[str] | None, spec: ModuleSpec | None, doc: str | None) -> a
     add("--plain", action="store_true", help="send only fields that OpenAI has: answers may be shorter than planned")
 
     add = command.add_argument_group("workload").add_argument
-    add("--workload", type=Path, metavar="FILE", help="a specification; docs/simulator.md has its fields")
+    add("--workload", type=Path, metavar="FILE", help="a specification; perf/notebook/simulator.md has its fields")
     add(
         "--set",
         action="append",
