@@ -24,7 +24,7 @@ class Launched:
     was_read: bool = False
     was_drawn: bool = False
 
-    def draw(self) -> None:
+    def sample(self) -> None:
         owner = self._owner
         owner.promise(not self.was_drawn, "a step is drawn twice")
         owner.promise(self.before is not None and self.before.was_read, "a step is drawn before the last one is read")

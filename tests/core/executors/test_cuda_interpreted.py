@@ -551,7 +551,7 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
     assert len(steps.decoder.prompt_logits(0, 2)) == 2
     driver.step()
     assert driver.plans[-1].bucket == 1
-    with pytest.raises(RuntimeError, match="no score tokens"):
+    with pytest.raises(RuntimeError, match="no prompt-logprob tokens"):
         steps.decoder.prompt_logits(0, 1)
 
 

@@ -218,14 +218,14 @@ def test_a_step_that_fails_is_launched_again(with_offload, tiny, monkeypatch):  
     driver, _, offload = with_offload(1, adapters=["r17-all"])
     want = ask(driver, tiny, ("r17-all", 9, 2))
     decoder, errors = driver.executor.inner.steps.decoder, [RuntimeError("for once")]
-    score = decoder.score
+    score = decoder.compute_logits
 
     def fail_once(*args):
         if errors:
             raise errors.pop()
         return score(*args)
 
-    monkeypatch.setattr(decoder, "score", fail_once)
+    monkeypatch.setattr(decoder, "compute_logits", fail_once)
     check(driver, want)
     assert not errors
     assert offload.starts.num_offloaded == 1

@@ -185,7 +185,7 @@ def test_the_likeliest_token_is_of_all_ranks_shares(drive, monkeypatch, bad):
             found[:, 1] = torch.nan
         return found
 
-    monkeypatch.setattr(DecoderModel, "score", equal)
+    monkeypatch.setattr(DecoderModel, "compute_logits", equal)
     driver = drive(adapters=[], max_num_seqs=1, graph_capture="off")
     answer = driver.run("a", None, [5, 6, 7], max_tokens=2)
     if bad is None:

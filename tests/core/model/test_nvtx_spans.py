@@ -56,7 +56,7 @@ class Lora:
     def wait(self, layer):
         self._log.append(f"wait.{layer}")
 
-    def lend(self, group, x, layer):
+    def offload(self, group, x, layer):
         """Nothing is."""
 
     def add(self, group, y, x, layer):

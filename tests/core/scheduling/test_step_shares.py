@@ -178,7 +178,7 @@ class PricedStep:
     ends_at: float
     outcome: StepResult
 
-    def draw(self):
+    def sample(self):
         pass
 
     def result(self):

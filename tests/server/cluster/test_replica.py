@@ -19,7 +19,7 @@ from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.link import Link
 from chorus.server.cluster.replica import FROM_REPLICA, Replica
-from chorus.server.cluster.report import Hello, Identity, Report
+from chorus.server.cluster.report import Hello, ModelIdentity, Report
 from chorus.server.cluster.rows import from_row
 from chorus.server.cluster.stream import FrameStream, PeerRefused, connect
 from chorus.server.cluster.wire import MAX_BYTES, WireError
@@ -27,7 +27,7 @@ from chorus.server.engine.worker import EngineWorker
 from tests.server.conftest import EOS, FakeEngine, FakeStore
 
 SECRET = b"s" * 32
-HELLO = Hello(Identity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1)
+HELLO = Hello(ModelIdentity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1)
 
 
 class Engine(FakeEngine):
@@ -339,8 +339,8 @@ def test_a_report_comes_through_as_it_was_sent(play):
 
 
 def test_an_identity_is_of_all_that_draws_tokens():
-    assert Identity.from_wire(HELLO.identity.to_wire()) == HELLO.identity
+    assert ModelIdentity.from_wire(HELLO.identity.to_wire()) == HELLO.identity
     with pytest.raises(WireError):
-        Identity.from_wire({"model": "m"})
+        ModelIdentity.from_wire({"model": "m"})
     with pytest.raises(WireError):
         Hello.from_wire({"identity": SimpleNamespace()})
