@@ -204,7 +204,8 @@ class _Asked:
     ) -> StepResult:
         """Return the step's result, see `_result`. named: what `named_logits` gave."""
         result = _result(self._rows, argmax, tokens)
-        result.grammar_seconds = grammar_seconds([self._rows[index] for index in self.sampled])
+        if matched := [self._rows[index] for index in self.sampled if self._rows[index].params.grammar is not None]:
+            result.grammar_seconds = grammar_seconds(matched)
         if logprobs is not None:
             found = _logprobs(logprobs, [tokens[index] for index in self.with_logprobs], self.counts)
             for place, (ids, less) in enumerate(zip(self.named, named or (), strict=False)):

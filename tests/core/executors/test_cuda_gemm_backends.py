@@ -57,6 +57,7 @@ def test_all_variants_are_compiled_ahead_beside_each_other(model):
                 threads.append(threading.current_thread().name)
             return inner(source, *args, **kwargs)
 
+        small_gemm_triton.multiply_rows.device_caches.clear()  # another test may have compiled some
         with patch.object(compiler, "compile", compile):
             compile_ahead("auto", decoder, lora, BUCKETS)
             assert all(name.startswith("ThreadPoolExecutor") for name in threads), threads
