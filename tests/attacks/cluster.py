@@ -421,7 +421,7 @@ def main() -> int:
                     "stale",
                     "cut",
                     "replica kills",
-                    "API server kills",
+                    "api-server kills",
                     "registry kills",
                     "full disks",
                     "reloads",
