@@ -512,7 +512,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigFileError(f"the configuration file {path} can't be read: {error}") from None
     values = {name.replace("-", "_"): value for name, value in values.items()}
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
+    for old, new in RENAMED.items():
+        if old in values and values.setdefault(new, values[old]) != values.pop(old):
+            raise ConfigFileError(f"{path} sets {old} and {new}, which are one setting; leave out {old}")
     known = [name for name in Settings.model_fields if name != "config"]
     for name in values:
         if name not in known:

@@ -222,8 +222,9 @@ def _problem(name: str, error: ErrorDetails) -> str:
 def _check_environment() -> None:
     """Raises UsageError for a variable that looks like a mistyped setting: it may be the one that asks for keys."""
     for old, new in RENAMED.items():
-        if (value := os.environ.pop(ENV_PREFIX + old.upper(), None)) is not None:
-            os.environ.setdefault(ENV_PREFIX + new.upper(), value)
+        variable, name = ENV_PREFIX + old.upper(), ENV_PREFIX + new.upper()
+        if (value := os.environ.pop(variable, None)) is not None and os.environ.setdefault(name, value) != value:
+            raise UsageError(f"chorus: error: {variable} is the old name of {name}, which has another value; unset it")
     known = [name.upper() for name in Settings.model_fields] + list(OTHER_VARIABLES)
     for variable in sorted(os.environ):
         name = variable.removeprefix(ENV_PREFIX)

@@ -4,7 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from chorus.core.config import EngineConfig
+from chorus.server.cli.command import make_parser
 from chorus.server.settings import ConfigFileError, Settings
+from chorus.server.start.flags import UsageError, read_settings
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +113,27 @@ def test_weights_are_read_from_flags_files_and_the_environment(tmp_path, monkeyp
     ):
         with pytest.raises(ValidationError, match=message):
             Settings(weights=text)
+
+
+class TestASettingThatWasRenamed:
+    """`assist_workers` is `offload_workers`; the old name is accepted for one release."""
+
+    @staticmethod
+    def read(*flags):
+        return read_settings(make_parser().parse(["serve", *flags]))
+
+    def test_its_old_name_is_accepted_as_a_flag_a_variable_and_a_line(self, tmp_path, monkeypatch, capsys):
+        assert self.read("--assist-workers", "2").offload_workers == 2
+        assert "--assist-workers is now called --offload-workers" in capsys.readouterr().err
+        assert self.read("--config", str(write(tmp_path, "assist-workers = 3\n"))).offload_workers == 3
+        monkeypatch.setenv("CHORUS_ASSIST_WORKERS", "4")
+        assert self.read().offload_workers == 4
+
+    def test_two_values_under_both_names_are_refused(self, tmp_path, monkeypatch):
+        path = write(tmp_path, "assist_workers = 1\noffload_workers = 2\n")
+        with pytest.raises(UsageError, match="sets assist_workers and offload_workers, which are one setting"):
+            self.read("--config", str(path))
+        monkeypatch.setenv("CHORUS_ASSIST_WORKERS", "1")
+        monkeypatch.setenv("CHORUS_OFFLOAD_WORKERS", "2")
+        with pytest.raises(UsageError, match="CHORUS_ASSIST_WORKERS is the old name of CHORUS_OFFLOAD_WORKERS"):
+            self.read()
