@@ -1,6 +1,6 @@
 """Background care of adapters: weights are read and hashed, and broken adapters tried again.
 
-Tests: tests/server/test_adapter_limits.py
+Tests: tests/server/engine/test_adapter_health.py, tests/server/test_adapter_limits.py
 """
 
 from __future__ import annotations
@@ -93,6 +93,10 @@ class AdapterHealthChecker(Repeating):
             log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
             if self._worker.failure is not None:
                 self._stopping.set()
+        except Exception as error:
+            if not self._stopping.is_set():
+                raise
+            log.debug("a look at adapters ended with the server: %r", error)  # its event loop answers no more
 
     # -- quarantine
 
