@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..files.directory import MAX_PATH_BYTES
 from ..files.error import AdapterFormatError
+from ..files.format import AdapterManifest
 from .adapter import check_name
 from .versions import LABEL, VersionNames, number_of, split_version, versioned
 
@@ -81,6 +82,23 @@ class Entry(NamedTuple):
     pinned: bool
     version: str = ""
     paused: bool = False
+
+    @classmethod
+    def of(
+        cls, name: str, manifest: AdapterManifest, label: str, *, pinned: bool = False, paused: bool = False
+    ) -> Entry:
+        """Return what a name is to mean; the change that writes it sets the generation. label: "" for the next one."""
+        return cls(
+            name,
+            content_hash=manifest.content_hash or "",
+            path=str(manifest.path.absolute()),
+            generation=0,
+            rank=manifest.rank,
+            bytes=manifest.file_size,
+            pinned=pinned,
+            version=label,
+            paused=paused,
+        )
 
     @property
     def label(self) -> str:

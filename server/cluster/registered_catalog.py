@@ -158,20 +158,9 @@ class RegisteredCatalog(Catalog):
 
     def _registered(self, name: str, manifest: AdapterManifest, label: str, *, pinned: bool = False) -> Registered:
         """An entry of the registry. AdapterFormatError without a content hash."""
-        if (content := manifest.content_hash) is None:
+        if manifest.content_hash is None:
             raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
-        path, paused = str(manifest.path.absolute()), name in self.paused
-        return Registered(
-            name,
-            content_hash=content,
-            path=path,
-            generation=0,
-            rank=manifest.rank,
-            bytes=manifest.file_size,
-            pinned=pinned,
-            version=label,
-            paused=paused,
-        )
+        return Registered.of(name, manifest, label, pinned=pinned, paused=name in self.paused)
 
     def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
         if entry.pinned == pinned:

@@ -85,7 +85,7 @@ class NameChanges:
             return adapters.put(name, manifest, image, replace=replace, label=label, keep=keep).result()
         with self._alone() as names:
             served = adapters.versions(name).result()
-            entry = _entry(name, manifest, label or "")
+            entry = Entry.of(name, manifest, label or "")
             there = names.find(versioned(name, label)) if label else None
             if there is not None and not any(one.label == label for one in served):  # it could not be restored
                 self._write(lambda: names.change(plan_removal(names, versioned(name, there.label))))
@@ -137,7 +137,7 @@ class NameChanges:
             state = self._adapters.state(name).result()
             if (entry := names.get(name)) is None:
                 try:
-                    entry = _entry(name, with_content(state.manifest), state.label)
+                    entry = Entry.of(name, with_content(state.manifest), state.label)
                 except AdapterFormatError as error:  # after a restart it is not served, either
                     log.warning("adapter %s: a restart would forget that it is paused or not: %s", name, error)
                     self._adapters.pause(name, paused=paused).result()
@@ -153,7 +153,7 @@ class NameChanges:
         if newest is None or names.get(name) is not None:
             return None
         manifest = with_content(newest.manifest) if keep > 1 else newest.manifest
-        return _entry(name, manifest, newest.label)._replace(paused=newest.paused)
+        return Entry.of(name, manifest, newest.label, paused=newest.paused)
 
     @contextmanager
     def _alone(self) -> Iterator[RegistryStore]:
@@ -215,18 +215,3 @@ def _newest_or(adapters: BackendAdapters, name: str, label: str) -> AdapterState
     """The state of a version: under the name itself if it is the newest."""
     newest = adapters.state(name).result()
     return newest if newest.label == label else adapters.state(versioned(name, label)).result()
-
-
-def _entry(name: str, manifest: AdapterManifest, label: str) -> Entry:
-    path = str(manifest.path.absolute())
-    content = manifest.content_hash or ""
-    return Entry(
-        name,
-        content_hash=content,
-        path=path,
-        generation=0,
-        rank=manifest.rank,
-        bytes=manifest.file_size,
-        pinned=False,
-        version=label,
-    )
