@@ -1,4 +1,4 @@
-"""Rotary frequencies of a checkpoint, and their scaling."""
+"""Rotary frequencies of a checkpoint, and their scaling, bit for bit as in transformers (modeling_rope_utils.py)."""
 
 from __future__ import annotations
 
@@ -9,33 +9,56 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary base and scaling; a scaling's fields are unused by the types that lack them.
+    """Rotary base and scaling; a scaling's fields are unused by the types that lack them."""
 
-    type: one of ROPE_TYPES. factor: linear and llama3. The others: llama3 only.
-    """
+    dim: int
+    """Leading elements of a head that are rotated: all of them, or fewer with a partial rotary factor."""
 
     theta: float = 10000.0
+
     type: str = "default"
+    """One of ROPE_TYPES. `dynamic` is `default` within the positions that the model was trained for."""
+
+    interleaved: bool = False
+    """Rotate elements 2i and 2i + 1 together (GLM, Cohere), rather than i and i + dim / 2."""
+
+    attention_factor: float = 1.0
+    """Factor of cos and sin."""
+
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
-    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        """Rotary frequencies `[head_dim / 2]` float32, bit for bit as in transformers."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    short_factors: tuple[float, ...] = ()
+    """Of `longrope`, for each frequency, within the original positions."""
+
+    def inverse_frequencies(self) -> torch.Tensor:
+        """Rotary frequencies `[dim / 2]` float32."""
         import torch
 
-        frequencies = 1.0 / self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        if self.type == "linear":
-            return frequencies / self.factor
-        if self.type == "llama3":
-            return self._llama3(frequencies)
-        return frequencies
+        powers = self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        match self.type:
+            case "linear":
+                return 1.0 / powers / self.factor
+            case "llama3":
+                return self._llama3(1.0 / powers)
+            case "yarn":
+                return self._yarn(powers)
+            case "longrope":
+                return 1.0 / (torch.tensor(self.short_factors, dtype=torch.float32) * powers)
+            case _:
+                return 1.0 / powers
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Long wavelengths are stretched by `factor`, short ones kept, medium ones interpolated."""
@@ -48,3 +71,21 @@ class RopeConfig:
         smooth = (length / wavelength - low) / (high - low)
         between = (1 - smooth) * scaled / self.factor + smooth * scaled
         return torch.where(slow | fast, scaled, between)
+
+    def _yarn(self, powers: torch.Tensor) -> torch.Tensor:
+        """YaRN (arXiv 2309.00071): frequencies below `beta_slow` rotations are interpolated, those above `beta_fast`
+        kept, and those between ramp from one to the other.
+        """
+        import torch
+
+        def dimension(rotations: float) -> float:
+            length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return self.dim * math.log(length) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        ramp = (torch.arange(self.dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+        kept = 1 - torch.clamp(ramp, 0, 1)
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
