@@ -7,12 +7,31 @@ token each. `attention_backend` says which implementation serves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .upload import on_device
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns q · k into weights: `softmax(cap(scale · q · k))` over the keys that a query sees."""
+
+    scale: float | None = None
+    """None: head_dim^-0.5."""
+
+    window: int | None = None
+    """Keys that a query sees, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """`cap(s) = softcap · tanh(s / softcap)`."""
+
+
+PLAIN = Scores()
+"""Attention as in "Attention Is All You Need", causal."""
 
 
 class Attention(Protocol):
@@ -27,8 +46,15 @@ class Attention(Protocol):
     ) -> None: ...
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        """scores: others than PLAIN only where the implementation was chosen for a model that has them."""
+        ...
 
 
 class PagedAttention:
@@ -43,15 +69,15 @@ class PagedAttention:
     ) -> None:
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
-        self._mask = _visible if self._on_host else _bias()
         self._gqa = num_heads != kv_heads
         self._kv_heads = kv_heads
         self._head_dim = head_dim
         self._block_tokens = block_tokens
-        self._prefills: list[tuple[slice, torch.Tensor, int, torch.Tensor | None]] = []
+        self._prefills: list[_Prefill] = []
         self._first_decode_token = 0
         self._decode_pages = torch.empty(0, 0, dtype=torch.long)
-        self._decode_mask = torch.empty(0)
+        self._decode_lens = torch.empty(0, 1, dtype=torch.long)
+        self._decode_masks: dict[int | None, torch.Tensor] = {}
         self._decode_tail = torch.empty(0, dtype=torch.long)
 
     def plan(
@@ -74,21 +100,28 @@ class PagedAttention:
         if num_prefills:
             pages = on_device(page_table[:num_prefills], self._device)
             for row in range(num_prefills):
-                self._prefills.append(self._plan_prefill(qo_indptr[row], qo_indptr[row + 1], pages[row], kv_lens[row]))
+                tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
+                self._prefills.append(
+                    _Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
+                )
         self._first_decode_token = qo_indptr[num_prefills]
         if num_prefills < len(kv_lens):
-            lens = torch.tensor(kv_lens[num_prefills:])
-            num_blocks = -(-int(lens.max()) // self._block_tokens)
+            self._decode_lens = torch.tensor(kv_lens[num_prefills:])[:, None]
+            num_blocks = -(-int(self._decode_lens.max()) // self._block_tokens)
             self._decode_pages = on_device(page_table[num_prefills:, :num_blocks], self._device)
-            steps = torch.arange(num_blocks * self._block_tokens)
-            visible = steps < lens[:, None]
-            self._decode_mask = on_device(visible[:, None, None, :], self._device)
+            visible = torch.arange(num_blocks * self._block_tokens) < self._decode_lens
+            self._decode_masks = {None: on_device(visible[:, None, None, :], self._device)}
             self._decode_tail = on_device((~visible).flatten().nonzero()[:, 0], self._device)
         else:
             self._decode_pages = page_table[:0]
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
@@ -97,39 +130,37 @@ class PagedAttention:
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
-        for tokens, pages, kv_len, mask in self._prefills:
-            k, v = (self._gather(cache, pages, kv_len).to(q.dtype) for cache in (k_cache, v_cache))
+        for prefill in self._prefills:
+            k, v = (self._gather(cache, prefill.pages, prefill.kv_len).to(q.dtype) for cache in (k_cache, v_cache))
             broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
-            rows = q[tokens].transpose(0, 1).unsqueeze(0)
+            rows = q[prefill.tokens].transpose(0, 1).unsqueeze(0)
             if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = scaled_dot_product_attention(
-                rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
-            )
+            attended = _attend(rows, k, v, prefill.mask(scores), scores)
             if broken is not None:
-                attended = attended.masked_fill(self._who_sees(broken, attended.shape), torch.nan)
-            out[tokens] = attended[0].transpose(0, 1)
+                attended = attended.masked_fill(self._who_sees(broken, attended.shape, scores.window), torch.nan)
+            out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
             k, v = (self._gather_decode(cache).to(q.dtype) for cache in (k_cache, v_cache))
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            attended = scaled_dot_product_attention(rows, k, v, attn_mask=self._decode_mask, enable_gqa=self._gqa)
+            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores)
             out[self._first_decode_token :] = attended[:, :, 0]
         return out.view(len(q), -1)
 
-    def _plan_prefill(
-        self, first: int, last: int, pages: torch.Tensor, kv_len: int
-    ) -> tuple[slice, torch.Tensor, int, torch.Tensor | None]:
-        length = last - first
-        mask = None  # plain causal when the chunk is the whole sequence
-        if length != kv_len:
-            mask = self._mask(length, kv_len)
-        return slice(first, last), pages[: -(-kv_len // self._block_tokens)], kv_len, mask
+    def _decode_mask(self, window: int | None) -> torch.Tensor:
+        """True where a decode row `[rows, 1, 1, places]` sees a place; made once a plan for each window."""
+        if (mask := self._decode_masks.get(window)) is None:
+            visible = self._decode_masks[None]
+            begin = on_device(self._decode_lens - (window or 0), self._device)[:, None, None]
+            mask = visible & (torch.arange(visible.shape[-1], device=self._device) >= begin)
+            self._decode_masks[window] = mask
+        return mask
 
     def _broken(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
         """True for places `[1, kv_heads, kv_len, 1]` with a key or value that is not finite; None where the host sees
@@ -140,12 +171,15 @@ class PagedAttention:
         return ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
 
     @staticmethod
-    def _who_sees(broken: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def _who_sees(broken: torch.Tensor, shape: torch.Size, window: int | None) -> torch.Tensor:
         """True for heads `[1, heads, tokens, 1]` of a chunk that see a `broken` key `[1, kv_heads, kv_len, 1]`.
 
         Neither a masked score nor a weight of 0 undoes NaN: such keys are taken out, and put back where they are seen.
         """
-        seen = broken.cumsum(2)[:, :, -shape[2] :] > 0
+        count = broken.cumsum(2)
+        if window is not None and window < broken.shape[2]:
+            count[:, :, window:] -= count[:, :, :-window].clone()
+        seen = count[:, :, -shape[2] :] > 0
         return seen.repeat_interleave(shape[1] // seen.shape[1], dim=1)
 
     def _gather_decode(self, cache: torch.Tensor) -> torch.Tensor:
@@ -161,16 +195,64 @@ class PagedAttention:
         return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
 
 
-def _visible(length: int, kv_len: int) -> torch.Tensor:
+class _Prefill:
+    """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them."""
+
+    __slots__ = ("_device", "_masks", "kv_len", "pages", "tokens")
+
+    def __init__(self, tokens: slice, pages: torch.Tensor, kv_len: int, device: torch.device) -> None:
+        self.tokens, self.pages, self.kv_len, self._device = tokens, pages, kv_len, device
+        self._masks: dict[tuple[int | None, bool], torch.Tensor | None] = {}
+
+    def mask(self, scores: Scores) -> torch.Tensor | None:
+        """What its tokens see of their keys, made once a plan for each window; None: plain causal attention of a whole
+        sequence.
+        """
+        window, explicit = scores.window, scores.softcap is not None
+        if window is not None and window >= self.kv_len:
+            window = None
+        if (key := (window, explicit)) not in self._masks:
+            self._masks[key] = self._make(window, explicit)
+        return self._masks[key]
+
+    def _make(self, window: int | None, explicit: bool) -> torch.Tensor | None:
+        length = self.tokens.stop - self.tokens.start
+        if window is None and not explicit:
+            if length == self.kv_len:
+                return None
+            if self._device.type != "cpu":
+                return _bias()(length, self.kv_len)
+        return _visible(length, self.kv_len, window, self._device)
+
+
+def _visible(length: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
     """True where one of a row's last tokens `[length, kv_len]` sees a token."""
-    return torch.ones(length, kv_len, dtype=torch.bool).tril(kv_len - length)
+    seen = torch.ones(length, kv_len, dtype=torch.bool, device=device).tril(kv_len - length)
+    return seen if window is None else seen.triu(kv_len - length - window + 1)
 
 
 def _bias() -> Callable[[int, int], torch.Tensor]:
-    """The same for a GPU, by which torch takes kernels that make no scores."""
+    """Masks for a GPU, by which torch takes kernels that make no scores."""
     from torch.nn.attention.bias import causal_lower_right  # takes a second, which nothing else needs
 
     return causal_lower_right
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal."""
+    group = q.shape[1] // k.shape[1]
+    if scores.softcap is None:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
+        )
+    assert mask is not None
+    k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+    weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    weights = weights.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ v
 
 
 def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from .attention import Attention, PagedAttention
+from .attention import PLAIN, Attention, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
@@ -87,20 +88,22 @@ def choose_attention(
     max_rows: int,
     max_pages_per_row: int,
     wanted: Wanted = "auto",
+    scores: Collection[Scores] = (PLAIN,),
 ) -> AttentionBackend:
     """The backend for a model's heads on a device.
 
     max_rows: most rows of a step. max_pages_per_row: most pages of a row. wanted: AttentionUnavailable where it names
-    one that can't serve.
+    one that can't serve. scores: of the model's layers.
     """
     device = torch.device(device)
     if wanted == "torch":
         return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, "attention is torch")
     group = num_heads // kv_heads
     sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
-    theirs = ours = None
+    theirs = ours = _scores_obstacle(scores)
+    sizes["scale"] = next(iter(scores)).scale
     if wanted != "triton":
-        theirs = flashinfer_obstacle(group, head_dim, dtype, device)
+        theirs = theirs or flashinfer_obstacle(group, head_dim, dtype, device)
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
@@ -108,7 +111,7 @@ def choose_attention(
                 num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device)
             )
     if wanted != "flashinfer":
-        ours = triton_obstacle(group, head_dim, dtype, device)
+        ours = ours or triton_obstacle(group, head_dim, dtype, device)
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -123,6 +126,17 @@ def choose_attention(
     return TorchBackend(
         num_heads, kv_heads, head_dim, block_tokens, device, reason, theirs.fix if theirs is not None else ""
     )
+
+
+def _scores_obstacle(scores: Collection[Scores]) -> Obstacle | None:
+    """Reason why only torch's attention serves layers with such scores."""
+    if any(each.window is not None for each in scores):
+        return Obstacle("requests may be longer than the attention window of some layers", "lower max_model_len to it")
+    if any(each.softcap is not None for each in scores):
+        return Obstacle("scores have a soft cap")
+    if len(set(scores)) > 1:
+        return Obstacle("layers scale their scores differently")
+    return None
 
 
 def _num_sms(device: torch.device) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .attention import check_bucket, count_prefills
+from .attention import PLAIN, Scores, check_bucket, count_prefills
 from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -74,10 +74,13 @@ class FlashInferBackend:
         max_rows: int,
         max_pages_per_row: int,
         num_sms: int,
+        scale: float | None = None,
         module: ModuleType | Any | None = None,
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
+        """max_rows: most rows of a step. num_sms: processors of the device. scale: of scores, see `Scores`. module,
+        new_event: for tests.
+        """
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
         self.reason, self.fix = "the device, dtype and head size suit it", ""
@@ -85,7 +88,7 @@ class FlashInferBackend:
         self.group = num_heads // kv_heads
         self.plan_arguments = {
             "num_qo_heads": num_heads, "num_kv_heads": kv_heads, "page_size": block_tokens, "q_data_type": dtype,
-            "kv_data_type": dtype,
+            "kv_data_type": dtype, **({} if scale is None else {"sm_scale": scale}),
         }  # fmt: skip
         self.head_dim = head_dim
         self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
@@ -157,7 +160,12 @@ class FlashInferRaggedAttention:
         backend.event.record()
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Attend with one layer's cache, as `PagedAttention.run`."""
         out = torch.empty_like(q) if out is None else out
@@ -220,7 +228,12 @@ class FlashInferDecodeAttention:
         backend.event.record()
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
         return self._wrapper.run(q, (k_cache, v_cache), out=out).view(len(q), -1)

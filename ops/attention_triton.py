@@ -21,7 +21,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .attention import PagedAttention, check_bucket, count_prefills
+from .attention import PLAIN, PagedAttention, Scores, check_bucket, count_prefills
 from .attention_plan import PlanBuffers
 from .attention_schedule import PARTS, attention_constants, attention_options, attention_splits, tile_tokens
 from .launch_triton import KernelLauncher
@@ -148,16 +148,19 @@ class TritonBackend:
         max_pages_per_row: int,
         num_sms: int,
         reason: str,
+        scale: float | None = None,
         fix: str = "",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """max_rows: most rows of a step. num_sms: processors of the device. new_event: for tests."""
+        """max_rows: most rows of a step. num_sms: processors of the device. scale: of scores, see `Scores`. new_event:
+        for tests.
+        """
         self.reason, self.fix = reason, fix
         self.device = torch.device(device)
         self.shape = num_heads, kv_heads, head_dim, block_tokens
         self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        self._scale = math.log2(math.e) / math.sqrt(head_dim)
+        self._scale = math.log2(math.e) / math.sqrt(head_dim) if scale is None else math.log2(math.e) * scale
         constants = attention_constants(*self.shape, dtype.itemsize)
         tile, max_tokens = tile_tokens(head_dim, dtype.itemsize), max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
@@ -225,13 +228,18 @@ class TritonRaggedAttention:
             self._backend.plan(page_table[split:], kv_lens[split:])
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Attend with one layer's cache, as `PagedAttention.run`."""
         split = self._prefill_tokens
         out = torch.empty_like(q) if out is None else out
         if split:
-            self._prefill.run(q[:split], k_cache, v_cache, out[:split])
+            self._prefill.run(q[:split], k_cache, v_cache, out[:split], scores)
         if split < self._num_tokens:
             self._backend.run(q[split:], k_cache, v_cache, out[split:])
         return out.view(len(q), -1)
@@ -256,7 +264,12 @@ class TritonDecodeAttention:
         self._backend.plan(page_table, kv_lens, tables)
 
     def run(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
     ) -> torch.Tensor:
         """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
         out = torch.empty_like(q) if out is None else out

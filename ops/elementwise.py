@@ -23,18 +23,29 @@ def _kernels() -> ModuleType:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) · weight` over the last dimension, statistics in float32.
 
-    x: `[tokens, hidden]`; on a CPU any number of dimensions.
+    x: `[tokens, hidden]`; on a CPU any number of dimensions. weight: where it is wider than x, the product with it is
+    rounded, rather than what it is a product of.
     """
-    if x.is_cuda:
+    if x.is_cuda and weight.dtype == x.dtype:
         return _kernels().rms_norm(x, weight, eps)
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return _weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` of x less its mean."""
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    return _weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
+
+
+def _weighted(wide: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight * wide.to(dtype) if weight.dtype == dtype else (weight * wide).to(dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`residual += x` in place; returns the norm of the sum. x, residual: `[tokens, hidden]` of one dtype."""
-    if x.is_cuda:
+    if x.is_cuda and weight.dtype == x.dtype:
         return _kernels().add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
 
@@ -43,35 +54,53 @@ class RotaryEmbedding:
     """cos and sin of every position, in the model's dtype."""
 
     def __init__(
-        self, inv_freq: torch.Tensor, num_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        inv_freq: torch.Tensor,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        factor: float = 1.0,
+        interleaved: bool = False,
     ) -> None:
-        cos, sin = rotary_table(inv_freq, num_positions)
+        """factor: of cos and sin."""
+        cos, sin = rotary_table(inv_freq, num_positions, factor=factor, interleaved=interleaved)
         self._cos, self._sin = cos.to(device, dtype), sin.to(device, dtype)
+        self._interleaved = interleaved
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions: `[tokens]` int64. Gathered once a step on a CPU; a GPU's kernels find the rows themselves."""
         if positions.is_cuda:
-            return Rotation(self._cos, self._sin, positions)
-        return Rotation(self._cos[positions], self._sin[positions], None)
+            return Rotation(self._cos, self._sin, positions, self._interleaved)
+        return Rotation(self._cos[positions], self._sin[positions], None, self._interleaved)
 
 
-def rotary_table(inv_freq: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each `[num_positions, 2·len(inv_freq)]` float32, of position · frequency."""
+def rotary_table(
+    inv_freq: torch.Tensor, num_positions: int, *, factor: float = 1.0, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`factor` times cos and sin, each `[num_positions, 2·len(inv_freq)]` float32, of position · frequency."""
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return angles.cos() * factor, angles.sin() * factor
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads. x: `[tokens, heads, head_dim]`; cos, sin: `[tokens, 1, head_dim]` of x's dtype."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + rotated * sin
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate heads. x: `[tokens, heads, head_dim]`; cos, sin: `[tokens, 1, dim]` of x's dtype, of which `dim` may be
+    less than head_dim: the rest of a head stays.
+    """
+    dim = cos.shape[-1]
+    turned, kept = x[..., :dim], x[..., dim:]
+    if interleaved:
+        other = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        other = torch.cat((-turned[..., dim // 2 :], turned[..., : dim // 2]), dim=-1)
+    turned = turned * cos + other * sin
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
 def rotate_and_write(
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotation: Rotation | None,
     norms: HeadNorms | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -83,21 +112,34 @@ def rotate_and_write(
 
     qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`, packed. k_cache, v_cache: `[num_pages, block_tokens, kv_heads,
     head_dim]`, of one shape and the same strides. page, offset: `[tokens]` int64, where a token's k and v go; padding
-    tokens point at the dummy page. out: of q's shape, contiguous, to write q to.
+    tokens point at the dummy page. out: of q's shape, contiguous, to write q to. rotation: None: heads stay.
     """
-    if qkv.is_cuda:
-        return _kernels().rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset, out)
     kv_heads, head_dim = k_cache.shape[2:]
+    if qkv.is_cuda and _has_kernel(rotation, norms, head_dim, qkv.dtype):
+        return _kernels().rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset, out)
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
-        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-    cos, sin = rotation.cos, rotation.sin
-    if rotation.rows is not None:
-        cos, sin = cos[rotation.rows], sin[rotation.rows]
-    q, k = apply_rope(q, cos[:, None], sin[:, None]), apply_rope(k, cos[:, None], sin[:, None])
+        q, k = _normed_heads(q, norms.q, norms.eps), _normed_heads(k, norms.k, norms.eps)
+    if rotation is not None:
+        cos, sin = rotation.cos, rotation.sin
+        if rotation.rows is not None:
+            cos, sin = cos[rotation.rows], sin[rotation.rows]
+        q, k = (apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved) for x in (q, k))
     write_kv(k_cache, v_cache, k, v, page, offset)
-    return q if out is None else out.copy_(q)
+    return q.contiguous() if out is None else out.copy_(q)
+
+
+def _has_kernel(rotation: Rotation | None, norms: HeadNorms | None, head_dim: int, dtype: torch.dtype) -> bool:
+    """True if the GPU's kernel takes heads that are rotated and normalised so; torch's operators take all."""
+    if rotation is None or rotation.interleaved or rotation.cos.shape[-1] != head_dim:
+        return False
+    return norms is None or (norms.q.numel() == head_dim and norms.q.dtype == dtype)
+
+
+def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: `[tokens, heads, head_dim]`, normalised by head, or all heads of a token at once by a longer weight."""
+    return rms_norm(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
 
 
 def write_kv(
@@ -124,3 +166,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return _kernels().silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) · up`, gelu by its approximation with tanh, for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up

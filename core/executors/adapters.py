@@ -47,7 +47,8 @@ class ModelAdapters:
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        return inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
+        config = self._config
+        return inspect_adapter(path, config.module_dims, config.num_layers, roots, config.module_paths)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """The layout of the manifest's parts; adapters of equal shape share one."""

@@ -150,6 +150,9 @@ class Assisted(Protocol):
 class ModelExecutor:
     """Shapes of the checkpoint that a configuration names: what an executor knows before it reads any weight."""
 
+    within_window = False
+    """Whether requests are by default no longer than the model's attention window."""
+
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel.
 
@@ -161,28 +164,30 @@ class ModelExecutor:
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
-        limit = max_model_len_of(config, model)
-        window = model.sliding_window if limit == model.sliding_window else None
+        limit = max_model_len_of(config, model, within_window=self.within_window)
+        window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
         self.layout = PageLayout(
             model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize
         )
 
 
-def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
-    """The configured limit, or else the model's: its positions, or its sliding window where that is shorter.
-
-    Within the window, windowed attention is plain causal attention; beyond it is not served.
+def max_model_len_of(config: EngineConfig, model: ModelConfig, *, within_window: bool = False) -> int:
+    """The configured limit, or else the model's own; with `within_window` its attention window where that is shorter,
+    within which windowed attention is plain causal attention.
     """
     limit = model.max_context
-    name = "max_position_embeddings" if limit == model.max_position_embeddings else "sliding_window"
     if config.max_model_len is None:
-        if limit < model.max_position_embeddings:
+        if within_window and model.window is not None and model.window < limit:
             logger.info(
-                "max_model_len is %d, the model's sliding window, not its %d positions", limit,
-                model.max_position_embeddings,
-            )  # fmt: skip
+                "max_model_len is %d, the model's attention window, not its %d positions: attention is faster within "
+                "it; set max_model_len to serve more",
+                model.window,
+                limit,
+            )
+            return model.window
         return limit
     if config.max_model_len > limit:
+        name = "max_position_embeddings" if limit == model.max_position_embeddings else "original positions of longrope"
         raise UnsupportedModel(f"max_model_len is {config.max_model_len}, the model's {name} {limit}; lower it")
     return config.max_model_len

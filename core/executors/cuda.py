@@ -20,7 +20,7 @@ from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel
+from ..model.decoder import DecoderModel, scores_of
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE
@@ -68,6 +68,8 @@ class watched:
 
 class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU, of all of the model or of a rank's share. One thread at a time, any thread."""
+
+    within_window = True
 
     def __init__(
         self,
@@ -226,6 +228,7 @@ class CudaExecutor(ModelExecutor):
                 max_rows=config.max_num_seqs,
                 max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
                 wanted=config.attention,
+                scores=[scores_of(layer.mixer, self.model.max_model_len) for layer in model.layers],
             )  # fmt: skip
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error

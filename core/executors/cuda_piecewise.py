@@ -79,7 +79,7 @@ class PiecewiseSteps:
             self.graphs.replay(bucket, StepMode.BASE if lora is None else StepMode.LORA)
         else:
             self._run(self._pieces(bucket, lora), lora is not None)
-        return Residual(flow.rows, self._decoder.config.rms_norm_eps)
+        return Residual(flow.rows, self._decoder.config.norm)
 
     def allow_captures(self) -> None:
         """Capture from now on: the arena is the one that steps will have."""

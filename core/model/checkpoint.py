@@ -54,6 +54,10 @@ class Checkpoint:
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
 
+    def itemsize(self, name: str) -> int:
+        """Bytes of an element of a tensor."""
+        return _DTYPES[self._entries[name].dtype].itemsize
+
     def names(self) -> list[str]:
         return sorted(self._entries)
 

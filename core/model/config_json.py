@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -13,15 +15,43 @@ class UnsupportedModel(ValueError):
 
 
 class ConfigJson:
-    """The object in `path`. `defaults` stand in for fields that it lacks; a field that is null counts as lacking.
+    """The object in `path`. A field that is null counts as missing.
 
     Every getter raises UnsupportedModel when the field is missing without a default, or is of another type.
     """
 
-    def __init__(self, path: Path, raw: dict[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        raw: dict[str, Any],
+        prefix: str = "",
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """prefix: of the fields' names in messages. defaults: values of missing fields, where a getter names none."""
         self.path = path
         self.raw = raw
         self._prefix = prefix
+        self._defaults = defaults
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigJson:
+        """Return the same object with values for fields that it lacks; those that it has already come first."""
+        return ConfigJson(self.path, self.raw, self._prefix, {**defaults, **self._defaults})
+
+    def text_part(self, name: str) -> ConfigJson:
+        """Return the object in field `name`, which this one's fields complete; this one itself where there is none.
+
+        A model of text and images describes its text part there. Whether embeddings are tied is the whole model's.
+        """
+        inner = self.object(name)
+        if inner is None:
+            return self
+        raw = {**inner.raw, **{field: self.raw[field] for field in ("tie_word_embeddings",) if field in self.raw}}
+        outer = {field: value for field, value in self.raw.items() if not isinstance(value, dict)}
+        return ConfigJson(self.path, raw, f"{self._prefix}{name}.", outer)
+
+    def has(self, name: str) -> bool:
+        """True if the field is there, or has a default, and is not null."""
+        return self._get(name, None) is not None
 
     @classmethod
     def read(cls, path: Path) -> ConfigJson:
@@ -41,6 +71,12 @@ class ConfigJson:
             return UnsupportedModel(f"{self.path}: {self._prefix}{name} is missing: {why}")
         return UnsupportedModel(f"{self.path}: {self._prefix}{name} is {self.raw[name]!r}: {why}")
 
+    def optional(self, name: str) -> int | None:
+        """A whole number of at least 1; None where the field is null, or is missing without a default."""
+        if name in self.raw and self.raw[name] is None:
+            return None
+        return self.integer(name) if self.has(name) else None
+
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -54,8 +90,10 @@ class ConfigJson:
             raise self.refuse(name, "a finite number above 0 is needed")
         return float(value)
 
-    def boolean(self, name: str, default: bool = False) -> bool:
+    def boolean(self, name: str, default: bool | None = None) -> bool:
+        """False where the field is missing without a default."""
         value = self._get(name, default)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise self.refuse(name, "true or false is needed")
         return value
@@ -75,14 +113,26 @@ class ConfigJson:
 
     def texts(self, name: str) -> list[str]:
         """A list of texts; empty when the field is missing or null."""
-        value = self._get(name, [])
+        value = self._get(name, None)
+        value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(name, "a list of texts is needed")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers; empty when the field is missing or null."""
+        value = self._get(name, None)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(
+            isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item) for item in value
+        ):
+            raise self.refuse(name, "a list of finite numbers is needed")
+        return tuple(value)
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; empty when the field is missing or null."""
-        value = self._get(name, [])
+        value = self._get(name, None)
+        value = [] if value is None else value
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
             raise self.refuse(name, "a token id or a list of them is needed")
@@ -90,4 +140,6 @@ class ConfigJson:
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
-        return default if value is None else value
+        if value is None:
+            value = self._defaults.get(name) if default is None else default
+        return value

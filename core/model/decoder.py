@@ -1,4 +1,4 @@
-"""Llama-family decoder over the arena: Llama, Mistral, Qwen2 and Qwen3, by the checkpoint's configuration."""
+"""Decoder over the arena, of the layers that a model's configuration describes; see `layers`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import Attention, PagedAttention
+from ...ops.attention import PLAIN, Attention, PagedAttention, Scores
 from ...ops.elementwise import (
     HeadNorms,
     RotaryEmbedding,
     Rotation,
     add_rms_norm,
+    gelu_and_mul,
+    layer_norm,
     rms_norm,
     rotate_and_write,
     silu_and_mul,
@@ -26,7 +28,9 @@ from ...ops.ranks import Collectives
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepBatch, StepLora, lora_groups
 from .config import ModelConfig
+from .layers import Activation, AttentionSpec, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
+from .rope_config import RopeConfig
 from .weights import LayerWeights, Pack, Weights
 
 if TYPE_CHECKING:
@@ -48,19 +52,28 @@ Batch = StepBatch[Attention, StepLora]
 class Residual:
     """The residual stream. rows: `[tokens, hidden]`. added: `[tokens, hidden]`, which the next norm adds to them."""
 
-    __slots__ = ("added", "eps", "rows")
+    __slots__ = ("added", "norm", "rows")
 
-    def __init__(self, rows: torch.Tensor, eps: float, added: torch.Tensor | None = None) -> None:
-        self.rows, self.eps, self.added = rows, eps, added
+    def __init__(self, rows: torch.Tensor, norm: NormSpec, added: torch.Tensor | None = None) -> None:
+        self.rows, self.norm, self.added = rows, norm, added
 
     def __getitem__(self, tokens: torch.Tensor) -> Residual:
         """Of some tokens, a copy."""
-        return Residual(self.rows[tokens], self.eps, None if self.added is None else self.added[tokens])
+        return Residual(self.rows[tokens], self.norm, None if self.added is None else self.added[tokens])
 
-    def normed(self, norm: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of the rows, to which `added` is added in place."""
+    def normed(self, weight: torch.Tensor | None) -> torch.Tensor:
+        """The norm of the rows, to which `added` is added in place; without a weight the rows themselves."""
         added, self.added = self.added, None
-        return rms_norm(self.rows, norm, self.eps) if added is None else add_rms_norm(added, self.rows, norm, self.eps)
+        if weight is None or self.norm.centered:
+            rows = self.rows if added is None else self.rows.add_(added)
+            return rows if weight is None else normed(rows, weight, self.norm)
+        eps = self.norm.eps
+        return rms_norm(self.rows, weight, eps) if added is None else add_rms_norm(added, self.rows, weight, eps)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec) -> torch.Tensor:
+    """x: `[tokens, hidden]`."""
+    return (layer_norm if norm.centered else rms_norm)(x, weight, norm.eps)
 
 
 class Flow:
@@ -83,29 +96,51 @@ class Flow:
 class Layer:
     """A layer's products in one step.
 
+    With norms BEFORE:
+
         x += o(attention(qkv(x)))
         x += down(gate_up(x))
 
     qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
     """
 
-    __slots__ = ("_backends", "_index", "_lora", "_ranks", "_weights")
+    __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")
 
     def __init__(
         self,
         weights: LayerWeights,
+        spec: LayerSpec,
         index: int,
         backends: GemmBackends,
         lora: StepLora | None = None,
         ranks: Collectives | None = None,
     ) -> None:
         """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
-        self._weights, self._index, self._backends, self._lora, self._ranks = weights, index, backends, lora, ranks
+        self._weights, self._spec, self._index = weights, spec, index
+        self._backends, self._lora, self._ranks = backends, lora, ranks
+
+    def begin(self, x: Residual) -> torch.Tensor:
+        """Queries, keys and values `[tokens, q + 2·kv]`; a parallel feed-forward part is added to x."""
+        if self._spec.norms is not Norms.PARALLEL:
+            return self.qkv(x)
+        weights = self._weights
+        rows = x.normed(weights.attention_norm)
+        qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
+        x.rows.add_(self._output(self.down(self._gate_up(rows)), x.norm, weights.mlp_out_norm))
+        return qkv
+
+    def finish(self, x: Residual, attended: torch.Tensor) -> None:
+        """Compute what follows attention, whose output `[tokens, q]` is given."""
+        weights = self._weights
+        x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
+        if self._spec.norms is not Norms.PARALLEL:
+            with span("mlp"):
+                x.added = self._output(self.down(self.gate_up(x)), x.norm, weights.mlp_out_norm)
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """`[tokens, q + 2·kv]`."""
         weights = self._weights
-        return self._gemm(QKV, x.normed(weights.input_norm), weights.qkv, weights.qkv_bias)
+        return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, q]`."""
@@ -113,15 +148,25 @@ class Layer:
         return y if self._ranks is None else self._ranks.add_up(y)
 
     def gate_up(self, x: Residual) -> torch.Tensor:
-        """`silu(gate) · up`: `[tokens, ffn]`."""
+        """`activation(gate) · up`: `[tokens, ffn]`."""
+        return self._gate_up(x.normed(self._weights.mlp_norm))
+
+    def _gate_up(self, rows: torch.Tensor) -> torch.Tensor:
         weights = self._weights
-        normed = x.normed(weights.post_attention_norm)
-        return self._gemm(GATE_UP, normed, weights.gate_up, weights.gate_up_bias, gate=True)
+        if self._spec.feed_forward.activation is Activation.SILU:
+            return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
+        return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
         y = self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)
         return y if self._ranks is None else self._ranks.add_up(y)
+
+    def _output(self, y: torch.Tensor, norm: NormSpec, weight: torch.Tensor | None) -> torch.Tensor:
+        """What a part adds to the residual stream, from its last product."""
+        y = y if weight is None else normed(y, weight, norm)
+        factor = self._spec.residual_multiplier
+        return y if factor == 1.0 else y * factor
 
     def _gemm(
         self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gate: bool = False
@@ -142,13 +187,6 @@ class Layer:
         with span(lora_name):
             lora.add(group, y, x, self._index)
         return silu_and_mul(y) if gate else y
-
-
-def _finish_layer(layer: Layer, x: Residual, attended: torch.Tensor) -> None:
-    """Compute what follows a layer's attention."""
-    x.added = layer.o(attended)
-    with span("mlp"):
-        x.added = layer.down(layer.gate_up(x))
 
 
 def multiply(
@@ -211,16 +249,26 @@ class DecoderModel:
             self._lm_head = self._embed
         else:
             self._lm_head = head if kept is None else kept(head)
-        self.layers = [_moved(layer, device, dtype) for layer in weights.layers(kept)]
+        self.layers = [_moved(layer, config.norm, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config)
-        self._norm = weights.norm().to(device, dtype)
-        self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self.layers]
+        self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
+        self._norms = [_head_norms(layer, config.norm) for layer in self.layers]
+        self._scores = [scores_of(layer.mixer, max_model_len) for layer in config.layers]
+        self._embedding_factor = config.embedding_factor(embed.dtype)
         self.prompt_hidden: torch.Tensor | None = None
         """Normalised states of the last step's prompt-logprob tokens; to be reset before a captured step, which has
         none.
         """
-        self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, dtype, device)
+        self._ropes = [layer.mixer.rope for layer in config.layers]
+        self._rotary = {
+            rope: RotaryEmbedding(
+                rope.inverse_frequencies(), max_model_len, dtype, device,
+                factor=rope.attention_factor, interleaved=rope.interleaved,
+            )
+            for rope in dict.fromkeys(self._ropes)
+            if rope is not None
+        }  # fmt: skip
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -241,15 +289,15 @@ class DecoderModel:
         that is given; of several ranks this one's columns, see `gathered`.
         """
         lora = batch.lora
-        x = Residual(embedding(batch.token_ids, self._embed).to(self._dtype), self.config.rms_norm_eps)
-        rotation = self._rotary.at(batch.positions)
+        x = Residual(self._embedded(batch).to(self._dtype), self.config.norm)
+        rotations = self._rotations(batch)
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                q = self._query(layer, x, index, batch, rotation)
-                _finish_layer(layer, x, self.attend(index, batch.attention, q))
+                q = self._query(layer, x, index, batch, rotations)
+                layer.finish(x, self.attend(index, batch.attention, q))
         return self.compute_logits(x, batch, logits)
 
     def piece(self, index: int, batch: Batch, flow: Flow) -> None:
@@ -260,14 +308,13 @@ class DecoderModel:
         Pieces 0 … layers, with `attend` between each and the next, and `compute_logits` behind the last, are a
         `forward`.
         """
-        x = Residual(flow.rows, self.config.rms_norm_eps)
+        x = Residual(flow.rows, self.config.norm)
         if index:
-            _finish_layer(self._layer(index - 1, batch), x, flow.attended.view(len(flow.rows), -1))
+            self._layer(index - 1, batch).finish(x, flow.attended.view(len(flow.rows), -1))
         else:
-            x.rows.copy_(embedding(batch.token_ids, self._embed))
+            x.rows.copy_(self._embedded(batch))
         if index < len(self.layers):
-            rotation = self._rotary.at(batch.positions)
-            self._query(self._layer(index, batch), x, index, batch, rotation, flow.q)
+            self._query(self._layer(index, batch), x, index, batch, self._rotations(batch), flow.q)
         elif x.added is not None:
             x.rows.add_(x.added)
 
@@ -276,7 +323,7 @@ class DecoderModel:
     ) -> torch.Tensor:
         """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
         with span("attn.run"):
-            return attention.run(q, *self._arena.kv_layers[index], out)
+            return attention.run(q, *self._arena.kv_layers[index], out, self._scores[index])
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
@@ -293,8 +340,24 @@ class DecoderModel:
                 self.prompt_hidden = x[batch.prompt_logprob_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
-            prompt_logprobs = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
-            return prompt_logprobs.float() if logits is None else logits.copy_(prompt_logprobs)
+            found = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
+            return self._capped(found.float() if logits is None else logits.copy_(found))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and cap logits in place, where the model does."""
+        scale, cap = self.config.logits_scale, self.config.logits_softcap
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embedded(self, batch: Batch) -> torch.Tensor:
+        """Embeddings `[tokens, hidden]` of a step's tokens."""
+        rows = embedding(batch.token_ids, self._embed)
+        return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
+
+    def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:
+        """A step's angles for each rope of the model."""
+        return {None: None, **{rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}}
 
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
@@ -310,7 +373,8 @@ class DecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
         if self.prompt_hidden is None:
             raise RuntimeError("the last step had no prompt-logprob tokens")
-        return self.gathered(multiply(GemmBackend.LIBRARY, self.prompt_hidden[begin:end], self._lm_head)).float()
+        logits = multiply(GemmBackend.LIBRARY, self.prompt_hidden[begin:end], self._lm_head)
+        return self.gathered(self._capped(logits.float()))
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, on the first rank; on others no rows."""
@@ -356,9 +420,9 @@ class DecoderModel:
         """
         if group == HEAD:
             return multiply(backend, x, self._lm_head)
-        y, stream = x, Residual(residual, self.config.rms_norm_eps)
+        y, stream = x, Residual(residual, self.config.norm)
         for index, weights in enumerate(layers):
-            layer, stream.added = Layer(weights, index, (backend,) * 4, lora), x
+            layer, stream.added = Layer(weights, self.config.layers[index], index, (backend,) * 4, lora), x
             if group in (QKV, GATE_UP):
                 y = (layer.qkv if group == QKV else layer.gate_up)(stream)
             else:
@@ -367,28 +431,50 @@ class DecoderModel:
 
     def _layer(self, index: int, batch: Batch) -> Layer:
         weights = (self._merged if batch.merged else self.layers)[index]
-        return Layer(weights, index, batch.backends, batch.lora, self._ranks)
+        return Layer(weights, self.config.layers[index], index, batch.backends, batch.lora, self._ranks)
 
     def _query(
-        self, layer: Layer, x: Residual, index: int, batch: Batch, rotation: Rotation, out: torch.Tensor | None = None
+        self,
+        layer: Layer,
+        x: Residual,
+        index: int,
+        batch: Batch,
+        rotations: dict[RopeConfig | None, Rotation | None],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A layer's query `[tokens, heads, head_dim]`; its keys and values are written."""
-        qkv = layer.qkv(x)
+        qkv, rotation = layer.begin(x), rotations[self._ropes[index]]
         with span("attn.rope"):
             return rotate_and_write(
                 qkv, rotation, self._norms[index], *self._arena.kv_layers[index], batch.page, batch.offset, out
             )
 
 
-def _moved(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+def scores_of(mixer: AttentionSpec, max_model_len: int) -> Scores:
+    """How a layer's attention makes weights of scores; PLAIN where it does what most models do. A window that no
+    request can leave is none.
+    """
+    scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
+    window = None if mixer.window is None or mixer.window >= max_model_len else mixer.window
+    found = Scores(scale, window, mixer.softcap)
+    return PLAIN if found == PLAIN else found
+
+
+def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> LayerWeights:
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
-        if (part := getattr(layer, field.name)) is not None and not part.is_mkldnn:
-            setattr(layer, field.name, part.to(device, dtype))
+        part = getattr(layer, field.name)
+        if part is not None and not part.is_mkldnn:
+            is_norm = field.name.endswith("norm")
+            setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
     return layer
 
 
-def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:
+def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(device) if norm.wide else weight.to(device, dtype)
+
+
+def _head_norms(layer: LayerWeights, norm: NormSpec) -> HeadNorms | None:
     if layer.q_norm is None or layer.k_norm is None:
         return None
-    return HeadNorms(layer.q_norm, layer.k_norm, eps)
+    return HeadNorms(layer.q_norm, layer.k_norm, norm.eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 import torch
@@ -19,6 +19,7 @@ from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import LoraState, StepBatch
 from .config import ModelConfig
+from .layers import Activation, HeadNorm, LayerSpec
 from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
 
@@ -29,9 +30,28 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     inner = (config.hidden_size, config.intermediate_size, config.q_size)
     if reason := native_library.why_unavailable(dtype):
         return reason
+    if not _is_plain(config):
+        return "its layers have parts that the native decoder does not compute"
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
     return None
+
+
+def _is_plain(config: ModelConfig) -> bool:
+    """True for Llama's layers, with or without biases and norms of single heads."""
+    first = config.layers[0]
+    mixer = replace(first.mixer, scale=first.mixer.head_dim**-0.5, softcap=None, window=None, rope=first.mixer.rope)
+    plain = LayerSpec(mixer, replace(first.feed_forward, activation=Activation.SILU))
+    return (
+        set(config.layers) == {plain}
+        and mixer.rope is not None
+        and not mixer.rope.interleaved
+        and mixer.rope.dim == mixer.head_dim
+        and mixer.rope.attention_factor == 1.0
+        and mixer.head_norm is not HeadNorm.ALL
+        and not config.norm.centered
+        and (config.embedding_multiplier, config.logits_scale, config.logits_softcap) == (1.0, 1.0, None)
+    )
 
 
 class NativeDecoderModel:
@@ -49,7 +69,9 @@ class NativeDecoderModel:
         """ranks: see `DecoderModel`."""
         self.config = config
         self._ranks = ranks
-        cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
+        rope = config.layers[0].mixer.rope
+        assert rope is not None
+        cos, sin = rotary_table(rope.inverse_frequencies(), max_model_len)
         embed = weights.embed()
         shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size)
         packed = PackedWeights(projection_shapes(config, shard), embed.dtype)
@@ -58,7 +80,7 @@ class NativeDecoderModel:
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
-            block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
+            block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
             layers=self.layers, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), cos=cos, sin=sin,
             arena=arena.pages,

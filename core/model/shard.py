@@ -7,9 +7,10 @@ output projection each has rows, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .config import ModelConfig, UnsupportedModel
+from .layers import HeadNorm
 
 _HEADS, _KV_HEADS, _FFN = ("q_proj", "o_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _BY_INPUT = ("o_proj", "down_proj")
@@ -27,16 +28,18 @@ class Shard:
 
         Where there are more ranks than K/V heads, several ranks have a copy of the same one.
         """
-        size, kv_heads = self.size, whole.num_kv_heads
+        size = self.size
         if size == 1:
             return whole
         if why := _why_not(size, whole):
             sizes = ", ".join(str(each) for each in range(1, whole.num_heads + 1) if not _why_not(each, whole))
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and the model's {why}; set it to one of {sizes}")
-        return replace(
-            whole, num_heads=whole.num_heads // size, num_kv_heads=max(1, kv_heads // size),
-            intermediate_size=whole.intermediate_size // size,
-        )  # fmt: skip
+        if any(layer.mixer.head_norm is HeadNorm.ALL for layer in whole.layers):
+            raise UnsupportedModel(
+                f"tensor_parallel_size is {size}, and the model norms all heads of a token at once, of which a rank "
+                "has a share only; set it to 1"
+            )
+        return whole.share(size)
 
     def of_module(self, module: str, whole: ModelConfig) -> tuple[slice, slice]:
         """Inputs and outputs of a projection that this rank has."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
+from .layers import HeadNorm, Norms
 from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -21,49 +24,97 @@ logger = logging.getLogger(__name__)
 Pack = Callable[[torch.Tensor], torch.Tensor]
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_LAYER = "model.layers.{}."
-_IGNORED = re.compile(r"^model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+_MODEL, _LAYER = "model.", "model.layers.{}."
+_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias)$")
+_IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+
+#: Norms that a layer may have, by where they stand.
+_NORMS = {
+    Norms.BEFORE: ("attention_norm", "mlp_norm"),
+    Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
+    Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    Norms.PARALLEL: ("attention_norm",),
+}
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One decoder layer. qkv: `[q + 2·kv, hidden]`; gate_up: `[2·ffn, hidden]`; o, down: `[hidden, in]`.
 
-    Biases are as long as their projection has rows, q_norm and k_norm `[head_dim]`; None where the model has none.
+    Biases are as long as their projection has rows. None stands for what the layer doesn't have.
     """
 
-    input_norm: torch.Tensor
-    post_attention_norm: torch.Tensor
     qkv: torch.Tensor
     o: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
     qkv_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
+    attention_norm: torch.Tensor | None = None
+    """`[hidden]`, of attention's input; where the parts are parallel, of the feed-forward part's, too."""
+
+    attention_out_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
+
+    q_norm: torch.Tensor | None = None
+    """`[head_dim]`, or of all heads together."""
+
+    k_norm: torch.Tensor | None = None
+
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of `config` must have; a tied `lm_head.weight` is not among them."""
+    """Every part of a model of `config`, under the names that Llama's checkpoints have for it but for the norms of
+    layers, which are named as in `LayerWeights`; a tied `lm_head.weight` is not among them.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
-    biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias, "o_proj": config.o_bias}
-    for i in range(config.num_layers):
-        at = _LAYER.format(i)
-        shapes[at + "input_layernorm.weight"] = shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+    for i, layer in enumerate(config.layers):
+        at, mixer = _LAYER.format(i), layer.mixer
+        shapes |= {f"{at}{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
+        biased = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), mixer.qkv_bias), "o_proj": mixer.o_bias}
         for name, (d_in, d_out) in config.module_dims.items():
             part = "self_attn" if name in biased else "mlp"
             shapes[f"{at}{part}.{name}.weight"] = (d_out, d_in)
-            if biased.get(name, config.mlp_bias):
+            if biased.get(name, layer.feed_forward.bias):
                 shapes[f"{at}{part}.{name}.bias"] = (d_out,)
-        if config.qk_norm:
-            shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (config.head_dim,)
+        if mixer.head_norm is not None:
+            each = mixer.head_norm is HeadNorm.EACH
+            shapes[at + "self_attn.q_norm.weight"] = (mixer.head_dim if each else mixer.q_size,)
+            shapes[at + "self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
     return shapes
+
+
+class Source(NamedTuple):
+    """Where a checkpoint has a part: rows of a tensor from `first` on."""
+
+    name: str
+    first: int = 0
+
+
+def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
+    """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
+    tensors, shapes = config.tensors, tensor_shapes(config)
+    prefix = next((each for each in tensors.prefixes if f"{each}norm.weight" in names), tensors.prefixes[0])
+    head = next((each for each in tensors.heads if each in names), tensors.heads[0])
+    fused = {part: (name, parts) for name, parts in tensors.fused.items() for part in parts}
+    found = {LM_HEAD: Source(head)}
+    for part in shapes:
+        match = _IN_LAYER.match(part)
+        if match is None:
+            found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
+            continue
+        layer, path, kind = match.groups()
+        name, stacked = fused.get(path, (tensors.names.get(path, path), (path,)))
+        before = stacked[: stacked.index(path)]
+        first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in before)
+        found[part] = Source(f"{prefix}{layer}{name}.{kind}", first)
+    return found
 
 
 def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
@@ -103,11 +154,11 @@ class Weights(ABC):
     def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
         for i in range(self._config.num_layers):
-            yield self._layer(_LAYER.format(i), pack)
+            yield self._layer(i, pack)
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
-        return self._read(NORM)
+        return self._norm(NORM)
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
@@ -116,33 +167,46 @@ class Weights(ABC):
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
+    def _norm(self, name: str) -> torch.Tensor:
+        """A norm's weight, in float32 where products with it are rounded once."""
+        spec = self._config.norm
+        weight = self._read(name)
+        weight = weight.float() if spec.wide else weight
+        return weight + 1 if spec.one_plus else weight
+
     def _first_rank(self, name: str) -> torch.Tensor | None:
         """A tensor that only the first rank has."""
         return None if self._shard.rank else self._read(name)
 
-    def _layer(self, at: str, pack: Pack | None) -> LayerWeights:
+    def _layer(self, index: int, pack: Pack | None) -> LayerWeights:
         """Ranks add up the outputs of o and down: the first has their biases."""
-        config = self._config
+        at, spec = _LAYER.format(index), self._config.layers[index]
 
         def projection(*names: str) -> torch.Tensor:
             names = tuple(f"{name}.weight" for name in names)
             return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
 
+        def norm(name: str) -> torch.Tensor | None:
+            return self._norm(f"{at}{name}.weight") if f"{at}{name}.weight" in self._shapes else None
+
         q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
         gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
+        bias = spec.feed_forward.bias
         return LayerWeights(
-            input_norm=self._read(at + "input_layernorm.weight"),
+            attention_norm=norm("attention_norm"),
             qkv=projection(q, k, v),
-            qkv_bias=self._read(*(f"{name}.bias" for name in (q, k, v))) if config.qkv_bias else None,
-            q_norm=self._read(at + "self_attn.q_norm.weight") if config.qk_norm else None,
-            k_norm=self._read(at + "self_attn.k_norm.weight") if config.qk_norm else None,
+            qkv_bias=self._read(*(f"{name}.bias" for name in (q, k, v))) if spec.mixer.qkv_bias else None,
+            q_norm=norm("self_attn.q_norm"),
+            k_norm=norm("self_attn.k_norm"),
             o=projection(o),
-            o_bias=self._first_rank(f"{o}.bias") if config.o_bias else None,
-            post_attention_norm=self._read(at + "post_attention_layernorm.weight"),
+            o_bias=self._first_rank(f"{o}.bias") if spec.mixer.o_bias else None,
+            attention_out_norm=norm("attention_out_norm"),
+            mlp_norm=norm("mlp_norm"),
             gate_up=projection(gate, up),
-            gate_up_bias=self._read(f"{gate}.bias", f"{up}.bias") if config.mlp_bias else None,
+            gate_up_bias=self._read(f"{gate}.bias", f"{up}.bias") if bias else None,
             down=projection(down),
-            down_bias=self._first_rank(f"{down}.bias") if config.mlp_bias else None,
+            down_bias=self._first_rank(f"{down}.bias") if bias else None,
+            mlp_out_norm=norm("mlp_out_norm"),
         )
 
     def _part(self, name: str) -> tuple[slice, ...]:
@@ -180,20 +244,38 @@ class WeightLoader(Weights):
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
         self._checkpoint = Checkpoint(directory)
-        if config.tie_word_embeddings and LM_HEAD in self._checkpoint:
-            if EMBED not in self._checkpoint:  # tied weights may be stored under either name
+        self._sources = sources(config, self._checkpoint)
+        if config.tie_word_embeddings and self._sources[LM_HEAD].name in self._checkpoint:
+            if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        self._checkpoint.check(self._shapes)
+        self._checkpoint.check(self._stored())
+        self._check_unused()
+
+    def _stored(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part, (rows, *others) in self._shapes.items():
+            name = self._sources[part].name
+            before = shapes.get(name, (0,))[0]
+            shapes[name] = (before + rows, *others)
+        return shapes
+
+    def _check_unused(self) -> None:
+        used, left_out = {self._sources[part].name for part in self._shapes}, 0
         for name in self._checkpoint.names():
-            if name not in self._shapes and not _IGNORED.match(name):
+            if name.startswith(self._config.tensors.left_out):
+                left_out += 1
+            elif name not in used and not _IGNORED.search(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
+        if left_out:
+            logger.info("%d tensors of the checkpoint are not for text and are left out", left_out)
 
     @property
     def num_bytes(self) -> int:
         """Bytes to read in all."""
-        return sum(self._checkpoint[name].num_bytes for name in self._shapes)
+        return sum(self._checkpoint[name].num_bytes for name in self._stored())
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         tied = self._tied(embed)
@@ -217,6 +299,15 @@ class WeightLoader(Weights):
         else:
             target = torch.empty(shape, dtype=self._dtype)
         for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
-            self._checkpoint.read_into(part, name, self._part(name))
-            self.advance(self._checkpoint[name].num_bytes)
+            source = self._sources[name]
+            self._checkpoint.read_into(part, source.name, self._rows(name, source))
+            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
         return target
+
+    def _rows(self, name: str, source: Source) -> tuple[slice, ...]:
+        """The rank's share of a part, as slices of the tensor that the checkpoint has it in."""
+        share, rows = self._part(name), self._shapes[name][0]
+        if rows == self._checkpoint[source.name].shape[0]:
+            return share
+        start, stop, _ = (share[0] if share else slice(None)).indices(rows)
+        return slice(source.first + start, source.first + stop), *share[1:]

@@ -10,8 +10,8 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart
@@ -20,6 +20,7 @@ from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterChanged, AdapterFormatError, shown
 from .module_names import ModuleNames
+from .module_paths import LLAMA_PATHS, ModulePaths, usual_path
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .unserved import missing_config, refuse_other_weights, why_not_lora
 
@@ -28,13 +29,13 @@ __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 
 #: The base model's own name for its layers' parent. A model around it (one that sees, say) may have changed it, and a
 #: model without a head (`AutoModel`) has none.
 STEM = "model"
 _WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){0,4})(?=layers\.[0-9])")
+_IN_LAYER = re.compile(r"(base_model\.model\.model\.layers\.[0-9]+)\.(.+)\.(lora_[AB]\.weight)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class AdapterManifest:
     targets' A and B, in this order; None where there is no file. stem: where the file has the model's layers, if not in
     `model`; empty for a model without a head. content_hash: of what it computes, whatever the files look like, and
     no_effect: whether that is nothing; None until its weights have been read for it. base_model: what it says it was
-    trained on, and names_other_base: whether that is not the model that is served.
+    trained on, and names_other_base: whether that is not the model that is served. modules: where its base model has
+    the projections.
     """
 
     path: Path
@@ -59,6 +61,7 @@ class AdapterManifest:
     no_effect: bool | None = None
     base_model: str | None = None
     names_other_base: bool = False
+    modules: ModulePaths = LLAMA_PATHS
 
     @property
     def rank(self) -> int:
@@ -79,20 +82,26 @@ def is_adapter_dir(path: Path) -> bool:
     return os.path.lexists(path / CONFIG_FILE)  # unlike Path's methods this one never raises
 
 
-def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequence[Path] = ()) -> AdapterManifest:
+def inspect_adapter(
+    path: Path,
+    dims: ModuleDims,
+    num_layers: int,
+    roots: Sequence[Path] = (),
+    modules: ModulePaths = LLAMA_PATHS,
+) -> AdapterManifest:
     """Read and check an adapter directory's configuration and tensor shapes against the base model.
 
-    roots: as in `AdapterDirectory`. Raises AdapterFormatError for anything that would not be served exactly as PEFT
-    would apply it.
+    roots: as in `AdapterDirectory`. modules: where the base model has its projections. Raises AdapterFormatError for
+    anything that would not be served exactly as PEFT would apply it.
     """
     with AdapterDirectory(path, roots) as directory:
         if not directory.has(CONFIG_FILE):
             raise missing_config(directory, CONFIG_FILE)
         refuse_other_weights(directory, WEIGHTS_FILE)
         config = AdapterConfig.read(directory)
-        with _open_weights(directory) as file:
+        with _open_weights(directory, modules) as file:
             stem = file.stem
-            targets = _targets(config, path, num_layers, stem)
+            targets = _targets(config, path, num_layers, stem, modules)
             _check_names(file, targets, config, num_layers)
             for (layer, module), (rank, _) in targets.items():
                 for name, shape in tensor_shapes(layer, module, rank, dims):
@@ -101,16 +110,58 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequen
             parts = _parts(targets)
             parts, places = _shared(parts, _places(file, parts))
             return AdapterManifest(
-                path, parts, file.size, file.mtime_ns, places, file.identity, stem, base_model=config.base_model
+                path,
+                parts,
+                file.size,
+                file.mtime_ns,
+                places,
+                file.identity,
+                stem,
+                base_model=config.base_model,
+                modules=modules,
             )
 
 
 class AdapterWeights(TensorFile):
-    """The tensors of an adapter under the base model's names for them, whatever model was around it in training."""
+    """The tensors of an adapter under Llama's names for them, whatever model was around the base in training.
 
-    def __init__(self, path: Path, fd: int) -> None:
+    A tensor of several projections is there as one of each.
+    """
+
+    def __init__(self, path: Path, fd: int, modules: ModulePaths) -> None:
         super().__init__(path, fd, self._plain)
         self._stems: set[str] = set()
+        self._modules = modules
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        found: dict[str, TensorInfo] = {}
+        for name, info in super().tensors.items():
+            match = _IN_LAYER.fullmatch(name)
+            if match is None or match[2] not in self._modules.stacked:
+                found[name] = info
+                continue
+            layer, path, kind = match.groups()
+            for part, slice_of in self._split(name, info, path, kind):
+                found[f"{layer}.{part}.{kind}"] = slice_of
+        return found
+
+    def _split(self, name: str, info: TensorInfo, path: str, kind: str) -> Iterator[tuple[str, TensorInfo]]:
+        """The share of each projection in a tensor of several: all of A, or its rows of B."""
+        parts = self._modules.stacked[path]
+        if kind == "lora_A.weight":
+            yield from ((part, info) for part, _ in parts)
+            return
+        total = sum(rows for _, rows in parts)
+        if len(info.shape) != 2 or info.shape[0] != total:
+            raise AdapterFormatError(
+                f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
+                "serve it with the base model that it was trained on"
+            )
+        offset, row_bytes = info.offset, info.num_bytes // total
+        for part, rows in parts:
+            yield part, replace(info, shape=(rows, info.shape[1]), offset=offset, num_bytes=rows * row_bytes)
+            offset += rows * row_bytes
 
     @property
     def stem(self) -> str:
@@ -137,18 +188,21 @@ class AdapterWeights(TensorFile):
         if found is None:
             return name
         self._stems.add(found[1][:-1])
-        return f"{_PREFIX}{STEM}.{name[found.end() :]}"
+        plain = f"{_PREFIX}{STEM}.{name[found.end() :]}"
+        match = _IN_LAYER.fullmatch(plain)
+        usual = self._modules.usual.get(match[2]) if match else None
+        return plain if match is None or usual is None else f"{match[1]}.{usual}.{match[3]}"
 
 
-def open_weights(path: Path) -> AdapterWeights:
+def open_weights(path: Path, modules: ModulePaths = LLAMA_PATHS) -> AdapterWeights:
     """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
     with AdapterDirectory(path) as directory:
-        return _open_weights(directory)
+        return _open_weights(directory, modules)
 
 
-def _open_weights(directory: AdapterDirectory) -> AdapterWeights:
+def _open_weights(directory: AdapterDirectory, modules: ModulePaths) -> AdapterWeights:
     refuse_other_weights(directory, WEIGHTS_FILE)
-    return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"))
+    return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"), modules)
 
 
 def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -159,45 +213,52 @@ def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple
 
 
 def module_key(layer: int, module: str) -> str:
-    """A projection's name in the base model, which PEFT's patterns are matched with."""
-    return f"model.layers.{layer}.{'mlp' if module in _MLP else 'self_attn'}.{module}"
+    """A projection's name in a Llama model."""
+    return f"model.layers.{layer}.{usual_path(module)}"
 
 
 @lru_cache(16)
-def _keys(num_layers: int, stem: str) -> tuple[ModuleNames, dict[str, tuple[int, str]]]:
-    """All modules that a pattern may match, and (layer, module) of the modules that can be targeted here.
+def _keys(
+    num_layers: int, stem: str, modules: ModulePaths
+) -> tuple[ModuleNames, dict[str, tuple[int, tuple[str, ...]]]]:
+    """All modules that a pattern may match, and the layer and projections of those that can be targeted here.
 
     The rest are most of the modules that can't be targeted, by PEFT neither.
     """
     level = f"{stem}." if stem else ""
     keys = {
-        f"{level}{module_key(layer, module).removeprefix(f'{STEM}.')}": (layer, module)
+        f"{level}layers.{layer}.{path}": (layer, parts)
         for layer in range(num_layers)
-        for module in MODULES
+        for path, parts in modules.by_path.items()
     }
-    inner = ("", ".self_attn", ".mlp", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm")
+    parents = {path.rpartition(".")[0] for path in modules.by_path}
+    inner = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm"]
+    inner += [f".{parent}" for parent in sorted(parents)]
     others = [f"{level}{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
     others += ["lm_head", stem] if stem else []  # without a module around the layers there is no head
     others += [f"{level}layers.{layer}{name}" for layer in range(num_layers) for name in inner]
     return ModuleNames([*keys, *others]), keys
 
 
-def _targets(config: AdapterConfig, path: Path, num_layers: int, stem: str) -> dict[tuple[int, str], tuple[int, float]]:
+def _targets(
+    config: AdapterConfig, path: Path, num_layers: int, stem: str, modules: ModulePaths
+) -> dict[tuple[int, str], tuple[int, float]]:
     """(layer, module) → rank and scale of all that the configuration targets."""
     file = path / CONFIG_FILE
-    names, keys = _keys(num_layers, stem)
+    names, keys = _keys(num_layers, stem, modules)
     targets = {}
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
-            targets[keys[name]] = rank_and_scale
+            layer, parts = keys[name]
+            targets |= {(layer, module): rank_and_scale for module in parts}
         elif not config.targets_all_linear:
             raise AdapterFormatError(
-                f"{file}: target_modules matches {name}; only {', '.join(MODULES)} are served: "
+                f"{file}: target_modules matches {name}; only {modules.names} are served: "
                 "train on these, or exclude the others with exclude_modules"
             )
     if not targets:
         raise AdapterFormatError(
-            f"{file}: target_modules, exclude_modules and layers_to_transform match none of {', '.join(MODULES)} "
+            f"{file}: target_modules, exclude_modules and layers_to_transform match none of {modules.names} "
             f"in the base model's {num_layers} layers"
         )
     return targets

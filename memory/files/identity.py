@@ -22,7 +22,7 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
     A new mode, owner or link changes a file's time of change too: where it looks like another one for nothing but that,
     or was copied, it is read once more if the hash of what was registered is known.
     """
-    file = open_weights(manifest.path)
+    file = open_weights(manifest.path, manifest.modules)
     try:
         same_size_and_time = (file.size, file.mtime_ns) == (manifest.file_size, manifest.mtime_ns)
         if same_size_and_time and manifest.identity in (None, file.identity):

@@ -13,6 +13,7 @@ from typing import TextIO
 from ...core.base_name import names_of, with_base
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights
+from ...memory.files.module_paths import LLAMA_PATHS, ModulePaths
 from ...memory.pages.layout import MODULES, ModuleDims
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
@@ -46,12 +47,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What an adapter is checked against. names: by which it may name its base; None: any."""
+    """What an adapter is checked against."""
 
     dims: ModuleDims
     num_layers: int
     dtype: str
+
     names: frozenset[str] | None
+    """Names that an adapter may give its base; None: any."""
+
+    modules: ModulePaths = LLAMA_PATHS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +91,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
 
     try:
         base = base or _own_base(path)
-        manifest = inspect_adapter(path, base.dims, base.num_layers)
+        manifest = inspect_adapter(path, base.dims, base.num_layers, modules=base.modules)
         _read_weights(manifest, base)
         manifest = with_content(manifest)
     except AdapterFormatError as error:
@@ -124,7 +129,7 @@ def _base_of(model: Path, served: str | None) -> _Base:
         config = ModelConfig.read(directory)
     except UnsupportedModel as error:
         raise CommandError(str(error)) from None
-    return _Base(config.module_dims, config.num_layers, config.dtype, names_of(directory, served))
+    return _Base(config.module_dims, config.num_layers, config.dtype, names_of(directory, served), config.module_paths)
 
 
 def _own_base(path: Path) -> _Base:

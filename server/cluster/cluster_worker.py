@@ -299,7 +299,8 @@ class ClusterWorker:
     # --- common ---
 
     def _inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        manifest = inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
+        config = self._config
+        manifest = inspect_adapter(path, config.module_dims, config.num_layers, roots, config.module_paths)
         return with_base(manifest, self._base_names, strict=self._settings.strict_base)
 
     def _learn(self, entry: CatalogEntry) -> Future[bool]:

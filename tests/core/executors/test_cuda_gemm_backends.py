@@ -18,6 +18,7 @@ from chorus.core.model.batch import DOWN, GemmBackend  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
 from chorus.core.model.decoder import HEAD, DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
+from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
@@ -27,11 +28,17 @@ from chorus.ops.small_gemm_schedule import MAX_ROWS  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa: E402
 
 CONFIG = ModelConfig(
-    "LlamaForCausalLM", vocab_size=80, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=16, rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64, sliding_window=None,
-    tie_word_embeddings=True, qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, dtype="bfloat16",
-    bos_token_id=None, eos_token_ids=(),
-)  # fmt: skip
+    "LlamaForCausalLM",
+    vocab_size=80,
+    hidden_size=32,
+    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=True), GatedSpec(48)),) * 2,
+    norm=NormSpec(1e-5),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_ids=(),
+)
 BUCKETS = 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64
 
 

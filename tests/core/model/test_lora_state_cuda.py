@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from chorus.core.model.config import ModelConfig
+from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
+from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
@@ -17,11 +19,17 @@ from chorus.ops.sgmv_schedule import decode, prefill
 from chorus.ops.sgmv_tables import BEGIN, END, TABLE_ROW
 
 CONFIG = ModelConfig(
-    "LlamaForCausalLM", vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=16, rms_norm_eps=1e-5, rope=None, max_position_embeddings=64, sliding_window=None,
-    tie_word_embeddings=True, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, dtype="bfloat16",
-    bos_token_id=None, eos_token_ids=(),
-)  # fmt: skip
+    "LlamaForCausalLM",
+    vocab_size=96,
+    hidden_size=32,
+    layers=(LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeConfig(16), qkv_bias=False), GatedSpec(48)),) * 2,
+    norm=NormSpec(1e-5),
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+    bos_token_id=None,
+    eos_token_ids=(),
+)
 LAYOUT = PageLayout(num_layers=2, kv_heads=1, head_dim=16, block_tokens=16, itemsize=2)
 MAX_RANK = 32
 

@@ -1,0 +1,35 @@
+"""Families of checkpoints that are served, by architecture."""
+
+from __future__ import annotations
+
+from ..family import Family
+from . import cohere, exaone, gemma, glm, granite, llama, mistral, olmo, phi, qwen, seed_oss, smollm3
+
+ALL: tuple[Family, ...] = (
+    llama.LLAMA,
+    mistral.MISTRAL,
+    mistral.MINISTRAL,
+    mistral.MISTRAL_3,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    qwen.QWEN2_VL,
+    qwen.QWEN3_VL,
+    gemma.GEMMA,
+    gemma.GEMMA_2,
+    gemma.GEMMA_3,
+    gemma.GEMMA_3_TEXT,
+    granite.GRANITE,
+    granite.GRANITE_4,
+    phi.PHI_3,
+    smollm3.SMOLLM3,
+    olmo.OLMO_2,
+    olmo.OLMO_3,
+    glm.GLM,
+    glm.GLM_4,
+    exaone.EXAONE_4,
+    cohere.COHERE_2,
+    seed_oss.SEED_OSS,
+)
+
+FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}
+"""A checkpoint's architecture → its family."""

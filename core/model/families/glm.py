@@ -1,0 +1,46 @@
+"""GLM-4: half of each head rotates, by neighbouring pairs; GLM-4-0414 also norms the output of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import FUSED_GATE_UP, LLAMA_NORMS, Family, TensorNames
+from ..layers import AttentionSpec, LayerSpec, Norms
+from . import reading
+
+
+def _reader(norms: Norms) -> Callable[[ConfigJson], ModelConfig]:
+    def read(fields: ConfigJson) -> ModelConfig:
+        heads = reading.heads(fields)
+        attention = AttentionSpec(
+            *heads,
+            scale=heads.head_dim**-0.5,
+            rope=reading.rope(fields, heads.head_dim, interleaved=True),
+            qkv_bias=fields.boolean("attention_bias"),
+        )
+        layer = LayerSpec(attention, reading.gated(fields), norms)
+        return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+    return read
+
+
+_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_OUT_NORMS = {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
+
+GLM = Family("GLM-4", ("GlmForCausalLM",), _reader(Norms.BEFORE), _DEFAULTS, TensorNames(fused=FUSED_GATE_UP))
+GLM_4 = Family(
+    "GLM-4-0414",
+    ("Glm4ForCausalLM",),
+    _reader(Norms.AROUND),
+    _DEFAULTS,
+    TensorNames(names={**LLAMA_NORMS, **_OUT_NORMS}, fused=FUSED_GATE_UP),
+)

@@ -1,0 +1,58 @@
+"""Granite 3, and the dense models of Granite 4: Llama with factors of embeddings, scores, residuals and logits."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import LLAMA_NORMS, Family, TensorNames
+from ..layers import AttentionSpec, GatedSpec, LayerSpec
+from . import reading
+
+_FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+
+
+def _model(fields: ConfigJson, feed_forward: GatedSpec, *, rotates: bool = True) -> ModelConfig:
+    heads = reading.heads(fields)
+    embedding, logits, residual, scores = (fields.number(name) for name in _FACTORS)
+    bias = fields.boolean("attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=scores,
+        rope=reading.rope(fields, heads.head_dim) if rotates else None,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layer = LayerSpec(attention, feed_forward, residual_multiplier=residual)
+    layers = [layer] * fields.integer("num_hidden_layers")
+    norm = reading.rms_norm(fields)
+    return reading.dense(fields, layers, norm, embedding_multiplier=embedding, logits_scale=1 / logits)
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    return _model(fields, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+
+
+def _read_hybrid(fields: ConfigJson) -> ModelConfig:
+    types = set(fields.texts("layer_types") or fields.texts("layers_block_type"))
+    if types - {"attention", reading.FULL}:
+        raise fields.refuse("layer_types", "only models whose layers are all attention are supported")
+    if fields.integer("num_local_experts", least=0):
+        raise fields.refuse("num_local_experts", "mixture-of-experts models are not supported")
+    rotates = fields.text("position_embedding_type", "nope") == "rope"
+    return _model(fields, reading.gated(fields, size="shared_intermediate_size"), rotates=rotates)
+
+
+_DEFAULTS = {"max_position_embeddings": 2048, **dict.fromkeys(_FACTORS, 1.0)}
+
+GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read, _DEFAULTS)
+GRANITE_4 = Family(
+    "Granite 4 (dense)",
+    ("GraniteMoeHybridForCausalLM",),
+    _read_hybrid,
+    {**_DEFAULTS, "num_key_value_heads": 32, "num_local_experts": 8, "shared_intermediate_size": 1024},
+    TensorNames(
+        names={**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"},
+        fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
+    ),
+    notes="models with Mamba layers or experts are refused",
+)

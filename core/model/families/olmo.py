@@ -1,0 +1,53 @@
+"""OLMo 2 and OLMo 3: norms after each part, and one norm over all heads of queries and of keys."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import AFTER_NORMS, Family, TensorNames
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
+from ..rope_config import RopeConfig
+from . import reading
+
+
+def _model(fields: ConfigJson, layers: list[tuple[RopeConfig, int | None]]) -> ModelConfig:
+    """layers: rope and window of each."""
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    specs = [
+        LayerSpec(
+            AttentionSpec(
+                *heads,
+                scale=heads.head_dim**-0.5,
+                rope=rope,
+                window=window,
+                head_norm=HeadNorm.ALL,
+                qkv_bias=bias,
+                o_bias=bias,
+            ),
+            reading.gated(fields),
+            Norms.AFTER,
+        )
+        for rope, window in layers
+    ]
+    return reading.dense(fields, specs, reading.rms_norm(fields, wide=True))
+
+
+def _read_2(fields: ConfigJson) -> ModelConfig:
+    rope = reading.rope(fields, reading.heads(fields).head_dim)
+    return _model(fields, [(rope, None)] * fields.integer("num_hidden_layers"))
+
+
+def _read_3(fields: ConfigJson) -> ModelConfig:
+    ropes = reading.ropes_by_type(fields, {reading.FULL: None, reading.SLIDING: None})
+    window = fields.optional("sliding_window")
+    types = reading.layer_types(fields, 4)
+    return _model(fields, [(ropes[seen], window if seen == reading.SLIDING else None) for seen in types])
+
+
+_NAMES = TensorNames(names=AFTER_NORMS)
+_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+
+OLMO_2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _read_2, _DEFAULTS, _NAMES)
+OLMO_3 = Family(
+    "OLMo 3", ("Olmo3ForCausalLM",), _read_3, {**_DEFAULTS, "sliding_window": 4096, "rope_theta": 500000.0}, _NAMES
+)

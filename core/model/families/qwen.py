@@ -1,0 +1,62 @@
+"""Qwen 2, 2.5 and 3, and the text parts of Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family, TensorNames
+from ..layers import AttentionSpec, HeadNorm, LayerSpec
+from . import reading
+
+_TEXT_AND_IMAGES = TensorNames(
+    prefixes=("model.language_model.", "model."),
+    left_out=("visual.", "model.visual."),
+)
+
+
+def _reader(head_norm: HeadNorm | None) -> Callable[[ConfigJson], ModelConfig]:
+    """head_norm: of Qwen3, whose biases are an option; Qwen2 always has those of q, k and v alone."""
+
+    def read(fields: ConfigJson) -> ModelConfig:
+        heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
+        bias = fields.boolean("attention_bias") if head_norm else True
+        window = fields.optional("sliding_window") if fields.boolean("use_sliding_window") else None
+        whole = fields.integer("max_window_layers", None if fields.has("max_window_layers") else count, least=0)
+        rope = reading.rope(fields, heads.head_dim)
+        types = fields.texts("layer_types") and reading.layer_types(fields, 1)
+        types = types or [reading.FULL if index < whole else reading.SLIDING for index in range(count)]
+        layers = [
+            LayerSpec(
+                AttentionSpec(
+                    *heads,
+                    scale=heads.head_dim**-0.5,
+                    rope=rope,
+                    head_norm=head_norm,
+                    qkv_bias=bias,
+                    o_bias=bias and head_norm is not None,
+                    window=window if seen == reading.SLIDING else None,
+                ),
+                reading.gated(fields),
+            )
+            for seen in types
+        ]
+        return reading.dense(fields, layers, reading.rms_norm(fields))
+
+    return read
+
+
+_QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN3 = {**_QWEN2, "head_dim": 128}
+_QWEN2_VL = {**_QWEN2, "num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5}
+_QWEN3_VL = {**_QWEN3, "max_position_embeddings": 128000, "rope_theta": 500000.0}
+
+QWEN2 = Family("Qwen2 and Qwen2.5", ("Qwen2ForCausalLM",), _reader(None), _QWEN2)
+QWEN3 = Family("Qwen3", ("Qwen3ForCausalLM",), _reader(HeadNorm.EACH), _QWEN3)
+QWEN2_VL = Family(
+    "Qwen2.5-VL (text)", ("Qwen2_5_VLForConditionalGeneration",), _reader(None), _QWEN2_VL, _TEXT_AND_IMAGES
+)
+QWEN3_VL = Family(
+    "Qwen3-VL (text)", ("Qwen3VLForConditionalGeneration",), _reader(HeadNorm.EACH), _QWEN3_VL, _TEXT_AND_IMAGES
+)

@@ -1,0 +1,198 @@
+"""Readers that families share: each reads some fields of `config.json` into values of `layers`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson, UnsupportedModel
+from ..layers import Activation, GatedSpec, LayerSpec, NormSpec
+from ..rope_config import ROPE_TYPES, RopeConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Heads(NamedTuple):
+    """Numbers of heads and their size."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def heads(fields: ConfigJson) -> Heads:
+    """Absent, `num_key_value_heads` takes the family's default; null or without one it is as many as query heads."""
+    hidden, count = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.optional("num_key_value_heads") or count
+    if count % kv_heads:
+        raise fields.refuse("num_key_value_heads", f"num_attention_heads, {count}, must be a multiple of it")
+    head_dim = fields.integer("head_dim", None if fields.has("head_dim") else hidden // count, least=2)
+    if head_dim % 2:
+        raise UnsupportedModel(f"{fields.path}: head_dim is {head_dim}; rotary embedding needs an even one")
+    return Heads(count, kv_heads, head_dim)
+
+
+def gated(
+    fields: ConfigJson, name: str = "hidden_act", *, bias: bool = False, size: str = "intermediate_size"
+) -> GatedSpec:
+    """name: the field of the activation."""
+    activation = fields.text(name, None if fields.has(name) else "silu")
+    if activation not in list(Activation):
+        raise fields.refuse(name, f"not supported; supported: {', '.join(Activation)}")
+    return GatedSpec(fields.integer(size), Activation(activation), bias)
+
+
+def rms_norm(fields: ConfigJson, *, one_plus: bool = False, wide: bool = False) -> NormSpec:
+    return NormSpec(
+        fields.number("rms_norm_eps", None if fields.has("rms_norm_eps") else 1e-6),
+        one_plus=one_plus,
+        wide=wide or one_plus,
+    )
+
+
+def rope(
+    fields: ConfigJson,
+    head_dim: int,
+    *,
+    of: ConfigJson | None = None,
+    theta: float | None = None,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """The rotary embedding, from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
+
+    of: the scaling, where layers have several. theta: where neither names one.
+    """
+    scaling = of or rope_fields(fields)
+    if nested := [name for name, value in scaling.raw.items() if isinstance(value, dict)]:
+        raise scaling.refuse(nested[0], "rotary embeddings that differ between layers are not supported here")
+    type_field = "rope_type" if "rope_type" in scaling.raw else "type"
+    rope_type = _TYPE_NAMES.get(name := scaling.text(type_field, "default"), name)
+    if rope_type not in ROPE_TYPES:
+        raise scaling.refuse(type_field, f"rope type not supported; supported: {', '.join(ROPE_TYPES)}")
+    base = (
+        theta
+        if theta is not None and "rope_theta" not in scaling.raw
+        else _number(scaling, fields, "rope_theta", 10000.0)
+    )
+    dim = int(head_dim * _number(scaling, fields, "partial_rotary_factor", 1.0))
+    if not 0 < dim <= head_dim or dim % 2:
+        raise fields.refuse("partial_rotary_factor", f"it makes {dim} of {head_dim} elements of a head rotate")
+    values: dict[str, Any] = {"theta": base, "type": rope_type, "interleaved": interleaved}
+    return RopeConfig(dim, **values, **_scaling(scaling, fields, rope_type, dim))
+
+
+def ropes_by_type(fields: ConfigJson, thetas: Mapping[str, float | None]) -> dict[str, RopeConfig]:
+    """A rope for each type of layer: `rope_parameters` may have an object for each. The older `rope_scaling` scales
+    layers of full attention alone.
+
+    thetas: bases by type, where no field names one; None: as for all layers.
+    """
+    head_dim, parameters = heads(fields).head_dim, fields.object("rope_parameters")
+    found = {}
+    for kind, theta in thetas.items():
+        of = None if parameters is None else parameters.object(kind)
+        if of is None:
+            nested = parameters is not None and any(isinstance(value, dict) for value in parameters.raw.values())
+            of = ConfigJson(fields.path, {}, "rope_parameters.") if nested or kind != FULL else rope_fields(fields)
+        if kind == FULL and "rope_theta" in fields.raw:
+            theta = None  # the plain field is of layers with full attention
+        found[kind] = rope(fields, head_dim, of=of, theta=theta)
+    return found
+
+
+def optional_number(fields: ConfigJson, name: str) -> float | None:
+    """A number above 0; None where the field is null, or is missing without a default."""
+    if name in fields.raw and fields.raw[name] is None:
+        return None
+    return fields.number(name) if fields.has(name) else None
+
+
+def rope_fields(fields: ConfigJson) -> ConfigJson:
+    """The object that describes rotary embeddings; empty where there is none."""
+    found = fields.object("rope_scaling") or fields.object("rope_parameters")
+    return found or ConfigJson(fields.path, {}, "rope_parameters.")
+
+
+#: Older names of rope types. M-RoPE of text alone is the default.
+_TYPE_NAMES = {"su": "longrope", "mrope": "default"}
+
+
+def _number(scaling: ConfigJson, fields: ConfigJson, name: str, default: float) -> float:
+    holder = scaling if name in scaling.raw else fields
+    return holder.number(name, None if holder.has(name) else default)
+
+
+def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) -> dict[str, Any]:
+    """The fields of RopeConfig that only some types have."""
+    if rope_type in ("default", "dynamic"):  # a request has at most the positions that a dynamic rope begins behind
+        return {}
+    if rope_type == "linear":
+        return {"factor": scaling.number("factor")}
+    positions, name = fields.integer("max_position_embeddings"), "original_max_position_embeddings"
+    original = fields.integer(name, scaling.integer(name, positions))
+    found: dict[str, Any] = {name: original}
+    if rope_type == "llama3":
+        found |= {each: scaling.number(each) for each in ("factor", "low_freq_factor", "high_freq_factor")}
+        if found["high_freq_factor"] <= found["low_freq_factor"]:
+            raise scaling.refuse("high_freq_factor", f"it must be above low_freq_factor, {found['low_freq_factor']}")
+        return found
+    factor = scaling.number("factor", positions / original)
+    if rope_type == "longrope":
+        found["short_factors"] = short = scaling.numbers("short_factor")
+        if len(short) != dim // 2:
+            raise scaling.refuse(
+                "short_factor", f"{len(short)} factors, one is needed for each of {dim // 2} frequencies"
+            )
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return found | {"attention_factor": scaling.number("attention_factor", default)}
+    found["factor"] = factor
+    found |= {each: scaling.number(each) for each in ("beta_fast", "beta_slow") if scaling.has(each)}
+    default = _mscale(factor, 1.0)
+    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
+        default = _mscale(factor, scaling.number("mscale")) / _mscale(factor, scaling.number("mscale_all_dim"))
+    found["attention_factor"] = scaling.number("attention_factor", default)
+    return found | {"truncate": scaling.boolean("truncate", True)}
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def layer_types(fields: ConfigJson, pattern: int) -> list[str]:
+    """`layer_types`, or by default full attention in every `pattern`-th layer and a window in the others."""
+    count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
+    if not types:
+        return [SLIDING if (index + 1) % pattern else FULL for index in range(count)]
+    if unknown := sorted(set(types) - {FULL, SLIDING}):
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {SLIDING}")
+    if len(types) != count:
+        raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
+    return types
+
+
+def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **multipliers: Any) -> ModelConfig:
+    """A model of these layers; the rest of what it needs is in fields that all families have."""
+    return ModelConfig(
+        architecture="",
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        dtype=_dtype(fields),
+        bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        **multipliers,
+    )
+
+
+def _dtype(fields: ConfigJson) -> str:
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(name, None if fields.has(name) else "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise fields.refuse(name, f"not supported; supported: {', '.join(DTYPES)}")
+    return dtype

@@ -1,0 +1,30 @@
+"""Seed-OSS: Llama with biases that have fields of their own."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads = reading.heads(fields)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        qkv_bias=fields.boolean("attention_bias"),
+        o_bias=fields.boolean("attention_out_bias"),
+    )
+    layer = LayerSpec(attention, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+    return reading.dense(fields, [layer] * fields.integer("num_hidden_layers"), reading.rms_norm(fields))
+
+
+SEED_OSS = Family(
+    "Seed-OSS",
+    ("SeedOssForCausalLM",),
+    _read,
+    {"num_key_value_heads": 8, "max_position_embeddings": 524288, "head_dim": 128, "attention_bias": True},
+)
