@@ -91,7 +91,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "granite-4": (
         "GraniteMoeHybridConfig",
         {**GRANITE_TIED, "layer_types": ["attention", "attention"], "num_local_experts": 0,
-         "shared_intermediate_size": 96, "position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_n_heads": 4, "mamba_d_head": 32},
+         "shared_intermediate_size": 96,
+         "position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_n_heads": 4, "mamba_d_head": 32},
         "50GB",
     ),
     "granite-4-nope": (

@@ -39,8 +39,6 @@ COHERE_2 = Family(
     ("Cohere2ForCausalLM",),
     _read,
     {
-        "num_key_value_heads": 64,
-        "head_dim": 128,
         "max_position_embeddings": 8192,
         "layer_norm_eps": 1e-5,
         "sliding_window": 4096,

@@ -49,7 +49,7 @@ GRANITE_4 = Family(
     "Granite 4 (dense)",
     ("GraniteMoeHybridForCausalLM",),
     _read_hybrid,
-    {**_DEFAULTS, "num_key_value_heads": 32, "num_local_experts": 8, "shared_intermediate_size": 1024},
+    {**_DEFAULTS, "num_local_experts": 8, "shared_intermediate_size": 1024},
     TensorNames(
         names={**LLAMA_NORMS, "mlp.down_proj": "shared_mlp.output_linear"},
         fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},

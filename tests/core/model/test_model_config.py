@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorus.core.model.config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModel
+from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.families import FAMILIES
+from chorus.core.model.layers import HeadNorm
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import tensor_shapes
 
@@ -23,6 +25,10 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def rope_of(config):
+    return config.layers[0].mixer.rope
 
 
 @pytest.fixture
@@ -46,10 +52,11 @@ def test_old_and_new_spelling_of_rope_are_the_same(read, type_field):
     new = read(rope_parameters={**scaling, "rope_theta": 500000})
     old = read(rope_theta=500000.0, rope_scaling=scaling)
     assert new == old
-    assert new.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    assert rope_of(new) == RopeConfig(16, 500000.0, "llama3", factor=8.0, original_max_position_embeddings=64)
     plain = read(rope_theta=1e6, rope_scaling=None)
-    assert plain.rope == read(rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope == RopeConfig(1e6)
-    assert read().rope == RopeConfig(10000.0)
+    assert rope_of(plain) == RopeConfig(16, 1e6)
+    assert plain == read(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert rope_of(read()) == RopeConfig(16, 10000.0)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
@@ -62,6 +69,32 @@ def test_old_and_new_spelling_of_rope_are_the_same(read, type_field):
         {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3_SCALING, "original_max_position_embeddings": 8192},
         {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3_SCALING, "factor": 32.0},
         {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 2.5, "low_freq_factor": 0.7, "high_freq_factor": 9.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5},
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 8.0,
+            "beta_slow": 4.0,
+            "truncate": False,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "attention_factor": 0.5,
+        },
     ],
 )
 def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
@@ -70,25 +103,32 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
 
     config = LlamaConfig(head_dim=head_dim, rope_parameters=dict(rope), max_position_embeddings=512)
     want = LlamaRotaryEmbedding(config)
-    assert torch.equal(read(rope_parameters=rope, head_dim=head_dim).inverse_frequencies(), want.inv_freq)
-    assert want.attention_scaling == 1.0
+    own = rope_of(read(rope_parameters=rope, head_dim=head_dim))
+    assert torch.equal(own.inverse_frequencies(), want.inv_freq)
+    assert want.attention_scaling == own.attention_factor
 
 
-def test_defaults_are_those_of_transformers(read):
+TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
+SHAPES = {"hidden_size": 128, "num_attention_heads": 64, "num_hidden_layers": 8}
+OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
+
+
+@pytest.mark.parametrize("architecture", TEXT_ONLY)
+def test_defaults_are_those_of_transformers(tmp_path, architecture):
+    """Shapes alone mean what the same shapes and every field of transformers' configuration mean."""
     import transformers
 
-    for architecture in SUPPORTED_ARCHITECTURES:
-        config = read(architectures=[architecture], num_key_value_heads=..., max_position_embeddings=...,
-                      hidden_size=128, num_attention_heads=64)  # fmt: skip
-        own = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
-            hidden_size=128, num_attention_heads=64, num_hidden_layers=2, pad_token_id=None
-        )
-        assert config.num_kv_heads == (64 if architecture.startswith("Llama") else own.num_key_value_heads)
-        assert config.head_dim == (getattr(own, "head_dim", None) or 2)
-        assert config.max_position_embeddings == own.max_position_embeddings
-        assert config.sliding_window == getattr(own, "sliding_window", None)
-        assert config.rms_norm_eps == own.rms_norm_eps
-        assert config.rope.theta == own.rope_parameters["rope_theta"]
+    config_class = getattr(transformers, architecture).config_class
+    shapes = {**SHAPES, **(OF_ATTENTION if "Hybrid" in architecture else {})}
+    full = {**config_class(**shapes, pad_token_id=None).to_dict(), "architectures": [architecture]}
+    if full.get("head_dim") is None:
+        full.pop("head_dim", None)
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    vocabulary = {name: full[name] for name in ("vocab_size", "intermediate_size")}
+    (tmp_path / "config.json").write_text(json.dumps({**full, **tokens}, default=str))
+    want = ModelConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **shapes, **vocabulary}))
+    assert ModelConfig.read(tmp_path) == want
 
 
 def test_head_counts_and_dims(read):
@@ -98,10 +138,14 @@ def test_head_counts_and_dims(read):
     assert read(architectures=["Qwen3ForCausalLM"]).head_dim == 128
 
 
+def flags_of(config):
+    mixer = config.layers[0].mixer
+    return mixer.qkv_bias, mixer.o_bias, config.layers[0].feed_forward.bias, mixer.head_norm is HeadNorm.EACH
+
+
 def test_biases_and_norms_by_architecture(read):
     def flags(**changes):
-        config = read(attention_bias=True, mlp_bias=True, sliding_window=None, **changes)
-        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+        return flags_of(read(attention_bias=True, mlp_bias=True, sliding_window=None, **changes))
 
     assert flags() == (True, True, True, False)
     assert flags(architectures=["MistralForCausalLM"]) == (False, False, False, False)
@@ -109,8 +153,8 @@ def test_biases_and_norms_by_architecture(read):
     assert flags(architectures=["Qwen3ForCausalLM"]) == (True, True, False, True)
     assert flags(architectures=["SeedOssForCausalLM"]) == (True, False, True, False)
     silent = read(architectures=["SeedOssForCausalLM"], attention_out_bias=True)
-    assert (silent.qkv_bias, silent.o_bias, silent.mlp_bias) == (True, True, False)
-    assert not any((read().qkv_bias, read().o_bias, read().mlp_bias))
+    assert flags_of(silent) == (True, True, False, False)
+    assert not any(flags_of(read()))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +174,33 @@ def test_biases_and_norms_by_architecture(read):
           "layer_types": ["full_attention"] * 2, "max_window_layers": 0}, None),
     ],
 )  # fmt: skip
-def test_sliding_window_caps_the_context(read, changes, window):
+def test_windows_of_layers(read, changes, window):
     config = read(**changes)
-    assert config.sliding_window == window
-    assert config.max_context == min(512, window or 512)
+    assert config.window == window
+    assert config.max_context == 512
+
+
+def test_layers_of_several_kinds(read):
+    assert [
+        layer.mixer.window
+        for layer in read(
+            architectures=["Qwen2ForCausalLM"], sliding_window=100, use_sliding_window=True, max_window_layers=1
+        ).layers
+    ] == [None, 100]
+    gemma = read(architectures=["Gemma3ForCausalLM"], num_hidden_layers=7, sliding_window=9, rope_theta=5e5,
+                 rope_scaling={"rope_type": "linear", "factor": 8.0}, head_dim=16)  # fmt: skip
+    assert [layer.mixer.window for layer in gemma.layers] == [9, 9, 9, 9, 9, None, 9]
+    assert {layer.mixer.rope for layer in gemma.layers[:5]} == {RopeConfig(16, 10000.0)}
+    assert gemma.layers[5].mixer.rope == RopeConfig(16, 5e5, "linear", factor=8.0)
+    smol = read(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=5)
+    assert [layer.mixer.rope is None for layer in smol.layers] == [False, False, False, True, False]
+
+
+def test_longrope_ends_where_its_frequencies_change(read):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi = read(architectures=["Phi3ForCausalLM"], original_max_position_embeddings=128,
+               rope_scaling={"type": "longrope", **factors})  # fmt: skip
+    assert phi.max_context == 128
 
 
 def test_token_ids_come_from_the_generation_configuration_first(read, tmp_path):
@@ -174,7 +241,7 @@ WRONG = [
     ({"dtype": "auto"}, "dtype is 'auto'"),
     ({"bos_token_id": "<s>"}, "bos_token_id is '<s>'"),
     ({"eos_token_id": [1, None]}, "eos_token_id is [1, None]"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"hidden_act": "relu"}, "hidden_act is 'relu': not supported; supported: silu, gelu_pytorch_tanh"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
@@ -182,15 +249,18 @@ WRONG = [
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic': rope type not supported"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters.rope_type is 'yarn'"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.type is 'ntk': rope type not supported"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is [1.0]: 1 factors"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": "1"}}, "rope_scaling.short_factor is '1': a list of finite"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "factor": None}}, "rope_scaling.factor is None"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 1.0}}, "it must be above"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.2}}, "attention_factor is 1.2"),
+    ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
+    ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
+    ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
+    ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
+    ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
 ]  # fmt: skip
@@ -260,11 +330,10 @@ def test_real_models_parse_with_the_right_shapes(configs, name):
     assert config.module_dims["o_proj"] == (raw["num_attention_heads"] * raw["head_dim"], raw["hidden_size"])
     assert config.module_dims["k_proj"][1] == raw["num_key_value_heads"] * raw["head_dim"]
     assert config.dtype == "bfloat16"
-    assert config.rope.theta == raw["rope_theta"]
-    assert config.rope.type == ("llama3" if "Llama-3" in name else "default")
-    assert config.qk_norm == name.startswith("Qwen3")
-    assert config.qkv_bias == name.startswith("Qwen2")
-    assert config.max_context == (4096 if name.startswith("Mistral") else raw["max_position_embeddings"])
+    assert rope_of(config).theta == raw["rope_theta"]
+    assert rope_of(config).type == ("llama3" if "Llama-3" in name else "default")
+    assert flags_of(config) == (name.startswith("Qwen2"), False, False, name.startswith("Qwen3"))
+    assert config.max_context == raw["max_position_embeddings"]
     assert config.eos_token_ids
 
 

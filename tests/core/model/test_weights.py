@@ -16,7 +16,7 @@ from chorus.core.model.checkpoint import INDEX, Checkpoint
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.load_progress import progress
 from chorus.core.model.open_weights import open_weights
-from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, tensor_shapes
+from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, sources, tensor_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
@@ -34,7 +34,9 @@ class Directory:
         self.config = {**CONFIG, **changes}
         self.write_config()
         torch.manual_seed(0)
-        self.tensors = {n: torch.randn(s) for n, s in tensor_shapes(ModelConfig.read(path)).items()}
+        model = ModelConfig.read(path)
+        names = sources(model, ())
+        self.tensors = {names[n].name: torch.randn(s) for n, s in tensor_shapes(model).items()}
 
     def write_config(self) -> None:
         (self.path / "config.json").write_text(json.dumps(self.config))
@@ -88,8 +90,8 @@ def test_projections_are_packed_in_order(checkpoint, files):
             for side, suffix in (("weight", ""), ("bias", "_bias")):
                 want = torch.cat([it.tensors[f"{at}{part}.{name}_proj.{side}"] for name in names])
                 assert torch.equal(found[f"{i}.{packed}{suffix}"], want)
-        assert torch.equal(found[f"{i}.input_norm"], it.tensors[at + "input_layernorm.weight"])
-        assert torch.equal(found[f"{i}.post_attention_norm"], it.tensors[at + "post_attention_layernorm.weight"])
+        assert torch.equal(found[f"{i}.attention_norm"], it.tensors[at + "input_layernorm.weight"])
+        assert torch.equal(found[f"{i}.mlp_norm"], it.tensors[at + "post_attention_layernorm.weight"])
         assert f"{i}.q_norm" not in found
     assert torch.equal(found["embed"], it.tensors[EMBED])
     assert torch.equal(found["lm_head"], it.tensors[LM_HEAD])

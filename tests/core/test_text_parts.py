@@ -1,0 +1,113 @@
+"""Text parts of checkpoints with a vision tower: its tensors are left out, adapters of the whole model are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.families import FAMILIES
+
+pytestmark = pytest.mark.numerics
+
+TEXT = {
+    "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "head_dim": 16,
+}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
+
+#: architecture → configuration class, its text part, its tower
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Mistral3ForConditionalGeneration": (
+        "Mistral3Config",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", "head_dim": 16, **TOWER},
+    ),
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3Config",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14, **TOWER},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "Qwen2_5_VLConfig",
+        {"rope_parameters": MROPE, "layer_types": ["full_attention"] * 3},
+        {**QWEN_TOWER, "fullatt_block_indexes": [0]},
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        "Qwen3VLConfig",
+        {"rope_parameters": MROPE},
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+}
+
+
+def test_every_architecture_is_covered():
+    assert set(MODELS) == {name for name, family in FAMILIES.items() if family.tensors.left_out}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, drive):
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    name, text, vision = MODELS[architecture]
+    config = getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision)
+    torch.manual_seed(0)
+    base = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in base.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+    base.save_pretrained(tmp_path / "model")
+    model = get_peft_model(
+        base,
+        LoraConfig(
+            r=5, lora_alpha=9, init_lora_weights=False, task_type="CAUSAL_LM",
+            target_modules=r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)",
+        ),
+    )  # fmt: skip
+    model.save_pretrained(str(tmp_path / "adapter"))
+    prompts = {"a": torch.randint(3, 150, (40,)).tolist(), "b": torch.randint(3, 150, (9,)).tolist()}
+    want = {}
+    for adapter in (False, True):
+        (model.base_model.enable_adapter_layers if adapter else model.base_model.disable_adapter_layers)()
+        for key, prompt in prompts.items():
+            want[f"{key}{adapter}"] = _greedy(model, prompt)
+    it = _Checkpoint(tmp_path / "model", {"adapter": tmp_path / "adapter"})
+    driver = drive(it, cpu_kernels="torch", max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128)
+    for adapter in (False, True):
+        for key, prompt in prompts.items():
+            driver.add(f"{key}{adapter}", "adapter" if adapter else None, prompt, max_tokens=8)
+    assert {key: answer.tokens for key, answer in driver.drain().items()} == want
+    assert any(want[f"{key}True"] != want[f"{key}False"] for key in prompts)
+
+
+class _Checkpoint:
+    """A model and its adapters, as `drive` takes them."""
+
+    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
+        self.model, self.adapters = model, adapters
+
+
+def _greedy(model: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(8):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(("tied", "outer"), [(True, None), (False, True), (False, False)])
+def test_whether_embeddings_are_tied_is_the_whole_models(tmp_path, tied, outer):
+    import json
+
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**TEXT, "tie_word_embeddings": tied}}
+    if outer is not None:
+        raw["tie_word_embeddings"] = outer
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.read(tmp_path).tie_word_embeddings is (tied if outer is None else outer)
