@@ -104,6 +104,8 @@ def start(roots, monkeypatch, capfd):
     monkeypatch.setattr(ExitDeadline, "start", lambda self: None)  # it lasts as long as the process
     monkeypatch.setattr("chorus.server.start.launch.take_short_turns", lambda: None)  # so does this
     monkeypatch.setattr(os, "_exit", never_exit)
+    # On a busy machine a start lasts longer than the time after which a quarantined adapter is tried again.
+    monkeypatch.setattr("chorus.server.engine.adapter_health.TURN_SECONDS", 600.0)
 
     def run():
         seen.clear()
