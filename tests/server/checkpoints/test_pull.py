@@ -18,11 +18,22 @@ from chorus.server.checkpoints.pull import MODELS, PullError, Recipe, models_dir
 from chorus.server.settings import Settings
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 260, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
 
 
@@ -264,8 +275,17 @@ def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkey
     from chorus.core.executors.cpu import CpuExecutor
 
     torch.manual_seed(0)
-    kinds = {"attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
-             "attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}  # fmt: skip
+    kinds = {
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+        "attn_q": (32, 32),
+        "attn_k": (16, 32),
+        "attn_v": (16, 32),
+        "attn_output": (32, 32),
+        "ffn_gate": (64, 32),
+        "ffn_up": (64, 32),
+        "ffn_down": (32, 64),
+    }
     weights = {"token_embd.weight": torch.randn(260, 32), "output_norm.weight": torch.randn(32)}
     weights |= {f"blk.{i}.{kind}.weight": torch.randn(shape) for i in range(2) for kind, shape in kinds.items()}
     stored = {
@@ -279,8 +299,12 @@ def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkey
     model = AutoModelForCausalLM.from_pretrained(path)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     layer = model.model.layers[1]
-    for kind, got in (("attn_q", layer.self_attn.q_proj), ("attn_k", layer.self_attn.k_proj),
-                      ("attn_v", layer.self_attn.v_proj), ("ffn_down", layer.mlp.down_proj)):  # fmt: skip
+    for kind, got in (
+        ("attn_q", layer.self_attn.q_proj),
+        ("attn_k", layer.self_attn.k_proj),
+        ("attn_v", layer.self_attn.v_proj),
+        ("ffn_down", layer.mlp.down_proj),
+    ):
         want = weights[f"blk.1.{kind}.weight"]
         assert float((got.weight.detach() - want).abs().max()) < 0.25, "more than four bits' rounding"
     assert torch.equal(layer.input_layernorm.weight, weights["blk.1.attn_norm.weight"].bfloat16())

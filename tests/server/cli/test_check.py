@@ -116,9 +116,13 @@ class Evil:
 def test_what_is_no_adapters_weights_is_refused_and_nothing_is_left(adapter, tmp_path, capsys, case):
     done = tmp_path / "was-executed"
     content = {
-        "code": {"a": Evil(done)}, "plain pickle": None, "expanded": {"a": torch.ones(1).expand(1 << 34)},
-        "no tensors": {"a": [1, 2]}, "too many": {str(n): torch.ones(1) for n in range(MAX_TENSORS + 1)}, "cut": None,
-    }[case]  # fmt: skip
+        "code": {"a": Evil(done)},
+        "plain pickle": None,
+        "expanded": {"a": torch.ones(1).expand(1 << 34)},
+        "no tensors": {"a": [1, 2]},
+        "too many": {str(n): torch.ones(1) for n in range(MAX_TENSORS + 1)},
+        "cut": None,
+    }[case]
     as_pickle(adapter, content)
     before = sorted(os.listdir(adapter))
     if case == "plain pickle":

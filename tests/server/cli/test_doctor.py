@@ -33,8 +33,16 @@ def test_the_command_prints_a_line_for_each_part_of_the_machine(monkeypatch, cap
     lines = capsys.readouterr().out.splitlines()
     names = [line.split("  ")[0].strip() for line in lines[: lines.index("")]]
     assert names == [
-        "chorus", "system", "processor", "threads", "memory", "CPU kernels", "compiler", "GPU", "FlashInfer"
-    ]  # fmt: skip
+        "chorus",
+        "system",
+        "processor",
+        "threads",
+        "memory",
+        "CPU kernels",
+        "compiler",
+        "GPU",
+        "FlashInfer",
+    ]
     assert "GB/s" in lines[4]
 
 

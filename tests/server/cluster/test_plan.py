@@ -17,9 +17,13 @@ from chorus.server.start.checks import LaunchError
 
 def test_a_front_is_told_what_the_plan_says_of_it():
     plan = ClusterPlan(
-        replicas=3, policy="first-fit", tls=Path("/tls"), migration="greedy", preload=True,
+        replicas=3,
+        policy="first-fit",
+        tls=Path("/tls"),
+        migration="greedy",
+        preload=True,
         migration_setting=("interval_seconds=5", "kv_share=0.8"),
-    )  # fmt: skip
+    )
     assert ClusterPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert ClusterPlan.from_json(json.loads(json.dumps(ClusterPlan().to_json()))) == ClusterPlan()
 
