@@ -109,7 +109,7 @@ class LLM:
         self._files = AdapterFiles(settings, self._worker.adapters)
         templates = AdapterTemplates(
             self.tokenizer, self._worker.adapters, self._threads, used=settings.adapter_chat_templates
-        )  # fmt: skip
+        )
         places = settings.adapter_places
         self._loads = AdapterLoader(self._worker, settings.adapter_load_seconds, places, self._files.loaded, templates)
         self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
@@ -131,20 +131,33 @@ class LLM:
     # a str is a Sequence[str] too, and Python has no type for all the others
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str | Mapping[str, Any] | Sequence[int], params: SamplingParams | None = None,
-        adapter: str | None = None, *, stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """Answer one prompt, or a list of them in their order.
 
         prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
@@ -156,39 +169,65 @@ class LLM:
 
     @overload
     async def agenerate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str | Mapping[str, Any] | Sequence[int], params: SamplingParams | None = None,
-        adapter: str | None = None, *, stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion: ...
 
     @overload
     async def agenerate(
-        self, prompts: Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
         return await self._wait(self._generate(prompts, params, adapter, stop, unknown))
 
     @overload
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+    ) -> Completion: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        messages: Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """Answer a conversation through the model's chat template, or a list of conversations.
 
         messages: OpenAI's, with `role` and `content`. All else is as of `generate`; tools are fields of params.
@@ -197,27 +236,45 @@ class LLM:
 
     @overload
     async def achat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+    ) -> Completion: ...
 
     @overload
     async def achat(
-        self, messages: Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        messages: Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     async def achat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
         return await self._wait(self._chat(messages, params, adapter, stop, unknown))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Stream:  # fmt: skip
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Stream:
         """An answer's text as it comes, for `for` or `async for`; leaving the loop early frees its pages."""
         prompts, alone = prompts_of(prompt)
         if not alone:
@@ -225,9 +282,14 @@ class LLM:
         return self._stream(self._asked(prompts, params, adapter, stop, unknown, is_chat=False))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Stream:  # fmt: skip
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Stream:
         """The same of the answer to a conversation: its content. The stream's completion has reasoning and calls."""
         given, alone = conversations_of(messages)
         if not alone:

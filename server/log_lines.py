@@ -68,8 +68,13 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": when.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name,
-                "message": record.getMessage(), **dict(_fields(record))}  # fmt: skip
+        line = {
+            "time": when.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **dict(_fields(record)),
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=True, default=str)

@@ -33,8 +33,17 @@ AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidat
 REPEATABLE: JsonDict = {"repeatable": True}
 ENV_PREFIX = "CHORUS_"
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
@@ -369,9 +378,16 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     access_log: bool = Field(default=False, description="log every HTTP request")
 
     @field_validator(
-        "memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", "adapter_source_bytes",
-        "adapter_cache_bytes", "max_adapter_bytes", "max_uploaded_bytes", mode="before",
-    )  # fmt: skip
+        "memory_bytes",
+        "host_cache_bytes",
+        "max_body_bytes",
+        "max_held_body_bytes",
+        "adapter_source_bytes",
+        "adapter_cache_bytes",
+        "max_adapter_bytes",
+        "max_uploaded_bytes",
+        mode="before",
+    )
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size

@@ -50,11 +50,7 @@ class Hosts:
         address = parse_address(name)
         if address is not None and (self._any_address or address.is_loopback):
             return True
-        return (
-            name in self._names
-            or name == "localhost"
-            or name.endswith((".localhost", *self._suffixes))
-        )  # fmt: skip
+        return name in self._names or name == "localhost" or name.endswith((".localhost", *self._suffixes))
 
     def admits(self, origin: str, header: str | None) -> bool:
         """True if pages of this origin may call the server under this Host header."""

@@ -203,8 +203,10 @@ class KeyWatch:
         now = set(keys.tenants)
         audit.info(
             "the keys were read anew; %d tenants, new: %s, gone: %s",
-            len(now), ", ".join(sorted(now - before)) or "none", ", ".join(sorted(before - now)) or "none",
-        )  # fmt: skip
+            len(now),
+            ", ".join(sorted(now - before)) or "none",
+            ", ".join(sorted(before - now)) or "none",
+        )
 
     def _run(self) -> None:
         while not self._stopped:

@@ -115,8 +115,10 @@ class TokenBudgets:
         self._unshared.pop(tenant, None)
         if self._slots.num_unreadable > self._num_unreadable:
             self._num_unreadable = self._slots.num_unreadable
-            self._log.warning("the shared file of tokens was damaged: a key's tokens count as not spent (%d so far)",
-                              self._num_unreadable)  # fmt: skip
+            self._log.warning(
+                "the shared file of tokens was damaged: a key's tokens count as not spent (%d so far)",
+                self._num_unreadable,
+            )
         return True
 
     def _open(self, file: Path) -> SpentSlots | None:

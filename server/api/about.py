@@ -81,10 +81,17 @@ class Api:
             return RedirectResponse(f"{self._settings.root_path}/ui", status_code=307, headers={"vary": "accept"})
         page = {"ui": "/ui"} if self._settings.ui else {}
         routes = {
-            "models": "/v1/models", "completions": "/v1/completions", "chat": "/v1/chat/completions",
-            "responses": "/v1/responses", "messages": "/v1/messages", "adapters": "/v1/adapters", "health": "/health",
-            "metrics": "/metrics", "openapi": "/openapi.json", **page,
-        }  # fmt: skip
+            "models": "/v1/models",
+            "completions": "/v1/completions",
+            "chat": "/v1/chat/completions",
+            "responses": "/v1/responses",
+            "messages": "/v1/messages",
+            "adapters": "/v1/adapters",
+            "health": "/health",
+            "metrics": "/metrics",
+            "openapi": "/openapi.json",
+            **page,
+        }
         return JsonResponse({"server": "chorus", "routes": routes}, headers={"vary": "accept"})
 
     async def ping(self, _: Request) -> Response:
@@ -136,9 +143,14 @@ class Api:
     async def info(self, _: Request) -> Response:
         """The model and its limits, as TGI tells them."""
         settings, limit = self._settings, self._worker.model.max_model_len
-        most = {"max_concurrent_requests": settings.max_waiting, "max_best_of": 1, "max_client_batch_size": 1,
-                "max_stop_sequences": settings.max_stop_strings, "max_input_tokens": limit - 1,
-                "max_total_tokens": limit}  # fmt: skip
+        most = {
+            "max_concurrent_requests": settings.max_waiting,
+            "max_best_of": 1,
+            "max_client_batch_size": 1,
+            "max_stop_sequences": settings.max_stop_strings,
+            "max_input_tokens": limit - 1,
+            "max_total_tokens": limit,
+        }
         names = {"model_id": settings.base_name, "model_sha": None, "model_pipeline_tag": "text-generation"}
         return JsonResponse({**names, **most, "router": "chorus", "version": VERSION, "sha": None})
 

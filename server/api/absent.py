@@ -15,9 +15,17 @@ _STORED = "no response is stored here; send the whole conversation as input of P
 _TRAINING = "adapters are served here, not trained; PEFT trains them, and POST /v1/adapters takes what it saves"
 
 _OF_VECTORS = (
-    "/classify", "/pooling", "/rerank", "/score", "/v1/embeddings", "/v1/moderations", "/v1/rerank", "/v1/score",
-    "/v2/embed", "/v2/rerank",
-)  # fmt: skip
+    "/classify",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/rerank",
+    "/v1/score",
+    "/v2/embed",
+    "/v2/rerank",
+)
 
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(_OF_VECTORS, (("POST",), _VECTORS)),

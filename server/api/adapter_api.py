@@ -282,8 +282,9 @@ class AdapterApi:
         name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
         path = asked.path
         if (path is None) == (upload is None):
-            raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
-                           param=path_field)  # fmt: skip
+            raise ApiError(
+                400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both", param=path_field
+            )
         name, label = checked_name(self._settings, asked.name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if upload is None:
@@ -308,8 +309,12 @@ class AdapterApi:
         self._sourced.forget(name)
         audit.info(
             "%s removed adapter %s: version %s, content %s; %d requests were ended",
-            request.state.caller, name, removed.label, removed.content_hash, removed.ended,
-        )  # fmt: skip
+            request.state.caller,
+            name,
+            removed.label,
+            removed.content_hash,
+            removed.ended,
+        )
         return removed.ended
 
 

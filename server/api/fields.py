@@ -62,26 +62,41 @@ HARMLESS = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: nothing
     for nothing, names in (
-        ((), """
+        (
+            (),
+            """
             api_token audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor
             data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend
             guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
             prompt_embeds repetition_detection routed_dp_rank task truncate
-            web_search_options"""),
-        ((False,), """
+            web_search_options""",
+        ),
+        (
+            (False,),
+            """
             apply_chat_template continue_final_message decoder_input_details details echo post_sampling_probs
             return_cached_tokens_details return_hidden_states return_meta_info return_progress
             return_prompt_text return_prompt_token_ids return_routed_experts return_token_offsets return_tokens
-            timings_per_token use_audio_in_video use_beam_search watermark watermarking"""),
-        ((0,), """
+            timings_per_token use_audio_in_video use_beam_search watermark watermarking""",
+        ),
+        (
+            (0,),
+            """
             dry_multiplier dynatemp_range min_keep mirostat n_cache_reuse n_discard n_indent n_keep n_probs
             priority return_k_alternatives routed_experts_prompt_start routed_experts_start_len t_max_predict_ms
-            top_logprobs xtc_probability"""),
-        (({},), """
+            top_logprobs xtc_probability""",
+        ),
+        (
+            ({},),
+            """
             chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
-            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs"""),
-        (([],), """
-            documents functions input_ids logits_processors lora response_fields samplers tools"""),
+            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs""",
+        ),
+        (
+            ([],),
+            """
+            documents functions input_ids logits_processors lora response_fields samplers tools""",
+        ),
         (("",), "extra_key suffix"),
         ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
         ((True,), "add_generation_prompt cache_prompt do_sample include_reasoning"),
@@ -97,7 +112,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([], ""),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
-}  # fmt: skip
+}
 """Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
 
 ROUTES = {
@@ -158,9 +173,16 @@ INSTEAD = {
 
 
 MESSAGE = {
-    "content", "function_call", "name", "reasoning", "reasoning_content", "role", "thinking", "tool_call_id",
+    "content",
+    "function_call",
+    "name",
+    "reasoning",
+    "reasoning_content",
+    "role",
+    "thinking",
+    "tool_call_id",
     "tool_calls",
-}  # fmt: skip
+}
 """Fields of a message that APIs document. Fields beside its role and its content are the chat template's to show."""
 
 REFUSED_INSIDE = {

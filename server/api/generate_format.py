@@ -89,6 +89,8 @@ class GenerateFormat(BodyFormat):
     def _token(self, token: int, score: TokenLogprobs, text: str) -> Body:
         special = self._scores.is_special(token)
         return {
-            "id": token, "text": text or self._scores.name(token) if special else text,
-            "logprob": max(score.logprob, LOWEST), "special": special,
-        }  # fmt: skip
+            "id": token,
+            "text": text or self._scores.name(token) if special else text,
+            "logprob": max(score.logprob, LOWEST),
+            "special": special,
+        }

@@ -63,8 +63,11 @@ class Parameters(OtherBody):
 
 READ_HERE = {"decoder_input_details", "details", "do_sample", "grammar"}
 
-NAMES = {"prompt": "inputs", "structured_outputs": "grammar",
-         **{name: field.alias for name, field in Parameters.model_fields.items() if field.alias}}  # fmt: skip
+NAMES = {
+    "prompt": "inputs",
+    "structured_outputs": "grammar",
+    **{name: field.alias for name, field in Parameters.model_fields.items() if field.alias},
+}
 """The client's names of fields that the completion request has by others."""
 
 

@@ -101,10 +101,16 @@ _KINDS: dict[str, tuple[GrammarKind, type | tuple[type, ...], str]] = {
 """What an answer may have to match, by vLLM's names: the types of values, and these in words."""
 
 _PLAIN = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
     "structural_tag": "structural_tag",
-}  # fmt: skip
+}
 """The same by fields of their own."""
 
 

@@ -19,8 +19,13 @@ from .translation import AsChat, objects, part_text, text_of, typed, wrong
 NO_THREAD = "thread_not_found"
 """Code of the error to a call that goes on with a thread: Anthropic's client then sends the whole conversation."""
 
-NAMES = {"prompt": "messages", "reasoning_effort": "output_config", "response_format": "output_config",
-         "thinking_token_budget": "thinking.budget_tokens", "stop": "stop_sequences"}  # fmt: skip
+NAMES = {
+    "prompt": "messages",
+    "reasoning_effort": "output_config",
+    "response_format": "output_config",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "stop": "stop_sequences",
+}
 """The client's names of fields that the chat request has by others."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

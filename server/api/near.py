@@ -25,9 +25,7 @@ ENDS = 2
 """Letters at the beginning, or at the end, that both names must share."""
 
 
-async def no_model_like(
-    name: str, adapters: BackendAdapters, base: str, grant: Grant, threads: DaemonPool
-) -> ApiError:  # fmt: skip
+async def no_model_like(name: str, adapters: BackendAdapters, base: str, grant: Grant, threads: DaemonPool) -> ApiError:
     """The answer to a model's name that there is not, with the one that is meant if the key may use it.
 
     threads: compare the names, which may be thousands, beside the event loop.

@@ -187,9 +187,13 @@ class ToolFields(BaseModel):
         if syntax.reasoning is not None:
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = output_grammar(
-            syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self._parallel,
+            syntax,
+            schemas,
+            tokenizer.specials_in(syntax.marks),
+            forced=forced,
+            parallel=self._parallel,
             content=content is not None,
-        )  # fmt: skip
+        )
         if content is None:
             return [("tools" if schemas else "thinking_token_budget", Grammar(GrammarKind.CALLS, lark))]
         field, grammar = content

@@ -21,11 +21,26 @@ from .openai import Name
 
 CHATS_OWN = frozenset(
     (
-        "add_generation_prompt", "continue_final_message", "echo", "logprobs", "max_completion_tokens",
-        "max_new_tokens", "max_tokens", "messages", "n", "n_cmpl", "n_predict", "prompt", "prompt_logprobs",
-        "response_format", "return_full_text", "return_step_info", "return_token_ids", "return_tokens_as_token_ids",
+        "add_generation_prompt",
+        "continue_final_message",
+        "echo",
+        "logprobs",
+        "max_completion_tokens",
+        "max_new_tokens",
+        "max_tokens",
+        "messages",
+        "n",
+        "n_cmpl",
+        "n_predict",
+        "prompt",
+        "prompt_logprobs",
+        "response_format",
+        "return_full_text",
+        "return_step_info",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
     )
-)  # fmt: skip
+)
 """Fields of chat that ask for what other APIs' answers have no room for, or that these name otherwise."""
 
 RefusedFields = Mapping[str, tuple[tuple[Any, ...], str]]

@@ -44,9 +44,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for command in (show, add, remove):
         command.add_argument("--url", default=URL, help=f"the server's address (default: {URL})")
         command.add_argument(
-            "--api-key-file", type=Path, metavar="FILE",
+            "--api-key-file",
+            type=Path,
+            metavar="FILE",
             help=f"file with a key in its first line; default: the key in {' or '.join(KEY_VARIABLES)}, if one is set",
-        )  # fmt: skip
+        )
 
 
 def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
@@ -69,10 +71,16 @@ def _list(client: httpx.Client, arguments: argparse.Namespace, out: TextIO | Non
         return
     rows = [("NAME", "TIER", "RANK", "PINNED", "VERSION", "CONTENT")]
     rows += [
-        (one["name"], one["tier"], str(one["rank"]), "yes" if one["pinned"] else "no", str(one["version"]),
-         (one["content_hash"] or "unknown")[:12])
+        (
+            one["name"],
+            one["tier"],
+            str(one["rank"]),
+            "yes" if one["pinned"] else "no",
+            str(one["version"]),
+            (one["content_hash"] or "unknown")[:12],
+        )
         for one in answer["data"]
-    ]  # fmt: skip
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip(), file=out)

@@ -57,10 +57,12 @@ class _Base:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapters", nargs="+", type=Path, metavar="DIR", help="directory of an adapter")
     parser.add_argument(
-        "--model", type=Path, metavar="MODEL",
+        "--model",
+        type=Path,
+        metavar="MODEL",
         help="directory or name of the base model; its weights are not read. Without it, an adapter is checked against "
         "the shapes that it has itself",
-    )  # fmt: skip
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

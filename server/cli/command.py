@@ -32,9 +32,15 @@ COMMANDS = "chorus.commands"
 
 ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level", "log_format")
 BATCH_SETTINGS = (
-    *ENGINE_SETTINGS, *RequestLimits.model_fields, "lora_modules", "served_model_name", "generation_config",
-    "adapter_chat_templates", "chat_template", "override_generation_config",
-)  # fmt: skip
+    *ENGINE_SETTINGS,
+    *RequestLimits.model_fields,
+    "lora_modules",
+    "served_model_name",
+    "generation_config",
+    "adapter_chat_templates",
+    "chat_template",
+    "override_generation_config",
+)
 
 UNGUARDED = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
 """Settings of an API that the command itself alone can reach."""
@@ -135,11 +141,13 @@ def _process_flags(parser: argparse.ArgumentParser) -> None:
     )
     _serve_flags(parser)
     parser.add_argument(
-        "--engine-process", choices=("auto", "on", "off"), default="auto",
+        "--engine-process",
+        choices=("auto", "on", "off"),
+        default="auto",
         help="whether the engine has a process of its own beside the one that serves HTTP, as `chorus cluster up "
         "--replicas 1` has; auto: with several API servers, and on a GPU, unless it publishes KV events "
         "(default: auto)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--api-servers",
         "--api-server-count",
@@ -344,9 +352,12 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
         "input", type=Path, metavar="INPUT", help="file of requests, one a line: custom_id, method, url and body"
     )
     parser.add_argument(
-        "output", type=Path, metavar="OUTPUT", help="file to which answers are added as they come; a run that is "
+        "output",
+        type=Path,
+        metavar="OUTPUT",
+        help="file to which answers are added as they come; a run that is "
         "repeated asks for the answers that are not there",
-    )  # fmt: skip
+    )
     add_settings(parser, BATCH_SETTINGS)
 
 

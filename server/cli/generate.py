@@ -13,9 +13,17 @@ from ..llm import LLM
 from ..settings import Settings
 
 SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos", "min_tokens",
-)  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+)
 """Flags that are sampling parameters under their own names."""
 
 

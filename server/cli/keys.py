@@ -21,9 +21,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = commands.add_parser("add", help="make a key and print it, once: the file keeps its hash")
     add.add_argument("tenant", metavar="TENANT", help="owner of the key")
     add.add_argument(
-        "rights", nargs="*", metavar="NAME=VALUE",
+        "rights",
+        nargs="*",
+        metavar="NAME=VALUE",
         help="adapters=GLOB,GLOB (default: all), base=no, requests=N at once, tokens_per_minute=N, weight=W, admin=yes",
-    )  # fmt: skip
+    )
     add.set_defaults(act=_add)
     show = commands.add_parser("list", help="show each key's id, tenant and rights")
     show.set_defaults(act=_list)

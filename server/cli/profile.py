@@ -63,9 +63,11 @@ def table(profile: Profile) -> str:
         if part is None:
             continue
         report = part.fit
-        quality = "" if report is None else (
-            f"R² {report.r2:.4f}   mean error {report.mean_error:.1%}   {report.samples} samples"
-        )  # fmt: skip
+        quality = (
+            ""
+            if report is None
+            else (f"R² {report.r2:.4f}   mean error {report.mean_error:.1%}   {report.samples} samples")
+        )
         if report is not None and report.decode_r2 is not None:
             quality += f"   R² of decode steps {report.decode_r2:.4f}"
         weak = name == "step" and report is not None and min(report.r2, report.decode_r2 or report.r2) < GOOD_R2

@@ -206,9 +206,12 @@ def tls_error(error: ssl.SSLError) -> TlsError:
 
 
 async def _begin_tls(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: Callable[[], ssl.SSLContext], disk: DaemonPool,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    context: Callable[[], ssl.SSLContext],
+    disk: DaemonPool,
     handle: Handler,
-) -> None:  # fmt: skip
+) -> None:
     try:
         await writer.start_tls(await _beside(disk, context), ssl_handshake_timeout=HANDSHAKE_SECONDS)
     except OSError as error:

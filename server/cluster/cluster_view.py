@@ -57,9 +57,11 @@ def tenants(links: Iterable[Link]) -> list[TenantStats]:
         for one in link.report.tenants if link.report is not None else ():
             before = found.get(one.name, TenantStats(one.name, 0, 0, 0.0))
             found[one.name] = TenantStats(
-                one.name, before.num_running + one.num_running, before.num_waiting + one.num_waiting,
+                one.name,
+                before.num_running + one.num_running,
+                before.num_waiting + one.num_waiting,
                 before.standing + one.standing,
-            )  # fmt: skip
+            )
     return sorted(found.values(), key=lambda one: one.num_running + one.num_waiting, reverse=True)
 
 

@@ -122,14 +122,17 @@ class ClusterWorker:
         """
         settings = self._settings
         self.adapters.quarantine |= register_directories(self.adapters, self._inspect, settings, settings.lora_modules)
-        self._tasks = [self._loop.create_task(one) for one in (
-            *(link.run(self) for link in self.links), self._look(), self._follow_registry(),
-        )]  # fmt: skip
+        self._tasks = [
+            self._loop.create_task(one)
+            for one in (
+                *(link.run(self) for link in self.links),
+                self._look(),
+                self._follow_registry(),
+            )
+        ]
         self._thread.start()
 
-    def wait_until_ready(
-        self, trouble: Callable[[], str | None] = lambda: None, *, was_whole: bool = False
-    ) -> None:  # fmt: skip
+    def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None, *, was_whole: bool = False) -> None:
         """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one.
 
         was_whole: they were before, so that one will do: another one's absence must not keep an API server from its
@@ -310,9 +313,13 @@ class ClusterWorker:
         return self._hashes.submit(learn)
 
     def _hash_and_add(
-        self, request: Request, entry: CatalogEntry, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        self,
+        request: Request,
+        entry: CatalogEntry,
+        on_output: OnOutput,
+        loop: asyncio.AbstractEventLoop | None,
         accepted: Future[None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         try:
             known = with_content(entry.manifest)
         except AdapterFormatError as error:
@@ -330,9 +337,13 @@ class ClusterWorker:
             self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
 
     def _add(
-        self, request: Request, entry: CatalogEntry | None, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        self,
+        request: Request,
+        entry: CatalogEntry | None,
+        on_output: OnOutput,
+        loop: asyncio.AbstractEventLoop | None,
         accepted: Future[None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         record = to_record(request, time.monotonic())
         path, rank, num_bytes, version = None, 0, 0, ""
         if entry is not None:

@@ -87,9 +87,15 @@ class Dispatcher:
     # --- requests ---
 
     def add(
-        self, record: dict[str, Any], path: Path | None, rank: int, arrival: float, accepted: Future[None],
-        num_bytes: int = 0, version: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        record: dict[str, Any],
+        path: Path | None,
+        rank: int,
+        arrival: float,
+        accepted: Future[None],
+        num_bytes: int = 0,
+        version: str = "",
+    ) -> None:
         """Take a request; `accepted` ends with ValueError when its id is in use. rank, num_bytes, version: its
         adapter's.
         """

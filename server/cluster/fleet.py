@@ -45,7 +45,7 @@ class Fleet(Placements):
             return found
         links = [
             link for link in found[0] if (kind is None or link.identity == kind) and link.name not in request.refused_by
-        ]  # fmt: skip
+        ]
         return found if len(links) == len(found[0]) else (links, self._view(links))
 
     def changed(self, content_hash: str | None = None) -> None:

@@ -130,9 +130,10 @@ class Link:
     async def run(self, events: LinkEvents) -> None:
         """Keep the connection open, until cancelled."""
         await stay_connected(
-            f"replica {self.name}", lambda: connect(self._address, self.secret, FROM_REPLICA),
+            f"replica {self.name}",
+            lambda: connect(self._address, self.secret, FROM_REPLICA),
             partial(self._follow, events),
-        )  # fmt: skip
+        )
 
     async def _follow(self, events: LinkEvents, stream: FrameStream) -> None:
         self._stream, stuck = stream, False

@@ -53,13 +53,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_secret_flag(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
-        "--secret-file", type=Path, required=required, metavar="FILE",
+        "--secret-file",
+        type=Path,
+        required=required,
+        metavar="FILE",
         help="file with the secret of the cluster's processes: 64 hexadecimal digits",
-    )  # fmt: skip
+    )
 
 
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tls", type=Path, metavar="DIR",
+        "--tls",
+        type=Path,
+        metavar="DIR",
         help=f"directory of {CERTIFICATE}, {KEY} and {CA}, for connections within the cluster",
-    )  # fmt: skip
+    )

@@ -94,33 +94,45 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         "--policy", choices=POLICIES, default="least-delay", help="which replica gets a request (default: least-delay)"
     )
     parser.add_argument(
-        "--slo-tpot", type=_seconds, metavar="SECONDS",
+        "--slo-tpot",
+        type=_seconds,
+        metavar="SECONDS",
         help="time per token, such as 0.05 or 50ms, beyond which rank-aware and least-delay see a replica as too full "
         "(default: 1.5 times that of one request alone)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--migration", choices=("off", *PLANNERS), default="off",
+        "--migration",
+        choices=("off", *PLANNERS),
+        default="off",
         help="how it is decided which running requests go on at another replica when the load is uneven; ilp and "
         "rounding need chorus-lora[plan] (default: off)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--migration-setting", action="append", default=[], metavar="NAME=VALUE",
+        "--migration-setting",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="a trigger or constant of migration, such as interval_seconds=5; may be given several times",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--preload", action="store_true", help="keep adapters in the replicas' arenas before requests ask for them"
     )
     parser.add_argument(
-        "--scale-seconds", type=_seconds, default=STEADY_SECONDS, metavar="SECONDS",
+        "--scale-seconds",
+        type=_seconds,
+        default=STEADY_SECONDS,
+        metavar="SECONDS",
         help="how long a scale hint must hold before it is given, and obeyed within --min-replicas and --max-replicas "
         f"(default: {STEADY_SECONDS:g})",
-    )  # fmt: skip
+    )
     add_tls_flag(parser)
     for name, what in (("min", "fewest"), ("max", "most")):
         parser.add_argument(
-            f"--{name}-replicas", type=count, metavar="N",
+            f"--{name}-replicas",
+            type=count,
+            metavar="N",
             help=f"{what} replicas, when they follow the load by scale hints (default: as many as --replicas)",
-        )  # fmt: skip
+        )
     add_secret_flag(parser, required=False)
     parser.add_argument(
         "--api-servers",
@@ -133,21 +145,24 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         help="API server processes (default: 1)",
     )
     parser.add_argument(
-        "--registry", metavar="FILE",
+        "--registry",
+        metavar="FILE",
         help="SQLite file that keeps the adapters that are added over HTTP, or unix:PATH or tcp://HOST:PORT of a "
         "registry that runs elsewhere; default: they last as long as the cluster",
-    )  # fmt: skip
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--ray", metavar="ADDRESS",
+        "--ray",
+        metavar="ADDRESS",
         help="place replicas on a Ray cluster: local starts one on this machine, auto finds one that runs here, "
         "HOST:PORT is another's",
-    )  # fmt: skip
+    )
     where.add_argument(
-        "--listen", metavar="ADDRESS",
+        "--listen",
+        metavar="ADDRESS",
         help="tcp://HOST:PORT at which replicas listen, replica N at PORT + N; port 0: the system's choice "
         "(default: unix sockets)",
-    )  # fmt: skip
+    )
 
 
 def _seconds(text: str) -> float:

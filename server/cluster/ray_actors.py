@@ -191,8 +191,11 @@ class RayLauncher:
         remote = ray.remote(ReplicaHost).options(
             # no node with more processors will come to one machine: its replicas share them, as without Ray
             num_cpus=0 if self._is_local else engine.threads or 1,
-            name=None, num_gpus=int(needs_gpu), max_restarts=-1, scheduling_strategy="SPREAD",
-        )  # fmt: skip
+            name=None,
+            num_gpus=int(needs_gpu),
+            max_restarts=-1,
+            scheduling_strategy="SPREAD",
+        )
         tls = None if plan.tls is None else str(plan.tls.absolute())
         # not resolved: a mounted secret's files are links to places with other names on each node
         secret = str((plan.secret_file or directory.secret_file).absolute())

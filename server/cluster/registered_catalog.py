@@ -112,8 +112,10 @@ class RegisteredCatalog(Catalog):
         before = self.get(name) if name in self else None
         path, content = Path(now.path), now.content_hash
         if before is not None and (before.manifest.path, before.manifest.content_hash, before.label) == (
-            path, content, now.label,
-        ):  # fmt: skip
+            path,
+            content,
+            now.label,
+        ):
             if before.pinned != now.pinned:
                 super()._set_pinned(before, pinned=now.pinned)
             return
@@ -172,9 +174,14 @@ class RegisteredCatalog(Catalog):
         return False
 
     async def _put(
-        self, name: str, manifest: AdapterManifest, *, label: str, paused: bool | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        *,
+        label: str,
+        paused: bool | None = None,
         pinned: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write an entry of the registry again. paused, pinned: None: as it is."""
         pinned = self.get(name).pinned if pinned is None else pinned
         entry = self._registered(name, manifest, label, pinned=pinned)

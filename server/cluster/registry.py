@@ -169,9 +169,7 @@ class Registry:
             raise ValueError("the last number of a version is no number")
 
         def load() -> tuple[Done, bool, str]:
-            plan = plan_load(
-                self._store, entry, replace=replace, keep=keep, before=before, last_number=last_number
-            )  # fmt: skip
+            plan = plan_load(self._store, entry, replace=replace, keep=keep, before=before, last_number=last_number)
             return self._store.change(plan.changes), plan.existed, plan.entry.label
 
         return await self._change(load)

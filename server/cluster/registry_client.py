@@ -125,8 +125,11 @@ class RegistryCopy:
         if not is_last:
             return False
         if self.identity == identity and generation < self.generation:
-            log.warning("the registry went back from generation %d to %d; was its file restored from a backup?",
-                        self.generation, generation)  # fmt: skip
+            log.warning(
+                "the registry went back from generation %d to %d; was its file restored from a backup?",
+                self.generation,
+                generation,
+            )
         coming, self._coming = self._coming, None
         self.identity, self.generation = identity, generation
         for name in [*coming, *(self._entries.keys() - coming.keys())]:

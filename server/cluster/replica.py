@@ -198,9 +198,14 @@ class _ApiServer:
         self._rows: list[list[Any]] = []
         self._step: StepInfo | None = None
         self._handlers: dict[str, Callable[..., None]] = {
-            "submit": self._submit, "abort": self._abort, "load": self._load, "forget": self._forget,
-            "pin": self._pin, "prefetch": self._prefetch, "drain": replica.drain,
-        }  # fmt: skip
+            "submit": self._submit,
+            "abort": self._abort,
+            "load": self._load,
+            "forget": self._forget,
+            "pin": self._pin,
+            "prefetch": self._prefetch,
+            "drain": replica.drain,
+        }
 
     @property
     def num_open(self) -> int:
@@ -366,5 +371,8 @@ def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
     return {
         "tiers": {one.name: store.tier(one).value for one in near},
         "overflowing": [one.name for one in near if (one.num_overflows or 0) >= MOST_OVERFLOWS],
-        "running": running, "waiting": waiting, "tenants": engine.tenants(), "costs": costs.observe(engine),
-    }  # fmt: skip
+        "running": running,
+        "waiting": waiting,
+        "tenants": engine.tenants(),
+        "costs": costs.observe(engine),
+    }

@@ -187,9 +187,12 @@ class LearnedCosts:
         per_token = engine.costs.prefix_page / engine.block_tokens if self._per_token is None else self._per_token
         page = engine.executor.layout.page_bytes
         return {
-            **terms, "per_token": per_token, "per_row": max(0.0, terms["per_row"] - per_token),  # a row has a token
-            "disk": engine.costs.disk_adapter_page / page, "link": engine.costs.host_adapter_page / page,
-        }  # fmt: skip
+            **terms,
+            "per_token": per_token,
+            "per_row": max(0.0, terms["per_row"] - per_token),  # a row has a token
+            "disk": engine.costs.disk_adapter_page / page,
+            "link": engine.costs.host_adapter_page / page,
+        }
 
     def _observe_prefill(self, plan: StepPlan | None, seconds: float) -> None:
         """Learn what a prompt's token adds to a decode step of the same rows, whose own price is known."""

@@ -138,9 +138,12 @@ async def connect(address: Address, secret: bytes, kinds: Collection[str], max_b
 
 
 async def accept(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    kinds: Collection[str],
     max_bytes: int = MAX_BYTES,
-) -> FrameStream:  # fmt: skip
+) -> FrameStream:
     """A connection that a client has made, in the handler of an address's `listen`.
 
     Raises the WireError that says what is wrong with the peer. The peer has been sent it, and the connection is closed.
@@ -149,9 +152,14 @@ async def accept(
 
 
 async def _opened(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str], max_bytes: int,
-    *, is_client: bool,
-) -> FrameStream:  # fmt: skip
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    kinds: Collection[str],
+    max_bytes: int,
+    *,
+    is_client: bool,
+) -> FrameStream:
     frames = FrameReader({*kinds, *_OPENING}, OPENING_BYTES)
     stream = FrameStream(reader, writer, frames, FrameWriter(max_bytes))
     try:

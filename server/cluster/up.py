@@ -92,7 +92,7 @@ def _open_one(plan: ClusterPlan, settings: Settings) -> tuple[Backend, Tokenizer
 
 def _open_api_server(
     directory: ClusterDirectory, index: int, plan: ClusterPlan, was_whole: bool, settings: Settings
-) -> tuple[Backend, Tokenizer]:  # fmt: skip
+) -> tuple[Backend, Tokenizer]:
     """was_whole: an earlier process of this API server has served the cluster."""
     files = DirectoryFiles(directory)
     registry = AddressFile(directory.registry_file, plan.tls)

@@ -85,9 +85,14 @@ class Skew:
         merged = weights["merged_adapter"]
         rate, style = (self._tokens - tokens) / (now - since), None if merged is None else "green"
         self._print(
-            f"{now - began:.0f}", f"{self._share:.0%}", merged or "-", weights["merges"], weights["switches"],
-            f"{rate:.0f}", style=style,
-        )  # fmt: skip
+            f"{now - began:.0f}",
+            f"{self._share:.0%}",
+            merged or "-",
+            weights["merges"],
+            weights["switches"],
+            f"{rate:.0f}",
+            style=style,
+        )
 
     def _print(self, seconds: str, share: str, merged: str, *numbers: object, style: str | None = None) -> None:
         line = f"{seconds:>7}{share:>12}  {merged:<16}" + "".join(f"{number:>10}" for number in numbers)

@@ -65,9 +65,13 @@ class AdapterLoader:
     """
 
     def __init__(
-        self, worker: Backend, seconds: float, places: Sequence[Path] = (), loaded: LoadedAdapters | None = None,
+        self,
+        worker: Backend,
+        seconds: float,
+        places: Sequence[Path] = (),
+        loaded: LoadedAdapters | None = None,
         templates: AdapterTemplates | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._worker = worker
         self._seconds = seconds
         self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
@@ -200,15 +204,25 @@ class AdapterLoader:
         return put(*self._beside(partial(self._check, directory, roots)))
 
     def _put(
-        self, name: str, by: str, replace: bool, label: str | None, keep: int, manifest: AdapterManifest,
+        self,
+        name: str,
+        by: str,
+        replace: bool,
+        label: str | None,
+        keep: int,
+        manifest: AdapterManifest,
         image: HostImage,
-    ) -> tuple[AdapterState, bool]:  # fmt: skip
+    ) -> tuple[AdapterState, bool]:
         adapter, replaced = self._names.load(name, manifest, image, replace=replace, label=label, keep=keep)
         audit.info(
             "%s %s adapter %s: version %s, content %s, from %s",
-            by, "replaced" if replaced else "added", name, adapter.label, manifest.content_hash,
+            by,
+            "replaced" if replaced else "added",
+            name,
+            adapter.label,
+            manifest.content_hash,
             shown(str(manifest.path)),
-        )  # fmt: skip
+        )
         report(name, manifest)
         if self._templates is not None:
             self._templates.note([adapter])

@@ -38,9 +38,12 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
     ):
         yield with_samples(
             GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),
-            *(((label(one.name),), value) for one, value in zip(view.adapters, values, strict=True)
-              if value is not None),
-        )  # fmt: skip
+            *(
+                ((label(one.name),), value)
+                for one, value in zip(view.adapters, values, strict=True)
+                if value is not None
+            ),
+        )
     yield from _residency(view, everything)
     yield with_samples(
         GaugeMetricFamily(
@@ -59,18 +62,23 @@ def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric
     """
     yield with_samples(
         GaugeMetricFamily(
-            "vllm:lora_adapter_loaded", "1 for an adapter in the page pool (gpu), or only in host memory (cpu)",
+            "vllm:lora_adapter_loaded",
+            "1 for an adapter in the page pool (gpu), or only in host memory (cpu)",
             labels=(*MODEL_LABELS, "adapter_name", "level", "pinned", "rank"),
         ),
         *(
             ((*everything, label(one.name), _LEVELS[one.tier], str(one.pinned).lower(), str(one.manifest.rank)), 1)
-            for one in view.adapters if one.tier in _LEVELS
+            for one in view.adapters
+            if one.tier in _LEVELS
         ),
-    )  # fmt: skip
+    )
     resident = view.tier_counts.get(Tier.DEVICE, 0)
     for name, text, value in (
         ("num_gpu_loaded_lora_adapters", "Adapters in the page pool", resident),
-        ("max_gpu_lora_adapters", "Adapters in the page pool, plus how many more of average size fit without eviction",
-         resident + view.num_loadable),
-    ):  # fmt: skip
+        (
+            "max_gpu_lora_adapters",
+            "Adapters in the page pool, plus how many more of average size fit without eviction",
+            resident + view.num_loadable,
+        ),
+    ):
         yield with_samples(GaugeMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS), (everything, value))

@@ -73,8 +73,10 @@ class AdapterTemplates:
         told = ", ".join(map(shown, found[:MAX_NAMED])) + (", …" if len(found) > MAX_NAMED else "")
         log.warning(
             "%d adapters have a chat template of their own, which differs from the model's and is not used: %s; "
-            "--adapter-chat-templates uses them", len(found), told,
-        )  # fmt: skip
+            "--adapter-chat-templates uses them",
+            len(found),
+            told,
+        )
 
     def note_all(self) -> None:
         """The same of all that are registered."""

@@ -58,9 +58,14 @@ class AdapterTable(Protocol):
         ...
 
     def register(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, label: str | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        label: str | None = None,
         keep: int | None = 1,
-    ) -> object:  # fmt: skip
+    ) -> object:
         """Make a manifest the adapter of a name, out of quarantine and pinned as the version before it. label, keep:
         as of `AdapterStore.register`.
         """
@@ -102,9 +107,15 @@ class BackendAdapters(ABC):
         return self._ask(lambda names: names.state_of(name, names.get(name)))
 
     def put(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool, label: str | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        replace: bool,
+        label: str | None = None,
         keep: int | None = 1,
-    ) -> Future[tuple[AdapterState, bool]]:  # fmt: skip
+    ) -> Future[tuple[AdapterState, bool]]:
         """Register what `check_adapter` checked, and whether it took another's place; once the future has ended, no
         request that asks for the newest version begins with the other. FileExistsError unless it may `replace`, and for
         a version that there is. label, keep: as of `AdapterStore.register`.

@@ -48,9 +48,14 @@ class EngineNames:
         return name in self._store
 
     def register(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, label: str | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        label: str | None = None,
         keep: int | None = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         was_pinned = name in self and self._store.is_pinned(self.get(name))
         self._store.register(name, manifest, image, label=label, keep=keep)
         if was_pinned:

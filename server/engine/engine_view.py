@@ -214,7 +214,15 @@ def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused
     """Rows of adapters. It looks at one attribute or entry after another, so that no step has to wait for it."""
     near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
     return [
-        (name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
-         is_pinned(one), one.label, one.name in paused)
+        (
+            name,
+            tier(one) if one.pages or one in near else Tier.DISK,
+            one.rank,
+            one.layout.num_pages,
+            one.uses,
+            is_pinned(one),
+            one.label,
+            one.name in paused,
+        )
         for name, one in registered
-    ]  # fmt: skip
+    ]

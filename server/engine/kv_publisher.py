@@ -109,10 +109,15 @@ class KvBatches:
 
     def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
         return {
-            "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": parent,
-            "token_ids": list(event.tokens), "block_size": self._block_tokens, "lora_id": event.version or None,
-            "medium": LEVEL, "lora_name": event.adapter,
-        }  # fmt: skip
+            "type": "BlockStored",
+            "block_hashes": [digest],
+            "parent_block_hash": parent,
+            "token_ids": list(event.tokens),
+            "block_size": self._block_tokens,
+            "lora_id": event.version or None,
+            "medium": LEVEL,
+            "lora_name": event.adapter,
+        }
 
     def clear(self) -> list[Event]:
         """The event after which a subscriber knows of no block; nor does this."""

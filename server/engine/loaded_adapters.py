@@ -95,8 +95,9 @@ class LoadedAdapters:
         except (AdapterFormatError, FileExistsError) as error:
             log.warning(
                 "adapter %s of an earlier run is not served; its files stay until it is removed or replaced: %s",
-                entry.name, error,
-            )  # fmt: skip
+                entry.name,
+                error,
+            )
 
     def retire(self, entries: Iterable[Entry]) -> None:
         """Have the files of versions go that lost their names; nothing happens where another name means them."""
@@ -111,8 +112,9 @@ class LoadedAdapters:
         elif registry.identity != self._files.owner:
             log.error(
                 "the registry has other names now than the ones that %s belongs to, so nothing is removed there; "
-                "restore the registry's file", self.root,
-            )  # fmt: skip
+                "restore the registry's file",
+                self.root,
+            )
             return
         else:
             entries = registry.entries
@@ -130,9 +132,7 @@ class LoadedAdapters:
         self._files.close()
 
 
-def _files(
-    settings: Settings, root: Path, registry: RegistryNames | None, names: RegistryStore | None
-) -> OwnedStore:  # fmt: skip
+def _files(settings: Settings, root: Path, registry: RegistryNames | None, names: RegistryStore | None) -> OwnedStore:
     if registry is not None:
         owner, grace_seconds = Owner(registry.identity, is_shared=True), SHARED_SECONDS
     else:
@@ -143,6 +143,8 @@ def _files(
     if names is not None and names.is_new and (found := len(files.directories())):
         log.warning(
             "%s is new, yet %d adapters lie beside it: their names are lost, so they are not served. They are kept; "
-            "restore the file from a backup and start again, or load them again", root / NAMES_FILE, found,
-        )  # fmt: skip
+            "restore the file from a backup and start again, or load them again",
+            root / NAMES_FILE,
+            found,
+        )
     return files

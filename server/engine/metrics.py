@@ -74,10 +74,16 @@ class Metrics:
         self._all_requests = Counter(
             "vllm:request_success", "Finished requests", (*MODEL_LABELS, "finished_reason"), registry=registry
         )
-        self.rejected = Counter(
-            "vllm:admission_rejections", "Requests refused with 429: the queue was full", ("model_name", "reason"),
-            registry=registry,
-        ).labels(label(base), "max_num_queued_reqs").inc  # fmt: skip
+        self.rejected = (
+            Counter(
+                "vllm:admission_rejections",
+                "Requests refused with 429: the queue was full",
+                ("model_name", "reason"),
+                registry=registry,
+            )
+            .labels(label(base), "max_num_queued_reqs")
+            .inc
+        )
         """Counts a request that finds the queue full."""
         self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
         self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Generated tokens", self)
@@ -236,8 +242,13 @@ class _EngineCollector(Collector):
                 if one.gateway:
                     theirs = family(f"vllm:{one.gateway}", one.text, labels=MODEL_LABELS)
                     yield with_samples(theirs, (self._everything, value))
-        pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
-                 ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
+        pages = (
+            ("free", stats.num_free_pages),
+            ("kv", stats.num_kv_pages),
+            ("adapter", stats.num_adapter_pages),
+            ("cached", stats.num_cached_pages),
+            ("shadow", stats.num_shadow_pages),
+        )
         yield with_samples(
             GaugeMetricFamily("chorus_pages", "Pages of the pool by content", labels=("kind",)),
             *(((kind,), count) for kind, count in pages),

@@ -55,9 +55,12 @@ class NameChanges:
     """The one way to change names; of any thread, one change at a time. Each call may wait for the disk."""
 
     def __init__(
-        self, adapters: BackendAdapters, names: RegistryStore | None, seconds: float,
+        self,
+        adapters: BackendAdapters,
+        names: RegistryStore | None,
+        seconds: float,
         on_retired: Callable[[list[Entry]], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """names: the file; None where a cluster's registry writes changes down. seconds: that its disk may take.
         on_retired: called with entries that lost their names.
         """

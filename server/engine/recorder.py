@@ -76,10 +76,15 @@ class Recorder(Repeating):
         if len(self._rows) >= MAX_ROWS:
             self._num_dropped += 1
             return
-        self._rows.append((
-            request.arrival_time, request.adapter_name, prompt, max(1, output),
-            request.tenant,
-        ))  # fmt: skip
+        self._rows.append(
+            (
+                request.arrival_time,
+                request.adapter_name,
+                prompt,
+                max(1, output),
+                request.tenant,
+            )
+        )
 
     def stop(self) -> bool:
         """Write what is left."""

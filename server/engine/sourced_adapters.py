@@ -237,8 +237,9 @@ class SourcedAdapters:
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         level = logging.DEBUG if isinstance(error, NotInStore) else logging.WARNING
-        log.log(level, "adapter %s of %s is not served: %s; asked again after %g s", name, location.url, error.detail,
-                pause)  # fmt: skip
+        log.log(
+            level, "adapter %s of %s is not served: %s; asked again after %g s", name, location.url, error.detail, pause
+        )
         return failure
 
     def _tell_cache(self, name: str, what: Callable[[Cache, str, Location], None]) -> None:
@@ -270,8 +271,9 @@ class SourcedAdapters:
         with cache.content.draft() as draft:
             download(location, cache.content, draft, self._allowed, self._settings.adapter_source_seconds)
             path = cache.publish(draft, name, location)
-            log.info("adapter %s: %d bytes from %s in %.1f s", name, draft.num_bytes, location.url,
-                     time.monotonic() - began)  # fmt: skip
+            log.info(
+                "adapter %s: %d bytes from %s in %.1f s", name, draft.num_bytes, location.url, time.monotonic() - began
+            )
         self._make_room(cache, name)
         return path
 

@@ -102,9 +102,12 @@ class CallTrace:
             "gen_ai.latency.time_in_model_inference": None if prefill is None or decode is None else prefill + decode,
         }
         span = self._tracer.start_span(
-            NAME, context=self._context, kind=SpanKind.SERVER, start_time=now - round(one.seconds * 1e9),
+            NAME,
+            context=self._context,
+            kind=SpanKind.SERVER,
+            start_time=now - round(one.seconds * 1e9),
             attributes={name: value for name, value in attributes.items() if value is not None},
-        )  # fmt: skip
+        )
         if finish_reason == "error":
             span.set_status(StatusCode.ERROR)
         span.end(now)

@@ -133,8 +133,12 @@ class Connections:
                 self._num_closed += 1
         if self._num_closed and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
-            log.warning("closed %d connections that were too many or kept it waiting; %d are open, from %d places",
-                        self._num_closed, len(self._all), len(self.places))  # fmt: skip
+            log.warning(
+                "closed %d connections that were too many or kept it waiting; %d are open, from %d places",
+                self._num_closed,
+                len(self._all),
+                len(self.places),
+            )
             self._num_closed = 0
         active = self._all or self._num_closed
         self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if active else None

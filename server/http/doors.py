@@ -41,9 +41,15 @@ class GuardedRoute(Route):
     """
 
     def __init__(
-        self, method: str, path: str, endpoint: Callable[..., Any], right: Right, *, reads_json: bool = True,
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        right: Right,
+        *,
+        reads_json: bool = True,
         takes_forms: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.right = right
         self.reads_json = reads_json
@@ -208,5 +214,6 @@ def _check_kind(kind: str, route: GuardedRoute | None) -> None:
         return
     if not _is_json(kind):
         given = clipped(kind) or "nothing"
-        raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
-                       code="unsupported_media_type")  # fmt: skip
+        raise ApiError(
+            415, f"the content-type is {given!r}, the body must be application/json", code="unsupported_media_type"
+        )

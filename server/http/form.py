@@ -59,15 +59,20 @@ class _Form:
         self._header = Message()  # of the part, as far as it matters
         self._field, self._value = bytearray(), bytearray()  # of one of its lines
         self._part: tuple[str, str | None] = "", None
-        self._parser = MultipartParser(boundary, {
-            "on_part_begin": self._begin_part,
-            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._end_line,
-            "on_headers_finished": self._end_head,
-            "on_part_data": lambda data, start, end: self._give(data[start:end]),
-            "on_part_end": lambda: self._give(b""),
-        }, max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES)  # fmt: skip
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_end": self._end_line,
+                "on_headers_finished": self._end_head,
+                "on_part_data": lambda data, start, end: self._give(data[start:end]),
+                "on_part_end": lambda: self._give(b""),
+            },
+            max_header_count=MAX_HEADERS,
+            max_header_size=MAX_HEADER_BYTES,
+        )
 
     @property
     def is_over(self) -> bool:

@@ -19,9 +19,14 @@ ALWAYS_OPEN = ("/health", "/ping")
 """Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
 
 GENERATING = (
-    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
-    "/invocations", *GENERATES,
-)  # fmt: skip
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/invocations",
+    *GENERATES,
+)
 
 
 class Room:

@@ -76,8 +76,12 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(LISTEN_BACKLOG)
         await super().startup([])
-        make = partial(self.config.http_protocol_class, config=self.config, server_state=self.server_state,
-                       app_state=self.lifespan.state)  # fmt: skip
+        make = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
         self._acceptor = Acceptor(sockets or (), make, self.connections)
 
     async def on_tick(self, counter: int) -> bool:
@@ -86,8 +90,11 @@ class HttpServer(uvicorn.Server):
             self._failed(now)
         if self.gate.draining and self._cut_at is None:
             self._cut_at = now + self._grace
-            log.info("shutting down: %d requests in progress have %g s to end; new ones get 503",
-                     self.gate.active, self._grace)  # fmt: skip
+            log.info(
+                "shutting down: %d requests in progress have %g s to end; new ones get 503",
+                self.gate.active,
+                self._grace,
+            )
         if self._cut_at is not None and (self._is_quiet() or now >= self._cut_at):
             self.should_exit = True
         return await super().on_tick(counter)

@@ -15,14 +15,29 @@ from ..wanted import problem_of
 
 OPTIONS = frozenset(
     (
-        *EngineConfig.model_fields, *RequestLimits.model_fields,
-        "adapter_cache", "adapter_cache_bytes", "adapter_roots", "adapter_source", "adapter_source_bytes",
-        "adapter_source_hosts", "adapter_source_seconds", "adapter_uploads", "config", "generation_config",
-        "adapter_chat_templates", "chat_template",
-        "keep_versions", "lora_modules", "max_adapter_bytes", "max_uploaded_bytes", "override_generation_config",
-        "served_model_name", "weights",
+        *EngineConfig.model_fields,
+        *RequestLimits.model_fields,
+        "adapter_cache",
+        "adapter_cache_bytes",
+        "adapter_roots",
+        "adapter_source",
+        "adapter_source_bytes",
+        "adapter_source_hosts",
+        "adapter_source_seconds",
+        "adapter_uploads",
+        "config",
+        "generation_config",
+        "adapter_chat_templates",
+        "chat_template",
+        "keep_versions",
+        "lora_modules",
+        "max_adapter_bytes",
+        "max_uploaded_bytes",
+        "override_generation_config",
+        "served_model_name",
+        "weights",
     )
-)  # fmt: skip
+)
 
 OTHERS = {
     "enable_lora": "adapters are always served; leave it out",

@@ -77,22 +77,38 @@ INSTEAD = {
 """Flags that can't be obeyed, each with what to do."""
 
 NEUTRAL = {
-    "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
-    "--response-role": "assistant", "--scheduling-policy": "fcfs", "--task": "generate",
-}  # fmt: skip
+    "--data-parallel-size": "1",
+    "--kv-cache-dtype": "auto",
+    "--pipeline-parallel-size": "1",
+    "--response-role": "assistant",
+    "--scheduling-policy": "fcfs",
+    "--task": "generate",
+}
 """Values with which a flag asks for nothing."""
 
 WITH_VALUE = frozenset(
     (
-        "--guided-decoding-backend", "--lora-dtype", "--lora-extra-vocab-size", "--max-cpu-loras", "--max-loras",
-        "--reasoning-parser", "--swap-space", "--tokenizer-mode", "--tool-call-parser", "--uvicorn-log-level",
+        "--guided-decoding-backend",
+        "--lora-dtype",
+        "--lora-extra-vocab-size",
+        "--max-cpu-loras",
+        "--max-loras",
+        "--reasoning-parser",
+        "--swap-space",
+        "--tokenizer-mode",
+        "--tool-call-parser",
+        "--uvicorn-log-level",
         *NEUTRAL,
     )
-)  # fmt: skip
+)
 """Flags among these that are followed by a value."""
 
-SHORT = {"-dp": "--data-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
-         "-tp": "--tensor-parallel-size"}  # fmt: skip
+SHORT = {
+    "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+}
 """vLLM's short flags."""
 
 

@@ -35,11 +35,23 @@ FIRST = ("model", "host", "port", "adapters", "lora_modules", "served_model_name
 GROUPS = {
     "what is served, and where": FIRST,
     "access": (
-        "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_unauthenticated", "allowed_hosts",
-        "cors_origins", "adapter_roots", "adapter_source", "adapter_source_hosts", "trusted_proxies", "tenant_header",
-        "tenant_gateways", "weights", "fair_by",
+        "api_key",
+        "api_key_file",
+        "admin_key",
+        "admin_key_file",
+        "allow_unauthenticated",
+        "allowed_hosts",
+        "cors_origins",
+        "adapter_roots",
+        "adapter_source",
+        "adapter_source_hosts",
+        "trusted_proxies",
+        "tenant_header",
+        "tenant_gateways",
+        "weights",
+        "fair_by",
     ),
-}  # fmt: skip
+}
 """Settings that the help shows first; others follow by where they belong."""
 
 NEAR = 0.8
@@ -181,9 +193,14 @@ def _metavar(name: str, field: FieldInfo) -> str:
     if choices and all(isinstance(choice, str) for choice in choices):
         return "{" + ",".join(choices) + "}"
     special = {
-        "model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE", "lora_modules": "NAME=DIR",
-        "adapter_source": "PATTERN=URL", "adapter_cache": "DIR",
-    }  # fmt: skip
+        "model": "DIR",
+        "adapters": "DIR",
+        "adapter_roots": "DIRS",
+        "config": "FILE",
+        "lora_modules": "NAME=DIR",
+        "adapter_source": "PATTERN=URL",
+        "adapter_cache": "DIR",
+    }
     return special.get(name, name.rsplit("_", 1)[-1].upper())
 
 

@@ -235,8 +235,10 @@ class _Bucket:
         if location.scheme == "s3":
             seconds = round(deadline.left()) or 1
             options["config_kwargs"] = {
-                "connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 1}
-            }  # fmt: skip
+                "connect_timeout": seconds,
+                "read_timeout": seconds,
+                "retries": {"max_attempts": 1},
+            }
         try:
             self._files: Any = fsspec.filesystem(location.scheme, **options)
         except ImportError as error:

@@ -73,9 +73,19 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_before", "_byte_of", "_decode", "_is_silent", "_read", "_run", "_run_text", "_shown", "_spoiled", "_utf8",
-        "_window", "tail",
-    )  # fmt: skip
+        "_before",
+        "_byte_of",
+        "_decode",
+        "_is_silent",
+        "_read",
+        "_run",
+        "_run_text",
+        "_shown",
+        "_spoiled",
+        "_utf8",
+        "_window",
+        "tail",
+    )
 
     def __init__(
         self,

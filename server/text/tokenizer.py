@@ -49,11 +49,25 @@ Tokens = list[list[int]]
 
 RESERVED_FOR_TEMPLATE = frozenset(
     {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
     }
-)  # fmt: skip
+)
 """Names that a client's own template variables can't have: they say how the template is used."""
 
 

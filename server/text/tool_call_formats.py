@@ -67,9 +67,16 @@ class OutputSyntax:
 
 
 HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
-    "hermes", ("<tool_call>",), "<tool_call>", re.compile(r"\s*" + _NAMED), wrapped=True,
-    begin='\n{{"name": "{name}", "arguments": ', end="}\n", close="</tool_call>", between="\n",
-)  # fmt: skip
+    "hermes",
+    ("<tool_call>",),
+    "<tool_call>",
+    re.compile(r"\s*" + _NAMED),
+    wrapped=True,
+    begin='\n{{"name": "{name}", "arguments": ',
+    end="}\n",
+    close="</tool_call>",
+    between="\n",
+)
 
 _XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
 
@@ -82,44 +89,89 @@ def wide(text: str) -> str:
 
 
 _DEEPSEEK: dict[str, Any] = {
-    "open": wide("<|tool_calls_begin|>"), "separator": wide("<|tool_call_begin|>"), "close": wide("<|tool_calls_end|>"),
-}  # fmt: skip
+    "open": wide("<|tool_calls_begin|>"),
+    "separator": wide("<|tool_call_begin|>"),
+    "close": wide("<|tool_calls_end|>"),
+}
 _DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
 
 TOOL_CALL_FORMATS = (
     ToolCallFormat(
-        "deepseek_v3", (wide("<|tool_calls_begin|>"), "```json"), **_DEEPSEEK,
-        head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")), between="\n",
-        begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"), end=wide("\n```<|tool_call_end|>"),
+        "deepseek_v3",
+        (wide("<|tool_calls_begin|>"), "```json"),
+        **_DEEPSEEK,
+        head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")),
+        between="\n",
+        begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"),
+        end=wide("\n```<|tool_call_end|>"),
     ),
     ToolCallFormat(
-        "deepseek_v31", (wide("<|tool_calls_begin|>"),), **_DEEPSEEK,
+        "deepseek_v31",
+        (wide("<|tool_calls_begin|>"),),
+        **_DEEPSEEK,
         head=re.compile(_DEEPSEEK_NAME % ("", wide("<|tool_sep|>"))),
-        begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"), end=wide("<|tool_call_end|>"),
+        begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"),
+        end=wide("<|tool_call_end|>"),
     ),
     ToolCallFormat(
-        "seed_oss", ("<seed:tool_call>",), "<seed:tool_call>", _XML_HEAD, xml=True,
-        begin="\n<function={name}>\n", end="</function>\n", close="</seed:tool_call>", between="\n",
+        "seed_oss",
+        ("<seed:tool_call>",),
+        "<seed:tool_call>",
+        _XML_HEAD,
+        xml=True,
+        begin="\n<function={name}>\n",
+        end="</function>\n",
+        close="</seed:tool_call>",
+        between="\n",
     ),
     ToolCallFormat(
-        "qwen3_coder", ("<tool_call>", "<function="), "<tool_call>", _XML_HEAD, xml=True,
-        begin="\n<function={name}>\n", end="</function>\n", close="</tool_call>", between="\n",
+        "qwen3_coder",
+        ("<tool_call>", "<function="),
+        "<tool_call>",
+        _XML_HEAD,
+        xml=True,
+        begin="\n<function={name}>\n",
+        end="</function>\n",
+        close="</tool_call>",
+        between="\n",
     ),
     ToolCallFormat(
-        "mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", **_MISTRAL_IDS,
-        head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"), begin="{name}[ARGS]",
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]",
+        **_MISTRAL_IDS,
+        head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"),
+        begin="{name}[ARGS]",
     ),
     ToolCallFormat(
-        "mistral_list", ("[TOOL_CALLS]",), "[TOOL_CALLS]", **_MISTRAL_IDS,
-        head=re.compile(r"\s*(?:\[\s*)?" + _NAMED), wrapped=True, listed=True,
-        begin='{{"name": "{name}", "arguments": ', end="}", separator=",", close="]", first="[", between=", ",
+        "mistral_list",
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        **_MISTRAL_IDS,
+        head=re.compile(r"\s*(?:\[\s*)?" + _NAMED),
+        wrapped=True,
+        listed=True,
+        begin='{{"name": "{name}", "arguments": ',
+        end="}",
+        separator=",",
+        close="]",
+        first="[",
+        between=", ",
     ),
     ToolCallFormat(
-        "llama3", ("<|python_tag|>",), "<|python_tag|>", re.compile(r"\s*" + _NAMED), wrapped=True, bare=True,
-        begin='{{"name": "{name}", "parameters": ', end="}", separator=";", between="; ",
+        "llama3",
+        ("<|python_tag|>",),
+        "<|python_tag|>",
+        re.compile(r"\s*" + _NAMED),
+        wrapped=True,
+        bare=True,
+        begin='{{"name": "{name}", "parameters": ',
+        end="}",
+        separator=";",
+        between="; ",
     ),
     HERMES,
-)  # fmt: skip
+)
 """More particular ones first."""
 
 HARMONY = "<|channel|>"

@@ -24,11 +24,30 @@ MAX_OWNERS = 1 << 15
 """Owners of pages with a name after which all are numbered anew; the number of an owner without one is its kind."""
 
 _STATS = (
-    "num_running", "num_waiting", "num_pages", "num_free_pages", "num_kv_pages", "num_adapter_pages",
-    "num_cached_pages", "num_shadow_pages", "num_steps", "num_preemptions", "num_generated_tokens", "num_adapter_hits",
-    "num_adapter_loads", "num_adapter_evictions", "num_reads", "num_prefix_hit_tokens", "num_prefix_query_tokens",
-    "num_swapped", "num_merges", "num_mode_switches", "longest_merge_pause", "merged_adapter", "mode",
-)  # fmt: skip
+    "num_running",
+    "num_waiting",
+    "num_pages",
+    "num_free_pages",
+    "num_kv_pages",
+    "num_adapter_pages",
+    "num_cached_pages",
+    "num_shadow_pages",
+    "num_steps",
+    "num_preemptions",
+    "num_generated_tokens",
+    "num_adapter_hits",
+    "num_adapter_loads",
+    "num_adapter_evictions",
+    "num_reads",
+    "num_prefix_hit_tokens",
+    "num_prefix_query_tokens",
+    "num_swapped",
+    "num_merges",
+    "num_mode_switches",
+    "longest_merge_pause",
+    "merged_adapter",
+    "mode",
+)
 
 Rows = dict[Any, Sequence[Any]]
 """Rows of a table by key; a row begins with its key."""

@@ -24,9 +24,12 @@ POLICY = (
 """Nothing from elsewhere, no script or style within the page, and no text that becomes HTML."""
 
 HEADERS = {
-    "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin", "cache-control": "no-cache",
-}  # fmt: skip
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
 
 
 def static(path: str) -> Callable[[Request], Awaitable[Response]]:

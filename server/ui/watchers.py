@@ -81,9 +81,15 @@ class Watchers:
     """Watchers of one server; used on its event loop."""
 
     def __init__(
-        self, worker: Backend, metrics: Metrics, pool: DaemonPool, gate: Gate, base: str, statuses: Statuses,
+        self,
+        worker: Backend,
+        metrics: Metrics,
+        pool: DaemonPool,
+        gate: Gate,
+        base: str,
+        statuses: Statuses,
         private: PrivatePaths,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """statuses: of answers. private: hides paths of this machine."""
         self._worker = worker
         self._metrics = metrics
@@ -158,9 +164,11 @@ class Watchers:
             return
         self.num_ticks += 1
         facts = {
-            "point": self._point(), "trouble": self._worker.trouble, "watchers": len(watchers),
+            "point": self._point(),
+            "trouble": self._worker.trouble,
+            "watchers": len(watchers),
             "failed": [self._statuses.errors, self._statuses.refused],
-        }  # fmt: skip
+        }
         whole = None
         if any(one.is_new for one in watchers):
             whole = {"version": VERSION, "model": self._base, "points": [*self.points], "tick": TICK_SECONDS}

@@ -53,13 +53,16 @@ class Program:
         one, replicas, matches = n, np.arange(m), np.arange(c)
         entries = [  # (row, column, value)
             (self._request, x, np.ones(self._num_x)),
-            (one + matches, matched, np.ones(c)), (one + matches, first_y + where, -np.ones(c)),
+            (one + matches, matched, np.ones(c)),
+            (one + matches, first_y + where, -np.ones(c)),
             (one + c + self._replica, x, problem.pages[self._request]),
-            (one + c + y_replica, y, problem.adapter_pages[y_adapter]), (one + c + replicas, over, -np.ones(m)),
+            (one + c + y_replica, y, problem.adapter_pages[y_adapter]),
+            (one + c + replicas, over, -np.ones(m)),
             (one + c + m + self._replica, x, problem.run_seconds[self._request] + move),
-            (one + c + m + y_replica, y, load), (one + c + m + replicas, over, np.full(m, problem.page_seconds)),
+            (one + c + m + y_replica, y, load),
+            (one + c + m + replicas, over, np.full(m, problem.page_seconds)),
             (one + c + m + replicas, np.full(m, longest), -np.ones(m)),
-        ]  # fmt: skip
+        ]
         self._rows = tuple(np.concatenate(part) for part in zip(*entries, strict=True))
         ones, none = np.ones(n), np.full(c + 2 * m, -np.inf)
         self._low = np.concatenate((ones, none))

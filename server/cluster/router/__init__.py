@@ -24,6 +24,21 @@ POLICIES: Mapping[str, Callable[[Estimates, int | None], Policy]] = {
 }
 
 __all__ = [
-    "POLICIES", "Affinity", "AnswerLengths", "Consolidate", "Estimates", "FirstFit", "Holders", "LeastDelay",
-    "MostIdle", "PendingTime", "Policy", "Random", "RankAware", "ReplicaState", "Replicas", "Routed", "Sampled",
-]  # fmt: skip
+    "POLICIES",
+    "Affinity",
+    "AnswerLengths",
+    "Consolidate",
+    "Estimates",
+    "FirstFit",
+    "Holders",
+    "LeastDelay",
+    "MostIdle",
+    "PendingTime",
+    "Policy",
+    "Random",
+    "RankAware",
+    "ReplicaState",
+    "Replicas",
+    "Routed",
+    "Sampled",
+]

@@ -94,9 +94,7 @@ class Estimates:
 
     def queue_seconds(self, replica: ReplicaState) -> float:
         """Seconds of the step of prompts alone that prefills a replica's queue; it must not be empty."""
-        queue = (
-            replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
-        )  # fmt: skip
+        queue = (replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank)
         seconds = self._queues.get(queue)
         if seconds is None:
             if len(self._queues) == _MOST_QUEUES:

@@ -108,6 +108,8 @@ class RankAware:
         waiting = replica.num_waiting
         before = self._estimates.queue_seconds(replica) if waiting else 0.0
         return before, self._costs.queue_seconds(
-            replica.pending_tokens + tokens, waiting + 1, replica.pending_token_ranks + tokens * rank,
+            replica.pending_tokens + tokens,
+            waiting + 1,
+            replica.pending_token_ranks + tokens * rank,
             max(replica.pending_max_rank, rank),
-        )  # fmt: skip
+        )
