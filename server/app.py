@@ -74,11 +74,11 @@ def create_app(
     recorder: Recorder | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
-    and `key_watch`.
+    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors` and
+    `key_watch`.
 
-    defaults: what requests sample with where they say nothing. kv_publisher, recorder, tracer: run as long as the app.
-    RuntimeError when no more threads can be started.
+    defaults: sampling parameters of requests that leave them out. kv_publisher, recorder, tracer: run as long as the
+    app. Raises RuntimeError if no more threads can be started.
     """
     gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
     executors = Executors()
@@ -127,7 +127,7 @@ def create_app(
         private=private,
     )
 
-    stops = ExitStack()  # of what runs as long as the app
+    stops = ExitStack()  # things that run as long as the app
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
