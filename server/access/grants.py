@@ -21,18 +21,19 @@ class InvalidKey(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A key's rights and bounds; by default all that API keys may do.
-
-    adapters: globs of the adapters that it may use; None: all. base: may use the base model. requests: at once.
-    weight: share of a busy engine. admin: the key is an admin key.
-    """
+    """A key's rights and bounds; by default all that API keys may do."""
 
     adapters: tuple[str, ...] | None = None
+    """Globs of the adapters that it may use; None: all."""
     base: bool = True
+    """May use the base model."""
     requests: int | None = None
+    """At once."""
     tokens_per_minute: int | None = None
     weight: float | None = None
+    """Share of a busy engine."""
     admin: bool = False
+    """The key is an admin key."""
 
     @property
     def limited(self) -> bool:

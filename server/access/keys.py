@@ -54,14 +54,15 @@ class Right(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """The sender of a request. tenant: the name that the key was given, or a short one that can't be turned back into
-    it; "" without a key. sees_tenants: may see the names of other tenants. grant: what it may use.
-    """
+    """The sender of a request."""
 
     tenant: str = ""
+    """The name that the key was given, or a short one that can't be turned back into it; "" without a key."""
     may_change_adapters: bool = True
     sees_tenants: bool = True
+    """May see the names of other tenants."""
     grant: Grant = ALL
+    """What it may use."""
 
     def has(self, right: Right) -> bool:
         """True if it may use routes that ask for a right."""

@@ -57,21 +57,21 @@ AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), Aft
 
 
 class AddAdapter(BaseModel):
-    """POST /v1/adapters. `path` is a directory on the server; none where the files come along. keep_versions: kept of
-    the name, the newest counted.
-    """
+    """POST /v1/adapters. `path` is a directory on the server; none where the files come along."""
 
     name: AdapterName
     path: AdapterPath | None = None
     keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Kept of the name, the newest counted."""
 
 
 class LoadLoraAdapter(AddAdapter):
-    """POST /v1/load_lora_adapter. load_inplace: may replace; None: only where the files come along."""
+    """POST /v1/load_lora_adapter."""
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
+    """May replace; None: only where the files come along."""
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
 

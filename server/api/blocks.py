@@ -15,17 +15,17 @@ from .responses import Body, BodyFormat, Echo
 
 @dataclass(slots=True)
 class ContentBlock:
-    """A stretch of content or of reasoning, or a call of a tool. call_id, name: a call's.
-
-    pieces: of its text, or of a call's arguments. scores: log-probabilities of content's tokens, as chat answers have.
-    """
+    """A stretch of content or of reasoning, or a call of a tool."""
 
     kind: PartKind
     index: int
     call_id: str = ""
     name: str = ""
+    """A call's."""
     pieces: list[str] = field(default_factory=list)
+    """Of its text, or of a call's arguments."""
     scores: list[Body] = field(default_factory=list)
+    """Log-probabilities of content's tokens, as chat answers have."""
 
     @property
     def text(self) -> str:

@@ -12,15 +12,14 @@ from ..access.grants import ALL, Grant
 
 
 class Caller(NamedTuple):
-    """The sender of a request over HTTP; by default the program that the engine runs in, which may do anything.
-
-    headers: of the request, for traces. spend: called with the tokens of prompts that are taken, and then of answers.
-    """
+    """The sender of a request over HTTP; by default the program that the engine runs in, which may do anything."""
 
     tenant: str = ""
     grant: Grant = ALL
     headers: Mapping[str, str] = MappingProxyType({})
+    """Of the request, for traces."""
     spend: Callable[[int], None] | None = None
+    """Called with the tokens of prompts that are taken, and then of answers."""
 
     @classmethod
     def of(cls, request: Request) -> Caller:

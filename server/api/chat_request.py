@@ -184,9 +184,10 @@ class Conversations(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ChatBatch:
-    """Several conversations of one call, POST /v1/chat/completions/batch. asked: the call, as of the first of them."""
+    """Several conversations of one call, POST /v1/chat/completions/batch."""
 
     asked: ChatCompletionRequest
+    """The call, as of the first of them."""
     conversations: list[Conversation]
 
     @classmethod

@@ -73,12 +73,14 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request to answer. in_list: whether the whole answer is the only one of a list. samples: else it is greedy."""
+    """A request to answer."""
 
     completion: CompletionRequest
     details: bool
     in_list: bool
+    """Whether the whole answer is the only one of a list."""
     samples: bool
+    """Else it is greedy."""
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits, *, stream: bool | None = None) -> GenerateRequest:

@@ -37,14 +37,14 @@ CHAT_NAMES = {"prompt": "messages"}
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request that was read, and the form of its answer. prefix: of the answer's id. names: the client's names of
-    fields, for errors.
-    """
+    """A request that was read, and the form of its answer."""
 
     asked: CompletionRequest | ChatBatch
     make_format: MakeFormat
     prefix: str
+    """Of the answer's id."""
     names: Mapping[str, str]
+    """The client's names of fields, for errors."""
 
 
 def _completion(body: bytes, limits: RequestLimits) -> ParsedRequest:

@@ -49,10 +49,7 @@ THREAD_BODY = 16 << 10
 
 @dataclass(slots=True)
 class GenerationBuilder:
-    """Checks what a request asks for, and makes the requests that the engine runs for it.
-
-    threads: read long bodies, and compile grammars. templates: of adapters that bring their own.
-    """
+    """Checks what a request asks for, and makes the requests that the engine runs for it."""
 
     worker: Backend
     tokenizer: Tokenizer
@@ -60,7 +57,9 @@ class GenerationBuilder:
     defaults: SamplingDefaults
     telemetry: Telemetry
     threads: DaemonPool
+    """Read long bodies, and compile grammars."""
     templates: AdapterTemplates
+    """Of adapters that bring their own."""
     seeds: Seeds = field(init=False)
 
     def __post_init__(self) -> None:

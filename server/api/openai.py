@@ -41,16 +41,15 @@ AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far.
-
-    include_obfuscation: OpenAI's padding of chunks, which changes nothing that is said; there is none here.
-    """
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    """VLLM's; with include_usage, every chunk has the counts so far."""
     include_obfuscation: bool = False
+    """OpenAI's padding of chunks, which changes nothing that is said; there is none here."""
 
 
 class GenerationRequest(GrammarFields):

@@ -48,17 +48,16 @@ THREAD_LOGPROBS = 500
 
 @dataclass(slots=True)
 class Responder:
-    """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream.
-
-    threads: write long answers. sourced: brings adapters that are not registered.
-    """
+    """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream."""
 
     worker: Backend
     tokenizer: Tokenizer
     settings: Settings
     telemetry: Telemetry
     threads: DaemonPool
+    """Write long answers."""
     sourced: SourcedAdapters
+    """Brings adapters that are not registered."""
 
     async def to(
         self,

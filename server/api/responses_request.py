@@ -72,10 +72,11 @@ class ResponsesBody(AsChat):
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A request to answer. told: the fields that the answer repeats, as JSON."""
+    """A request to answer."""
 
     chat: ChatCompletionRequest
     told: dict[str, Fragment]
+    """The fields that the answer repeats, as JSON."""
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ResponsesRequest:

@@ -21,7 +21,7 @@ OVERRIDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. max_tokens: None for the API's own default."""
+    """Values of fields that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,6 +29,7 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
+    """None for the API's own default."""
 
     @classmethod
     def of(cls, settings: Settings) -> SamplingDefaults:

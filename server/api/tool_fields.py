@@ -41,10 +41,12 @@ NAMED = "named"
 
 
 class ToolChoice(NamedTuple):
-    """What tool_choice says. mode: none, auto, required or named. names: functions that may be called; None: all."""
+    """What tool_choice says."""
 
     mode: str
+    """None, auto, required or named."""
     names: list[str] | None
+    """Functions that may be called; None: all."""
 
 
 class ToolFields(BaseModel):

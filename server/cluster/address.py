@@ -87,7 +87,7 @@ class UnixSocket:
 
 @dataclass(frozen=True, slots=True)
 class TcpSocket:
-    """`tcp://HOST:PORT`; port 0 is one of the system's choice. tls: directory of certificate, key and CA.
+    """`tcp://HOST:PORT`; port 0 is one of the system's choice.
 
     Both sides show a certificate of the CA, which has to be the cluster's own: all that it has signed are members.
     Names in certificates are not compared, as replicas come and go on nodes of any name. AddressError without TLS
@@ -97,6 +97,7 @@ class TcpSocket:
     host: str
     port: int
     tls: Path | None = None
+    """Directory of certificate, key and CA."""
     disk: DaemonPool = field(default_factory=_disk, repr=False, compare=False)
 
     def __post_init__(self) -> None:

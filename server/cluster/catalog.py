@@ -36,29 +36,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One version of a name. version: its number within this API server. label: the version as clients see it. pinned:
-    whether replicas are to keep it resident.
-    """
+    """One version of a name."""
 
     name: str
     version: int
+    """Its number within this API server."""
     manifest: AdapterManifest
     label: str = ""
+    """The version as clients see it."""
     pinned: bool = False
+    """Whether replicas are to keep it resident."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Replicas, as the catalog asks for them; any thread may.
-
-    soon, call: have the dispatcher's loop call a function; `call` tells the result, or `otherwise` once the loop has
-    ended. learn: hashes an entry beside the loop and notes it; False then.
-    """
+    """Replicas, as the catalog asks for them; any thread may."""
 
     dispatcher: Dispatcher
     soon: Callable[..., None]
     call: Callable[..., Future[Any]]
+    """Have the dispatcher's loop call a function; `call` tells the result, or `otherwise` once the loop has ended."""
     learn: Callable[[CatalogEntry], Future[bool]]
+    """Hashes an entry beside the loop and notes it; False then."""
     stats: Callable[[], EngineStats]
 
     @property

@@ -20,33 +20,39 @@ from .router.scale import STEADY_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A cluster. policy: a name of `POLICIES`. slo_tpot: seconds per token that it keeps to; None: by the costs.
-
-    replicas: at the start; then from `min_replicas` to `max_replicas`, None: as many, by hints that have held for
-    `scale_seconds`.
-
-    registry: its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one. ray: the
-    address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they are
-    children of this process. listen: address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray
-    cluster of many machines, TCP at the nodes' own addresses. secret_file, tls: the same paths on all nodes. migration:
-    a name of `PLANNERS`, or `off`. migration_setting: see `MigrationSettings.of`. preload: see `Preloader`.
-    """
+    """A cluster."""
 
     replicas: int = 2
+    """At the start; then from `min_replicas` to `max_replicas`, None: as many, by hints that have held for
+    `scale_seconds`.
+    """
     min_replicas: int | None = None
     max_replicas: int | None = None
     scale_seconds: float = STEADY_SECONDS
     api_servers: int = 1
     policy: str = "least-delay"
+    """A name of `POLICIES`."""
     slo_tpot: float | None = None
+    """Seconds per token that it keeps to; None: by the costs."""
     registry: str | None = None
+    """Its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one."""
     ray: str | None = None
+    """The address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they
+    are children of this process.
+    """
     listen: str | None = None
+    """Address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray cluster of many machines, TCP at
+    the nodes' own addresses.
+    """
     secret_file: Path | None = None
     tls: Path | None = None
+    """The same paths on all nodes."""
     migration: str = "off"
+    """A name of `PLANNERS`, or `off`."""
     migration_setting: tuple[str, ...] = ()
+    """See `MigrationSettings.of`."""
     preload: bool = False
+    """See `Preloader`."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> ClusterPlan:

@@ -66,12 +66,15 @@ _Model = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity(Told):
-    """What a replica computes with. model: hash of its files. level: of the kernels. version: Chorus's."""
+    """What a replica computes with."""
 
     model: str
+    """Hash of its files."""
     dtype: str
     level: str
+    """Of the kernels."""
     version: str
+    """Chorus's."""
 
 
 def identity_of(engine: Engine) -> ModelIdentity:
@@ -137,22 +140,22 @@ class Hello(Told):
 
 @dataclass(frozen=True, slots=True)
 class Report(Told):
-    """A replica at one moment.
-
-    num_yours: requests of the API server that it is sent to. tiers: of adapters that are not only on disk, by content
-    hash. running, waiting: names of adapters. overflowing: content hashes of adapters to set aside. costs: of its steps
-    and transfers, see `LearnedCosts`; empty before the first step.
-    """
+    """A replica at one moment."""
 
     stats: EngineStats
     num_yours: int = 0
+    """Requests of the API server that it is sent to."""
     draining: bool = False
     tiers: dict[str, str] = field(default_factory=dict)
+    """Of adapters that are not only on disk, by content hash."""
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
+    """Names of adapters."""
     tenants: list[TenantStats] = field(default_factory=list)
     overflowing: list[str] = field(default_factory=list)
+    """Content hashes of adapters to set aside."""
     costs: dict[str, float] = field(default_factory=dict)
+    """Of its steps and transfers, see `LearnedCosts`; empty before the first step."""
 
 
 _DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank")

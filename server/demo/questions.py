@@ -25,11 +25,12 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request of the demo. skill: the skill with the right answer, None if unknown."""
+    """One request of the demo."""
 
     model: str
     text: str
     skill: str | None = None
+    """The skill with the right answer, None if unknown."""
     chat: bool = False
 
     @property

@@ -27,11 +27,12 @@ T = TypeVar("T")
 
 
 class RegistryNames(NamedTuple):
-    """What a cluster's registry holds. retired: entries that lost their names since this was last asked."""
+    """What a cluster's registry holds."""
 
     identity: str
     entries: list[Entry]
     retired: list[Entry]
+    """Entries that lost their names since this was last asked."""
 
 
 class AdapterTable(Protocol):

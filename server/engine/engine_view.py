@@ -35,24 +35,24 @@ _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
-
-    version: its number within this process. label: the version as clients see it. references: its running requests.
-    credit: for having given way to others; None where the policy of modes keeps none. load_seconds: of its latest load;
-    None while unknown.
-    """
+    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one."""
 
     name: str
     version: int
+    """Its number within this process."""
     manifest: AdapterManifest
     tier: Tier
     pages: int
     references: int
+    """Its running requests."""
     pinned: bool
     credit: float | None = None
+    """For having given way to others; None where the policy of modes keeps none."""
     label: str = ""
+    """The version as clients see it."""
     paused: bool = False
     load_seconds: float | None = None
+    """Of its latest load; None while unknown."""
 
     @classmethod
     def of(cls, engine: Engine, name: str, adapter: Adapter) -> AdapterState:
@@ -79,38 +79,37 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class AdapterListing:
-    """Snapshots of all served adapters, and the quarantined adapters.
-
-    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
-    thousands of them would hold up.
-    """
+    """Snapshots of all served adapters, and the quarantined adapters."""
 
     adapters: Callable[[], list[AdapterState]]
+    """Makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which thousands
+    of them would hold up.
+    """
     quarantined: list[Quarantined]
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """A snapshot, taken between two steps.
-
-    registered: names and labels of all registered adapters. adapters: the ones that are not only on disk, at most
-    `MAX_TIER_SERIES`.
-    tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
-    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
-    num_quarantined: broken adapters, which are not served. tenants: tenants, or adapters, with requests in progress.
-    """
+    """A snapshot, taken between two steps."""
 
     registered: Sequence[tuple[str, HasLabel]] = ()
+    """Names and labels of all registered adapters."""
     adapters: list[AdapterState] = field(default_factory=list)
+    """The ones that are not only on disk, at most `MAX_TIER_SERIES`."""
     tier_counts: dict[str, int] = field(default_factory=dict)
+    """Adapters in each tier."""
     num_loadable: int = 0
+    """How many more adapters of average size fit without an eviction."""
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
+    """Adapters of running and of waiting requests; at most `max_adapters` can run at once."""
     max_adapters: int = 0
     block_tokens: int = 0
     num_quarantined: int = 0
+    """Broken adapters, which are not served."""
     tenants: list[TenantStats] = field(default_factory=list)
+    """Tenants, or adapters, with requests in progress."""
 
     @classmethod
     def of(cls, engine: Engine) -> EngineView:
@@ -174,16 +173,16 @@ class ReplicaRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A snapshot. adapters: makes their rows as they are when it is called, on any thread but the engine's.
-
-    phases: number of requests by adapter ("" for the base model), tenant and phase. kinds: a byte for each page; empty
-    where the engine is elsewhere. holdings: owners of pages, as far as these have any.
-    """
+    """A snapshot."""
 
     adapters: Callable[[], list[AdapterRow]] = list
+    """Makes their rows as they are when it is called, on any thread but the engine's."""
     phases: Counter[tuple[str, str, Phase]] = field(default_factory=Counter)
+    """Number of requests by adapter ("" for the base model), tenant and phase."""
     kinds: bytes = b""
+    """A byte for each page; empty where the engine is elsewhere."""
     holdings: list[Holding] = field(default_factory=list)
+    """Owners of pages, as far as these have any."""
     replicas: list[ReplicaRow] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)
     """Adapters that are not served."""

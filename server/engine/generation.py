@@ -36,13 +36,7 @@ BULK = 64
 
 @dataclass(slots=True)  # not frozen: made for each token, which would take four times as long
 class Delta:
-    """Delta that one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
-
-    stop_reason: vLLM's, the stop string or the asked-for stop token that ended the choice. offsets: where in the
-    choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs: of the prompt tokens but
-    the first, on a choice's first delta, when asked for. parts: what the text says, as far as that is certain; None
-    without a reader.
-    """
+    """Delta that one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only."""
 
     index: int
     text: str
@@ -50,10 +44,15 @@ class Delta:
     finish_reason: str | None
     step: StepInfo | None
     stop_reason: int | str | None = None
+    """VLLM's, the stop string or the asked-for stop token that ended the choice."""
     offsets: tuple[int, ...] = ()
+    """Where in the choice's text each token begins."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, when asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt tokens but the first, on a choice's first delta, when asked for."""
     parts: Sequence[Part] | None = None
+    """What the text says, as far as that is certain; None without a reader."""
 
 
 class Choice:

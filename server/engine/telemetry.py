@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class RequestRecords(NamedTuple):
-    """Records of one call. spend: called with the tokens of prompts that are taken, and then of answers."""
+    """Records of one call."""
 
     metrics: Metrics | None = None
     recorder: Recorder | None = None
     trace: CallTrace | None = None
     spend: Callable[[int], None] | None = None
+    """Called with the tokens of prompts that are taken, and then of answers."""
 
 
 class Telemetry(NamedTuple):

@@ -20,9 +20,10 @@ LOG_SECONDS = 10.0
 
 
 class Connection(Protocol):
-    """An accepted or started connection. place: see `ConnectionLimiter`."""
+    """An accepted or started connection."""
 
     place: str | None
+    """See `ConnectionLimiter`."""
 
     @property
     def answers(self) -> bool:

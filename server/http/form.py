@@ -21,10 +21,12 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs the err
 
 
 class Piece(NamedTuple):
-    """A piece of a part. name: the field's. file_name: None if the field is not a file."""
+    """A piece of a part."""
 
     name: str
+    """The field's."""
     file_name: str | None
+    """None if the field is not a file."""
     data: bytes
 
 

@@ -9,11 +9,10 @@ TOO_MANY = 429
 
 @dataclass(slots=True)
 class Statuses:
-    """Counters, updated when a response begins, on the event loop. errors: of the server, and of adapters' files
-    (424).
-    """
+    """Counters, updated when a response begins, on the event loop."""
 
     errors: int = 0
+    """Of the server, and of adapters' files (424)."""
     refused: int = 0
 
     def note(self, status: int) -> None:

@@ -19,14 +19,13 @@ WITHIN = "|"
 
 
 class TenantHeader(NamedTuple):
-    """Header that may name the tenant.
-
-    gateways: the only peers that may send it. In a request with a key it names a part of the key's tenant, so no client
-    can pose as another key's tenant. None: any client may name any tenant.
-    """
+    """Header that may name the tenant."""
 
     name: str
     gateways: Networks | None = None
+    """The only peers that may send it. In a request with a key it names a part of the key's tenant, so no client can
+    pose as another key's tenant. None: any client may name any tenant.
+    """
 
     @classmethod
     def of(cls, name: str | None, gateways: Sequence[str] | None) -> TenantHeader | None:

@@ -38,13 +38,14 @@ MAX_LISTED = 8
 
 @dataclass(slots=True)
 class PromptRequest:
-    """A prompt, or a conversation, and how it is to be answered. where: in front of errors about it."""
+    """A prompt, or a conversation, and how it is to be answered."""
 
     prompt: Any
     params: SamplingParams
     adapter: str | None = None
     is_chat: bool = False
     where: str = ""
+    """In front of errors about it."""
 
     @property
     def is_plain(self) -> bool:
@@ -68,14 +69,12 @@ class PromptRequest:
 
 @dataclass(slots=True)
 class Asking:
-    """Answers the prompts of one LLM; its coroutines run on one event loop.
-
-    most: answers that the engine is given at once; the others follow as these end.
-    """
+    """Answers the prompts of one LLM; its coroutines run on one event loop."""
 
     builder: GenerationBuilder
     sourced: SourcedAdapters
     most: int
+    """Answers that the engine is given at once; the others follow as these end."""
     _held: int = 0
     _freed: asyncio.Condition = field(default_factory=asyncio.Condition)
 

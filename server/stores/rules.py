@@ -15,12 +15,12 @@ _SCHEMES = ("https", "http", "hf", "s3", "gs")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place where an adapter's files are. url: a URL, or the path of a directory. sha256: of the archive or of the
-    weights file, if the rule says so.
-    """
+    """A place where an adapter's files are."""
 
     url: str
+    """A URL, or the path of a directory."""
     sha256: str | None = None
+    """Of the archive or of the weights file, if the rule says so."""
 
     @property
     def scheme(self) -> str:

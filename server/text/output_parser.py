@@ -37,28 +37,29 @@ class PartKind(StrEnum):
 
 
 class Part(NamedTuple):
-    """A piece of an answer, in the order of its text.
-
-    text: reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON. call:
-    the number of the call, from 0. id: the call's, where it begins. at: where in the answer's text content begins.
-    scores: log-probabilities of content's tokens, see `ContentLogprobs`.
-    """
+    """A piece of an answer, in the order of its text."""
 
     kind: PartKind
     text: str
+    """Reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON."""
     call: int = -1
+    """The number of the call, from 0."""
     id: str = ""
+    """The call's, where it begins."""
     at: int = 0
+    """Where in the answer's text content begins."""
     scores: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of content's tokens, see `ContentLogprobs`."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a tool. arguments: JSON, not whole where the answer was cut."""
+    """A call of a tool."""
 
     id: str
     name: str
     arguments: str = ""
+    """JSON, not whole where the answer was cut."""
 
 
 @dataclass(slots=True)

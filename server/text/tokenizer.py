@@ -73,19 +73,19 @@ RESERVED_FOR_TEMPLATE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages to continue.
-
-    begins_output: whether the prompt ends with the beginning of an answer. continues_last: whether the answer continues
-    the last message. tools: definitions for the template. variables: the template's own, such as `enable_thinking`.
-    add_special_tokens: whether the tokenizer adds its special tokens to the template's.
-    """
+    """Messages to continue."""
 
     messages: list[dict[str, Any]]
     begins_output: bool = True
+    """Whether the prompt ends with the beginning of an answer."""
     continues_last: bool = False
+    """Whether the answer continues the last message."""
     tools: list[dict[str, Any]] = field(default_factory=list)
+    """Definitions for the template."""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """The template's own, such as `enable_thinking`."""
     add_special_tokens: bool = False
+    """Whether the tokenizer adds its special tokens to the template's."""
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -15,49 +15,52 @@ _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """A way to write calls: `open`, then calls with `separator` between them, then `close`.
-
-    signs: what a chat template of the family contains, all of it. head: from behind `open` to a call's arguments.
-    begin, end: what a grammar writes around a call's arguments, `{name}` for the function's name; first: in front
-    of the first call. wrapped: whether a call is a JSON object that has the name and the arguments.
-    xml: whether arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON. bare: whether a JSON
-    object is a call without `open`, too, where an answer begins with it. listed: whether calls may be in a JSON array.
-    """
+    """A way to write calls: `open`, then calls with `separator` between them, then `close`."""
 
     name: str
     signs: tuple[str, ...]
+    """What a chat template of the family contains, all of it."""
     open: str
     head: re.Pattern[str]
+    """From behind `open` to a call's arguments."""
     begin: str
     end: str = ""
+    """What a grammar writes around a call's arguments, `{name}` for the function's name."""
     separator: str = ""
     close: str = ""
     first: str = ""
+    """In front of the first call."""
     between: str = ""
     wrapped: bool = False
+    """Whether a call is a JSON object that has the name and the arguments."""
     xml: bool = False
+    """Whether arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON."""
     bare: bool = False
+    """Whether a JSON object is a call without `open`, too, where an answer begins with it."""
     listed: bool = False
+    """Whether calls may be in a JSON array."""
     id_begins: str = "call_"
     id_characters: int = 24
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning is what an answer begins with between `open` and `close`. most: tokens of it; None: any number."""
+    """Reasoning is what an answer begins with between `open` and `close`."""
 
     open: str
     close: str
     most: int | None = None
+    """Tokens of it; None: any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSyntax:
-    """What an answer is read for; None: not for that. reasons_already: the prompt ended within reasoning."""
+    """What an answer is read for; None: not for that."""
 
     calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
     reasons_already: bool = False
+    """The prompt ended within reasoning."""
 
     @property
     def marks(self) -> str:

@@ -55,10 +55,12 @@ Rows = dict[Any, Sequence[Any]]
 
 @dataclass(slots=True)
 class Shown:
-    """What one event shows. owners: of each page, `[pages]` uint32. num_names: owners with a name so far."""
+    """What one event shows."""
 
     owners: np.ndarray
+    """Of each page, `[pages]` uint32."""
     num_names: int
+    """Owners with a name so far."""
     tables: dict[str, Rows]
 
 

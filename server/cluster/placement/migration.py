@@ -35,21 +35,23 @@ class AnswerSeconds:
 
 
 class Movable(NamedTuple):
-    """A request that a plan may move. id: any key. replica: index of its replica.
-
-    tokens: of prompt and answer so far. has_kv: whether they have been computed. run_seconds: of an answer with its
-    adapter, on average. prefill_seconds: to compute its tokens elsewhere; 0 where that is not known, or nothing has
-    been computed. targets: indices of replicas that may have it; None: all.
-    """
+    """A request that a plan may move."""
 
     id: str
+    """Any key."""
     replica: int
+    """Index of its replica."""
     adapter: str | None
     tokens: int
+    """Of prompt and answer so far."""
     has_kv: bool
+    """Whether they have been computed."""
     run_seconds: float
+    """Of an answer with its adapter, on average."""
     prefill_seconds: float = 0.0
+    """To compute its tokens elsewhere; 0 where that is not known, or nothing has been computed."""
     targets: frozenset[int] | None = None
+    """Indices of replicas that may have it; None: all."""
 
 
 class Move(NamedTuple):
@@ -63,11 +65,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A problem, and what its numbers stand for. replicas: indices of the replicas that it is about."""
+    """A problem, and what its numbers stand for."""
 
     problem: Problem
     requests: list[Movable]
     replicas: list[int]
+    """Indices of the replicas that it is about."""
 
     def moves(self, plan: PlacementPlan) -> list[Move]:
         where = zip(self.requests, self.problem.home.tolist(), plan.place.tolist(), strict=True)

@@ -16,34 +16,37 @@ class Problem:
 
     A place is an int64 [n]: the replica of each request.
 
-        seconds(place)[j] = busy_seconds[j] + Σ_i (run_seconds[i] + move_seconds[i] if i moved)      i at j
-                          + Σ_k load_seconds[k]                                   k used at j, not resident there
-                          + page_seconds · pages at j above num_pages[j]
-        objective(place)  = max_j seconds(place)[j] + EFFORT_WEIGHT · (seconds of moves and loads)
+    seconds(place)[j] = busy_seconds[j] + Σ_i (run_seconds[i] + move_seconds[i] if i moved) i at j + Σ_k
+    load_seconds[k] k used at j, not resident there + page_seconds · pages at j above num_pages[j] objective(place) =
+    max_j seconds(place)[j] + EFFORT_WEIGHT · (seconds of moves and loads)
 
-    The authors relax the limits of memory. Here a replica takes requests and adapters only into `num_pages`; one that
-    is above it already gets no fuller.
-
-    home: int64 [n], where each request is. adapter: int64 [n]; 0 is the base model, which is resident everywhere.
-    run_seconds, move_seconds: float64 [n]. pages: int64 [n], of a request's KV. allowed: bool [n, m], replicas that may
-    have a request; its home always.
-    busy_seconds: float64 [m], of requests that are not of the problem. num_pages: int64 [m], for KV of the requests,
-    and for adapters that are not resident. num_slots: int64 [m], requests that can run at once. resident: bool [a, m].
-    load_seconds: float64 [a]. adapter_pages: int64 [a].
+    The authors relax the limits of memory. Here a replica takes requests and adapters only into `num_pages`; one
+    that is above it already gets no fuller.
     """
 
     home: np.ndarray
+    """Int64 [n], where each request is."""
     adapter: np.ndarray
+    """Int64 [n]; 0 is the base model, which is resident everywhere."""
     run_seconds: np.ndarray
     move_seconds: np.ndarray
+    """Float64 [n]."""
     pages: np.ndarray
+    """Int64 [n], of a request's KV."""
     allowed: np.ndarray
+    """Bool [n, m], replicas that may have a request; its home always."""
     busy_seconds: np.ndarray
+    """Float64 [m], of requests that are not of the problem."""
     num_pages: np.ndarray
+    """Int64 [m], for KV of the requests, and for adapters that are not resident."""
     num_slots: np.ndarray
+    """Int64 [m], requests that can run at once."""
     resident: np.ndarray
+    """Bool [a, m]."""
     load_seconds: np.ndarray
+    """Float64 [a]."""
     adapter_pages: np.ndarray
+    """Int64 [a]."""
     page_seconds: float = 0.0
 
     @property

@@ -70,39 +70,44 @@ class Routed(Protocol):
 
 @dataclass(slots=True)
 class ReplicaState:
-    """Load of one replica; its owner keeps it up to date.
-
-    max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, how many wait
-    for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
-    num_with_adapter, sum_ranks and max_rank follow from it. pending_ranks: the same of the waiting ones;
-    pending_tokens: their prompt tokens; pending_token_ranks: the sum over these tokens of their adapter's rank;
-    pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests;
-    longest_tokens: of the one that has most.
-    free_tokens: tokens that find room for their KV, in free pages and in cached pages that no request uses.
-    resident: names of the adapters in the arena; on_host: of adapters that need not be read from the disk.
-    disk_seconds, link_seconds: until a read, or a copy to the device, that were asked for now would begin.
-    name: the same for a replica that was restarted.
-    """
+    """Load of one replica; its owner keeps it up to date."""
 
     max_num_seqs: int
+    """Most requests in one step."""
     num_requests: int = 0
+    """Running and waiting."""
     num_waiting: int = 0
+    """Of these, how many wait for their prefill."""
     ranks: Counter[int] = field(default_factory=Counter)
+    """How many of the requests have which rank, 0 for the base model; num_with_adapter, sum_ranks and max_rank
+    follow from it.
+    """
     num_with_adapter: int = 0
     sum_ranks: int = 0
     max_rank: int = 0
     pending_ranks: Counter[int] = field(default_factory=Counter)
+    """The same of the waiting ones."""
     pending_tokens: int = 0
+    """Their prompt tokens."""
     pending_token_ranks: int = 0
+    """The sum over these tokens of their adapter's rank."""
     pending_max_rank: int = 0
+    """The largest of these ranks."""
     kv_tokens: int = 0
+    """Tokens in the KV cache of the running requests."""
     longest_tokens: int = 0
+    """Of the one that has most."""
     free_tokens: int = 1 << 40
+    """Tokens that find room for their KV, in free pages and in cached pages that no request uses."""
     resident: Container[str] = frozenset()
+    """Names of the adapters in the arena."""
     on_host: Container[str] = frozenset()
+    """Of adapters that need not be read from the disk."""
     disk_seconds: float = 0.0
     link_seconds: float = 0.0
+    """Until a read, or a copy to the device, that were asked for now would begin."""
     name: str = ""
+    """The same for a replica that was restarted."""
 
     def add(self, rank: int) -> None:
         """A request came."""
