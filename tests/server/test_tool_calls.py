@@ -232,7 +232,7 @@ for _ in range(17):
     ("body", "param", "said"),
     [
         ({"tools": [tool()] * 129}, "tools", "129 entries"),
-        ({"tools": [tool(description="x" * 300_000)]}, "tools", "this server takes 262144"),
+        ({"tools": [tool(description="x" * 300_000)]}, "tools", "this server accepts 262144"),
         ({"tools": [tool(parameters=DEEP)]}, "tools[0].function.parameters", "32 deep"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name", "two tools"),
         ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
@@ -244,7 +244,7 @@ for _ in range(17):
         ({"tools": [tool()], "tool_choice": "always"}, "tool_choice", "none, auto, required"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "function"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         (
             {"tools": [tool(parameters={"properties": {"a": {"uniqueItems": True}}})], "tool_choice": "required"},
             "tools",

@@ -78,7 +78,7 @@ def test_what_conversations_have_in_common_is_read_once():
     body = {"messages": [USER] * 128, "tools": tools}
     batch = ChatBatch.parse(json.dumps(body).encode(), RequestLimits())
     assert len(batch.conversations) == 128 and all(len(one.tools) == 128 for one in batch.conversations)
-    with pytest.raises(ApiError, match="at most 128 answers are given in one call, these are 20000 conv") as refused:
+    with pytest.raises(ApiError, match="at most 128 conversations are allowed in one request, got 20000") as refused:
         ChatBatch.parse(json.dumps({**body, "messages": [USER] * 20_000}).encode(), RequestLimits())
     assert refused.value.param == "messages" and time.process_time() - began < 1
     for wrong in ([], [{}], USER * 1025, [*USER, {"role": "assistant", "content": ""}]):

@@ -263,7 +263,7 @@ def test_a_name_has_no_mark(serve, reference, name):
     before = live.client.get("/v1/adapters").json()["data"]
     refused = push(live, reference.adapters["r3-mlp"], name)
     assert error_of(refused, 400) is None and refused.json()["error"]["param"] == "lora_name"
-    assert "a name has no @" in refused.json()["error"]["message"]
+    assert "a name must not contain @" in refused.json()["error"]["message"]
     assert live.client.get("/v1/adapters").json()["data"] == before
 
 

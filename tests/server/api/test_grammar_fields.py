@@ -79,7 +79,7 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
     ("body", "param", "said"),
     [
         ({"guided_regex": "a", "regex": "a"}, "regex", "guided_regex and regex both"),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "can't be obeyed"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "can't be enforced"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one at least"),
         ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "JSON"),
         (
@@ -89,7 +89,7 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
         ),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "both"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "no schema"),
-        ({"response_format": {}}, "response_format", "may be text"),
+        ({"response_format": {}}, "response_format", "must be text"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "not supported"),
         ({"guided_regex": "(("}, "guided_regex", "unclosed group"),
         ({"structured_outputs": {"grammar": 'start: "a" foo'}}, "structured_outputs.grammar", 'unknown name: "foo"'),
@@ -107,17 +107,17 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
             "guided_json",
             "600 properties are optional, at most 500 may be",
         ),
-        ({"guided_json": "{"}, "guided_json", "no JSON"),
+        ({"guided_json": "{"}, "guided_json", "must be JSON"),
         ({"guided_json": {"$ref": "http://127.0.0.1:9/a.json"}}, "guided_json", "does not fetch"),
         ({"regex": "a" * 9000}, "regex", "has 9000 bytes of regular expressions"),
         ({"regex": "[^\\s\\S]"}, "regex", "no text matches"),
-        ({"json_schema": {"enum": ["a" * 40000]}}, "json_schema", "this server takes grammars of 32768"),
+        ({"json_schema": {"enum": ["a" * 40000]}}, "json_schema", "this server accepts 32768"),
         (
             {"json_schema": {"patternProperties": {"a*" * 2500: {"pattern": "b*" * 2500}}}},
             "json_schema",
             "has 10000 bytes of regular expressions",
         ),
-        ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "json_schema", "no JSON"),
+        ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "json_schema", "must be JSON"),
     ],
 )
 def test_what_cannot_be_obeyed_is_told_by_field_and_place(live, body, param, said):

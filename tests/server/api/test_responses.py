@@ -225,6 +225,6 @@ def test_a_model_that_is_not_there(shared, path):
 
 
 def test_responses_are_not_kept(shared, client):
-    with pytest.raises(openai.APIStatusError, match="no response is stored"):
+    with pytest.raises(openai.APIStatusError, match="stores no responses"):
         client.responses.retrieve("resp_1")
     assert shared.client.head("/v1/responses/a").status_code == 501

@@ -384,11 +384,11 @@ def test_keys_are_read_anew_when_their_file_changes(tmp_path, caplog):
         assert keys.identify(f"Bearer {OTHER}").tenant == "batch"
         with pytest.raises(ApiError):
             keys.identify(f"Bearer {KEY}")
-        assert "the keys were read anew; 1 tenants, new: batch, gone: support" in caplog.text
+        assert "reloaded the keys: 1 tenants, new: batch, removed: support" in caplog.text
         path.write_text("")
         watch.look()
         watch.look()
-        assert "the keys stay as they were" in caplog.text
+        assert "stay as they were" in caplog.text
         assert keys.guarded and keys.identify(f"Bearer {OTHER}").tenant == "batch"
         path.write_text(f"{KEY} support\n")
         watch.reload()

@@ -138,7 +138,7 @@ def test_fields_of_chat_are_refused_for_prompts_and_limits_are_the_server_s(llm)
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(InvalidRequest, match="prompt 0: tools is not supported"):
         llm.generate(PROMPT, SamplingParams(tools=tools))
-    with pytest.raises(InvalidRequest, match="logprobs is 30, this server gives 20"):
+    with pytest.raises(InvalidRequest, match="logprobs is 30, this server returns at most 20"):
         llm.generate(PROMPT, SamplingParams(logprobs=30))
 
 
