@@ -85,7 +85,9 @@ def check_json(body: bytes, max_values: int) -> None:
 
 
 def _too_many(limit: int) -> ApiError:
-    return ApiError(400, f"the body's JSON has more than the {limit} values that this server accepts", code="too_many_values")
+    return ApiError(
+        400, f"the body's JSON has more than the {limit} values that this server accepts", code="too_many_values"
+    )
 
 
 def check_counts(body: dict[str, Any], limits: RequestLimits) -> None:

@@ -118,7 +118,9 @@ class Api:
     async def pause(self, request: Request) -> Response:
         """vLLM's pause: begin no step until `resume`. Requests in progress are kept, and new ones wait."""
         if (mode := request.query_params.get("mode", "abort")) != "keep":
-            message = f"mode is {clipped(mode)!r}; only keep is supported, which neither ends requests nor waits for them"
+            message = (
+                f"mode is {clipped(mode)!r}; only keep is supported, which neither ends requests nor waits for them"
+            )
             raise unsupported("mode", message)
         return await self._freeze(request, frozen=True)
 

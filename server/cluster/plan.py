@@ -1,4 +1,4 @@
-"""Size of a cluster, and how its processes reach each other."""
+"""The size of a cluster, and how its processes connect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClusterPlan:
     """A cluster."""
 
     replicas: int = 2
-    """At the start; then from `min_replicas` to `max_replicas`, None: as many, by hints that have held for
+    """At the start; then from `min_replicas` to `max_replicas` (None: the same), following hints that have held for
     `scale_seconds`.
     """
     min_replicas: int | None = None
@@ -33,20 +33,20 @@ class ClusterPlan:
     policy: str = "least-delay"
     """A name of `POLICIES`."""
     slo_tpot: float | None = None
-    """Seconds per token that it keeps to; None: by the costs."""
+    """Target of seconds per token; None: derived from the costs."""
     registry: str | None = None
-    """Its file, or the address of one that runs elsewhere; None: none is needed, or a temporary one."""
+    """The registry's file, or the address of one that runs elsewhere; None: no registry, or a temporary one."""
     ray: str | None = None
-    """The address of the Ray cluster that replicas are placed on, `local` for one of this machine alone; None: they
-    are children of this process.
+    """Address of the Ray cluster that runs the replicas, `local` for one on this machine only; None: replicas are
+    children of this process.
     """
     listen: str | None = None
-    """Address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray cluster of many machines, TCP at
+    """Address of replicas, for TCP on one machine; None: unix sockets, or, on a Ray cluster of several machines, TCP at
     the nodes' own addresses.
     """
     secret_file: Path | None = None
     tls: Path | None = None
-    """The same paths on all nodes."""
+    """Paths that are the same on all nodes."""
     migration: str = "off"
     """A name of `PLANNERS`, or `off`."""
     migration_setting: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class ClusterPlan:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> ClusterPlan:
-        """The plan of flags. UsageError."""
+        """The plan from flags. Raises UsageError."""
         given = {name: getattr(arguments, name) for name in cls.__slots__ if hasattr(arguments, name)}
         plan = cls(**{**given, "migration_setting": tuple(given.get("migration_setting", ()))})
         for flag, value, fits in (
@@ -73,16 +73,16 @@ class ClusterPlan:
 
     @property
     def least(self) -> int:
-        """Fewest replicas that it runs with."""
+        """The minimum number of replicas."""
         return self.replicas if self.min_replicas is None else self.min_replicas
 
     @property
     def most(self) -> int:
-        """Most replicas that it runs with: API servers have addresses for as many."""
+        """The maximum number of replicas: API servers have addresses for so many."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     def to_json(self) -> dict[str, Any]:
-        """For the file that API servers read."""
+        """As JSON, for the file that API servers read."""
         return _PLAN.dump_python(self, mode="json")
 
     @classmethod
@@ -103,14 +103,14 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         "--slo-tpot",
         type=_seconds,
         metavar="SECONDS",
-        help="time per token, such as 0.05 or 50ms, beyond which rank-aware and least-delay see a replica as too full "
-        "(default: 1.5 times that of one request alone)",
+        help="time per token, such as 0.05 or 50ms, above which rank-aware and least-delay count a replica as full "
+        "(default: 1.5 times that of a single request)",
     )
     parser.add_argument(
         "--migration",
         choices=("off", *PLANNERS),
         default="off",
-        help="how it is decided which running requests go on at another replica when the load is uneven; ilp and "
+        help="planner that moves running requests to other replicas when the load is uneven; ilp and "
         "rounding need chorus-lora[plan] (default: off)",
     )
     parser.add_argument(
@@ -128,7 +128,8 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         type=_seconds,
         default=STEADY_SECONDS,
         metavar="SECONDS",
-        help="how long a scale hint must hold before it is given, and obeyed within --min-replicas and --max-replicas "
+        help="how long a scale hint must hold before it is reported, and followed within "
+        "--min-replicas and --max-replicas "
         f"(default: {STEADY_SECONDS:g})",
     )
     add_tls_flag(parser)
@@ -137,7 +138,7 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
             f"--{name}-replicas",
             type=count,
             metavar="N",
-            help=f"{what} replicas, when they follow the load by scale hints (default: as many as --replicas)",
+            help=f"{what} replicas, when the number follows the scale hints (default: as many as --replicas)",
         )
     add_secret_flag(parser, required=False)
     parser.add_argument(
@@ -153,7 +154,7 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
     parser.add_argument(
         "--registry",
         metavar="FILE",
-        help="SQLite file that keeps the adapters that are added over HTTP, or unix:PATH or tcp://HOST:PORT of a "
+        help="SQLite file that stores the adapters added over HTTP, or unix:PATH or tcp://HOST:PORT of a "
         "registry that runs elsewhere; default: they last as long as the cluster",
     )
     where = parser.add_mutually_exclusive_group()
@@ -161,22 +162,22 @@ def add_up_flags(parser: argparse.ArgumentParser, count: Callable[[str], int]) -
         "--ray",
         metavar="ADDRESS",
         help="place replicas on a Ray cluster: local starts one on this machine, auto finds one that runs here, "
-        "HOST:PORT is another's",
+        "HOST:PORT connects to another's",
     )
     where.add_argument(
         "--listen",
         metavar="ADDRESS",
-        help="tcp://HOST:PORT at which replicas listen, replica N at PORT + N; port 0: the system's choice "
+        help="tcp://HOST:PORT at which replicas listen, replica N at PORT + N; port 0: the operating system chooses "
         "(default: unix sockets)",
     )
 
 
 def _seconds(text: str) -> float:
-    """Seconds, as a number or with a unit."""
+    """Seconds, from a number with or without a unit."""
     try:
         seconds = float(text)
     except ValueError:
         return read_seconds(text)
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds above 0")
     return seconds

@@ -1,4 +1,4 @@
-"""Adapters in /metrics: where their bytes are, under Chorus's names and under vLLM's, which gateways read."""
+"""Adapters in /metrics: their tiers, under Chorus's names and under vLLM's, which gateways read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .engine_view import EngineView
 from .metric_families import MODEL_LABELS, label, listed, with_samples
 
 _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
-"""vLLM's words for where a whole adapter is; `gpu` is the page pool, also on a CPU."""
+"""vLLM's words for a resident adapter and one in host memory; `gpu` is the page pool, also on a CPU."""
 
 
 def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
-    """Series of the adapters, and of the adapters in use. everything: values of vLLM's labels."""
+    """Series of all adapters, and of the adapters in use. everything: values of vLLM's labels."""
     yield GaugeMetricFamily(
-        "chorus_adapters_quarantined", "Quarantined adapters; GET /v1/adapters tells why", view.num_quarantined
+        "chorus_adapters_quarantined", "Quarantined adapters; GET /v1/adapters gives the reasons", view.num_quarantined
     )
     yield with_samples(
         GaugeMetricFamily("chorus_adapters", "Adapters by tier", labels=("tier",)),
@@ -56,7 +56,7 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
 
 
 def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
-    """Series by which llm-d's router finds the adapters that a server holds.
+    """Series that tell llm-d's router the adapters that a server holds.
 
     Chorus has no fixed adapter slots: the maximum is the resident adapters plus those that still fit.
     """

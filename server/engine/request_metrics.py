@@ -59,15 +59,15 @@ TOKEN_SECONDS_BUCKETS = (
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A finished choice. Times count from its request's arrival."""
+    """A finished choice. Times are seconds from its request's arrival."""
 
     seconds: float
     queue_seconds: float | None
-    """Until it was first admitted; None if it never was."""
+    """First admission; None if it was never admitted."""
     first_seconds: float | None
-    """Until its first token; None if there was none."""
+    """First token; None without one."""
     last_seconds: float
-    """Until its latest token."""
+    """Latest token."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int

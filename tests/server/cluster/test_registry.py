@@ -203,7 +203,7 @@ def test_a_write_under_way_when_it_goes_away_is_an_error_that_says_so(tmp_path):
         server = await asyncio.start_unix_server(half_a_registry, tmp_path / "socket")
         async with api_server(tmp_path) as one:
             await one.wait_for_copy()
-            with pytest.raises(RegistryAway, match="look whether the change was made"):
+            with pytest.raises(RegistryAway, match="check whether the change was made"):
                 await one.put(entry("alice"))
             assert heard.is_set()
         server.close()
