@@ -1,4 +1,4 @@
-"""How families of models write calls of tools and reasoning, as data for `OutputParser` and for grammars.
+"""How model families write tool calls and reasoning, as data for `OutputParser` and for grammars.
 
 Tests: tests/server/text/test_output_parser.py
 """
@@ -15,47 +15,47 @@ _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """A way to write calls: `open`, then calls with `separator` between them, then `close`."""
+    """A format of calls: `open`, then calls with `separator` between them, then `close`."""
 
     name: str
     signs: tuple[str, ...]
-    """What a chat template of the family contains, all of it."""
+    """Texts that a chat template of the family contains, all of them."""
     open: str
     head: re.Pattern[str]
-    """From behind `open` to a call's arguments."""
+    """Pattern of the text between `open` and a call's arguments."""
     begin: str
     end: str = ""
     """What a grammar writes around a call's arguments, `{name}` for the function's name."""
     separator: str = ""
     close: str = ""
     first: str = ""
-    """In front of the first call."""
+    """Text before the first call."""
     between: str = ""
     wrapped: bool = False
-    """Whether a call is a JSON object that has the name and the arguments."""
+    """A call is a JSON object with the name and the arguments."""
     xml: bool = False
-    """Whether arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON."""
+    """Arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON."""
     bare: bool = False
-    """Whether a JSON object is a call without `open`, too, where an answer begins with it."""
+    """A JSON object at the beginning of an output is a call even without `open`."""
     listed: bool = False
-    """Whether calls may be in a JSON array."""
+    """Calls may be in a JSON array."""
     id_begins: str = "call_"
     id_characters: int = 24
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning is what an answer begins with between `open` and `close`."""
+    """Reasoning is the text between `open` and `close` at the beginning of an output."""
 
     open: str
     close: str
     most: int | None = None
-    """Tokens of it; None: any number."""
+    """Most tokens of it; None: unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSyntax:
-    """What an answer is read for; None: not for that."""
+    """What to parse an output for; a part that is None is not parsed."""
 
     calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -64,12 +64,12 @@ class OutputSyntax:
 
     @property
     def marks(self) -> str:
-        """All that is written around calls and reasoning."""
+        """All marks around calls and reasoning."""
         calls = () if self.calls is None else (self.calls.open, self.calls.begin, self.calls.end, self.calls.close)
         return " ".join((*calls, *(() if self.reasoning is None else (self.reasoning.open, self.reasoning.close))))
 
 
-HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
+HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template does not mention tools
     "hermes",
     ("<tool_call>",),
     "<tool_call>",
@@ -83,7 +83,7 @@ HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose templat
 
 _XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
 
-_MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates take no other
+_MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates accept no other
 
 
 def wide(text: str) -> str:
@@ -175,13 +175,13 @@ TOOL_CALL_FORMATS = (
     ),
     HERMES,
 )
-"""More particular ones first."""
+"""More specific ones first."""
 
 HARMONY = "<|channel|>"
-"""What templates in the harmony format of gpt-oss contain: answers in channels, which nothing here reads."""
+"""Text in templates with the harmony format of gpt-oss: channels, which this server can't parse."""
 
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
-"""What templates of Llama 3.2 say; they have no `<|python_tag|>`."""
+"""Text in templates of Llama 3.2; they have no `<|python_tag|>`."""
 
 REASONING_FORMATS = (
     ReasoningFormat("<seed:think>", "</seed:think>"),
@@ -195,12 +195,12 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 
 _LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\\W)+)")
-"""A regular expression that matches one text, with blanks in front of it or not."""
+"""A regular expression that matches one text, optionally after blanks."""
 
 
 def declared(template: Any) -> OutputSyntax:
-    """What a checkpoint's own `response_template` (transformers') says of reasoning between marks, and of calls as
-    JSON of a name and arguments between marks. The chat template tells of what else there is.
+    """The formats in a checkpoint's own `response_template` (transformers'): reasoning between marks, and calls as JSON
+    of a name and arguments between marks. The chat template determines the rest.
     """
     fields = template.get("fields") if isinstance(template, dict) else None
     known = {name: field for name, field in (fields or {}).items() if isinstance(field, dict)}
@@ -221,12 +221,12 @@ def _mark(field: Mapping[str, Any], name: str) -> str:
 
 
 def tool_call_format_of(template: str) -> ToolCallFormat:
-    """The way in which the model of a chat template calls tools."""
+    """The call format of the model with this chat template."""
     if LLAMA_3_2 in template:
         return next(each for each in TOOL_CALL_FORMATS if each.bare)
     return next((each for each in TOOL_CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
 
 
 def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:
-    """The way in which the model of a chat template reasons; None if it does not."""
+    """The reasoning format of the model with this chat template; None if it does not reason."""
     return next((each for each in REASONING_FORMATS if each.close in template or is_token(each.close)), None)

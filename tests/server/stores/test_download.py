@@ -274,11 +274,11 @@ ARCHIVES = {
     "absolute.tar": (tar(extra=[(member("/etc/cron.d/x"), b"x")], mode="w"), "leads out"),
     "link.tar": (
         tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.SYMTYPE, "/etc/passwd"), b"")], mode="w"),
-        "no regular file",
+        "not a regular file",
     ),
     "hard.tar": (
         tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.LNKTYPE, "/etc/passwd"), b"")], mode="w"),
-        "no regular file",
+        "not a regular file",
     ),
     "pipe.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.FIFOTYPE), b"")], mode="w"), "no regular"),
     "bomb.tar.gz": (tar({**FILES, WEIGHTS: ZEROS}), "larger|more than"),
@@ -305,7 +305,7 @@ def symlink_zip():
     return zipped({WEIGHTS: b"x"}, infos=[(info, b"/etc/passwd")])
 
 
-ARCHIVES["link.zip"] = (symlink_zip(), "no regular file")
+ARCHIVES["link.zip"] = (symlink_zip(), "not a regular file")
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
