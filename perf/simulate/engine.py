@@ -37,17 +37,16 @@ _NONE: frozenset[int] = frozenset()
 
 @dataclass(slots=True)
 class StepPrice:
-    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
-
-    stall: the part of `first` that waits for adapters. late: slots of adapters that don't come in time. single: it must
-    not be repeated at this price.
-    """
+    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it."""
 
     first: float
     growth: float = 0.0
     stall: float = 0.0
+    """The part of `first` that waits for adapters."""
     late: frozenset[int] = _NONE
+    """Slots of adapters that don't come in time."""
     single: bool = False
+    """It must not be repeated at this price."""
 
     def total(self, count: int) -> float:
         """Seconds of `count` steps in a row."""

@@ -28,14 +28,12 @@ from ...memory.pages.prefix import Block
 
 @dataclass(slots=True)
 class RepeatedPlan(StepPlan):
-    """A decode step of all running requests that may run several times, each row going on with the token it drew.
-
-    repeat: steps before the scheduler would decide anything else of itself. until: none of them may begin at or after
-    this time, by the engine's clock.
-    """
+    """A decode step of all running requests that may run several times, each row going on with the token it drew."""
 
     repeat: int = 1
+    """Steps before the scheduler would decide anything else of itself."""
     until: float = math.inf
+    """None of them may begin at or after this time, by the engine's clock."""
 
 
 @dataclass(slots=True)

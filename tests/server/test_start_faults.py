@@ -110,10 +110,23 @@ def start(roots, monkeypatch, capfd):
     def run():
         seen.clear()
         capfd.readouterr()
-        code = cli.main([
-            "serve", "--model", str(roots / "model"), "--adapters", str(roots / "adapters"), "--port", "0",
-            "--threads", "1", "--memory-bytes", "2MiB", "--max-num-seqs", "2",
-        ])  # fmt: skip
+        code = cli.main(
+            [
+                "serve",
+                "--model",
+                str(roots / "model"),
+                "--adapters",
+                str(roots / "adapters"),
+                "--port",
+                "0",
+                "--threads",
+                "1",
+                "--memory-bytes",
+                "2MiB",
+                "--max-num-seqs",
+                "2",
+            ]
+        )
         return code, seen[0] if seen else None, capfd.readouterr().err
 
     return run
