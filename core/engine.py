@@ -90,9 +90,16 @@ class Engine:
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
         self.swapped = SwappedKv(executor.swaps, images.budget, executor.layout.page_bytes)
         memory = RequestMemory(
-            self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
-            config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
-        )  # fmt: skip
+            self.pool,
+            self.store,
+            self.prefix,
+            self.reclaimer,
+            self.block_tokens,
+            config.prefix_cache,
+            config.share_prefix_cache,
+            self.swapped,
+            lambda: swaps(config.preemption, costs),
+        )
         self.starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
         loads = LoadPolicy(self.store, costs, self.starts, self.block_tokens, config.max_load_stall_seconds)
         policies = policies or Policies()
@@ -100,9 +107,7 @@ class Engine:
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling else None
-        self.ahead = None if start is None else StepAhead(
-            start, executor, self._foresee, self.scheduler.take_back
-        )  # fmt: skip
+        self.ahead = None if start is None else StepAhead(start, executor, self._foresee, self.scheduler.take_back)
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
         """The last decode step and its seconds, which bound the pause for merging."""
         self.last_prefill: tuple[StepPlan | None, float] = None, 0.0
@@ -255,7 +260,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
-        if plan.num_tokens >= self.block_tokens * len(plan.rows):
+        if plan.num_tokens >= self.block_tokens * len(plan.sequences):
             self.last_prefill = plan, seconds
             self.costs.observe("prefix_page", seconds * self.block_tokens / plan.num_tokens)
 
@@ -352,5 +357,5 @@ class Engine:
         except ExecutorLost:
             raise
         except Exception:
-            logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.rows))
+            logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.sequences))
         return run_rows_alone(self.executor, plan)

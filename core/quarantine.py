@@ -79,8 +79,10 @@ def adapter_directories(directory: Path) -> list[Path]:
     if is_adapter_dir(directory):
         logger.warning(
             "%s is an adapter itself, and only its sub-directories are served: name its parent, or serve it with "
-            "--lora-modules NAME=%s", directory, directory,
-        )  # fmt: skip
+            "--lora-modules NAME=%s",
+            directory,
+            directory,
+        )
     return sorted(found)
 
 

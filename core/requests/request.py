@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...memory.pages.prefix import Block, BlockTable
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
-    from .types import ScheduledRow
+    from .types import ScheduledSequence
 
 
 class RequestState(StrEnum):
@@ -81,7 +81,9 @@ class Request:
     room: int = 0  # tokens that its pages can hold
     kv_image: KvImage | None = None  # its KV in host memory, until that is back
     coming: Transfer | None = None  # what brings that into its pages; it computes nothing until then
-    row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before its first
+    sequence: ScheduledSequence | None = (
+        None  # its row of decode steps, reused from step to step; None before its first
+    )
     sampler: SamplerState = field(default_factory=SamplerState)
     max_length: int = 0  # tokens, prompt included, at which it ends; set by the engine
     end_ids: frozenset[int] = frozenset()  # tokens that end it earlier

@@ -219,9 +219,14 @@ class Admission:
         is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
         draft.place = place
         draft.order = QueueOrder(
-            self._waiting, self._lifecycle.service.restart_turns(), self._store, draft.overdue_before,
-            partial(self._may_come, draft) if is_limited else None, place is Place.CALL, draft.is_candidate,
-        )  # fmt: skip
+            self._waiting,
+            self._lifecycle.service.restart_turns(),
+            self._store,
+            draft.overdue_before,
+            partial(self._may_come, draft) if is_limited else None,
+            place is Place.CALL,
+            draft.is_candidate,
+        )
 
     def _may_come(self, draft: Draft, adapter: Adapter | None, head: Request | None) -> bool:
         """True if an adapter, or the base model, may join the step.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
-from ..requests.types import BASE_LORA_INDEX, PENDING, ScheduledRow, StepPlan
+from ..requests.types import BASE_LORA_INDEX, PENDING, ScheduledSequence, StepPlan
 
 _BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
@@ -231,37 +231,37 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
     """
     if None in groups:
         groups = {None: groups[None], **groups}  # base-model rows come first
-    prefills: list[ScheduledRow] = []
-    decodes: list[ScheduledRow] = []
+    prefills: list[ScheduledSequence] = []
+    decodes: list[ScheduledSequence] = []
     is_ragged = False
     for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
-            row = request.row
-            if row is None:
-                row = _new_row(request, counts.get(request, 1))
-                is_ragged = is_ragged or row.is_ragged
-                (decodes if len(row.tokens) == 1 else prefills).append(row)
+            sequence = request.sequence
+            if sequence is None:
+                sequence = _new_sequence(request, counts.get(request, 1))
+                is_ragged = is_ragged or sequence.is_ragged
+                (decodes if len(sequence.tokens) == 1 else prefills).append(sequence)
             else:
-                decodes.append(row)
-            row.lora_index = lora_index
+                decodes.append(sequence)
+            sequence.lora_index = lora_index
     bucket = None if is_ragged else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
 
 
 @contextmanager
-def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[list[Request]]:
+def as_if_done(plan: StepPlan, find: Callable[[ScheduledSequence], Request | None]) -> Iterator[list[Request]]:
     """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
     draw, until the context ends. Its value: the requests that draw one.
 
     find: returns the request of a row, None if that is stale.
     """
     drawn, moved = [], []
-    for row in plan.rows:
-        if (request := find(row)) is not None:
-            moved.append((request, len(row.tokens)))
-            request.num_computed_tokens += len(row.tokens)
-            if row.samples:
+    for sequence in plan.sequences:
+        if (request := find(sequence)) is not None:
+            moved.append((request, len(sequence.tokens)))
+            request.num_computed_tokens += len(sequence.tokens)
+            if sequence.samples:
                 drawn.append(request)
                 request.token_ids += PENDING
     try:
@@ -278,29 +278,38 @@ def go_on(plan: StepPlan, ahead: StepPlan) -> None:
 
     A row is of the same request as a row of `plan` if it has the same pages: a stale row's are no request's any more.
     """
-    rows = plan.rows
-    if ahead.rows is rows:
-        ahead.sources = range(len(rows))
-        for row in rows:
-            row.start += 1
-            row.tokens = PENDING
+    sequences = plan.sequences
+    if ahead.sequences is sequences:
+        ahead.sources = range(len(sequences))
+        for sequence in sequences:
+            sequence.start += 1
+            sequence.tokens = PENDING
         return
-    places = {id(row.pages): place for place, row in enumerate(rows) if row.samples}
-    ahead.sources = sources = [places.get(id(row.pages), -1) for row in ahead.rows]
-    for row, place in zip(ahead.rows, sources, strict=True):
+    places = {id(sequence.pages): place for place, sequence in enumerate(sequences) if sequence.samples}
+    ahead.sources = sources = [places.get(id(sequence.pages), -1) for sequence in ahead.sequences]
+    for sequence, place in zip(ahead.sequences, sources, strict=True):
         if place >= 0:
-            before = rows[place]
-            row.start, row.tokens = before.start + len(before.tokens), PENDING
+            before = sequences[place]
+            sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
 
 
-def _new_row(request: Request, count: int) -> ScheduledRow:
+def _new_sequence(request: Request, count: int) -> ScheduledSequence:
     """Return a new row for a request; if it decodes, the request keeps the row for its next steps."""
     start, token_ids = request.num_computed_tokens, request.token_ids
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
-    row = ScheduledRow(
-        request.id, BASE_LORA_INDEX, tokens, start, request.block_table.pages, request.params, request.seed, samples,
-        token_ids, request.num_prompt_tokens, request.sampler,
-    )  # fmt: skip
+    sequence = ScheduledSequence(
+        request.id,
+        BASE_LORA_INDEX,
+        tokens,
+        start,
+        request.block_table.pages,
+        request.params,
+        request.seed,
+        samples,
+        token_ids,
+        request.num_prompt_tokens,
+        request.sampler,
+    )
     if count == 1 and samples:
-        request.row = row
-    return row
+        request.sequence = sequence
+    return sequence

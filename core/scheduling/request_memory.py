@@ -234,7 +234,7 @@ class RequestMemory:
             request.coming = None
         request.block_table.free()
         del request.block_table
-        request.last_block = request.row = None
+        request.last_block = request.sequence = None
         if request.adapter is not None:
             self._store.release(request.adapter)
 

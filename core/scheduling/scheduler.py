@@ -19,7 +19,7 @@ from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
 from ..requests.request import Request, RequestState
-from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
 from .draft import Draft, may_compute
@@ -131,7 +131,7 @@ class Scheduler:
         if self._all_go_on(plan):
             ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
         elif plan.bucket is None and any(
-            row.wants_prompt_logprobs for row in plan.rows
+            sequence.wants_prompt_logprobs for sequence in plan.sequences
         ):  # from what the next step overwrites
             return None
         else:
@@ -149,7 +149,7 @@ class Scheduler:
         they have pages now. Planning then asks nothing of them that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if running.calls or self.grammars.heavy or last is None or last.rows is not plan.rows:
+        if running.calls or self.grammars.heavy or last is None or last.sequences is not plan.sequences:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self.grow_decodes(1)
@@ -170,9 +170,17 @@ class Scheduler:
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
         draft = Draft(
-            self._limits, self._service, self.lifecycle, self._turns, self.running, candidates, self._clock(),
-            self.only, all_decode, is_ahead,
-        )  # fmt: skip
+            self._limits,
+            self._service,
+            self.lifecycle,
+            self._turns,
+            self.running,
+            candidates,
+            self._clock(),
+            self.only,
+            all_decode,
+            is_ahead,
+        )
         if not all_decode:
             self.take_running(draft, candidates)
         if self.waiting:
@@ -193,49 +201,49 @@ class Scheduler:
         running = self.running
         last = running.plan if all_decode else None
         if last is not None:
-            return StepPlan(step_id, last.rows, last.adapters, last.bucket)
+            return StepPlan(step_id, last.sequences, last.adapters, last.bucket)
         groups = running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
             return None
         plan = plan_step(step_id, groups, counts, self._buckets)
         running.plan = plan if all_decode and not counts else None
-        if running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
+        if running.calls and plan.bucket is None and any(each.sequence is None and not each.call for each in counts):
             self._shares.ignore()
         return plan
 
-    def _find(self, row: ScheduledRow) -> Request | None:
+    def _find(self, sequence: ScheduledSequence) -> Request | None:
         """Return the request of a row; None if it has ended, or was preempted, since the row was planned."""
-        request = self._requests.get(row.request_id)
-        if request is None or request.row is row:
+        request = self._requests.get(sequence.request_id)
+        if request is None or request.sequence is sequence:
             return request
-        return request if request.is_running and request.block_table.pages is row.pages else None
+        return request if request.is_running and request.block_table.pages is sequence.pages else None
 
     def take_back(self) -> None:
         """Give up the plan of `foresee`, which moved rows on: the next plan makes rows anew."""
         self._shares.take_back()
         self.running.plan = None
         for request in self.running:
-            request.row = None
+            request.sequence = None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
 
         Of a step that was planned ahead, rows of requests that have ended or were preempted meanwhile are dropped.
         """
-        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        info = self.last_step = StepInfo(plan.step_id, len(plan.sequences), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
         if self._turns.most is not None:
             self._turns.note_step(plan.adapters, self._clock())
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
         is_ahead = plan.sources is not None
-        for row in plan.rows:
-            request = requests.get(row.request_id)
-            if request is None or (is_ahead and request.row is not row and self._find(row) is None):
+        for sequence in plan.sequences:
+            request = requests.get(sequence.request_id)
+            if request is None or (is_ahead and request.sequence is not sequence and self._find(sequence) is None):
                 continue
             if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
-            output = self._advance(request, row, result, info)
+            output = self._advance(request, sequence, result, info)
             if output is not None:
                 outputs.append(output)
         if result.unready:
@@ -331,7 +339,7 @@ class Scheduler:
         running = self.running
         if len(running) > self._max_tokens or self._memory.arriving:
             return False
-        if running.plan is None and not all(num_missing(each) == 1 for each in running if each.row is None):
+        if running.plan is None and not all(num_missing(each) == 1 for each in running if each.sequence is None):
             return False
         short = [request for request in running if request.room <= request.num_computed_tokens + ahead]
         return not short or self._memory.grow_each(short)
@@ -390,24 +398,26 @@ class Scheduler:
         self.num_step_tokens += steps * tokens
         self.step_sizes[bisect_left(STEP_SIZES, tokens)] += steps
 
-    def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
+    def _advance(
+        self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo
+    ) -> RequestOutput | None:
         """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
-        computed = request.num_computed_tokens = request.num_computed_tokens + len(row.tokens)
+        computed = request.num_computed_tokens = request.num_computed_tokens + len(sequence.tokens)
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
-        if not row.samples:
+        if not sequence.samples:
             return None
-        token = result.tokens[row.request_id]
+        token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
         self.num_generated_tokens += 1
-        if (reused := request.row) is not None:  # for the next step
+        if (reused := request.sequence) is not None:  # for the next step
             reused.tokens, reused.start = [token], computed
         reason = stop_token = None
         if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token
         elif computed + 1 >= request.max_length:
             reason = FinishReason.LENGTH
-        logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
+        logprobs = result.logprobs.get(sequence.request_id) if result.logprobs else None
         prompt_logprobs = queue_seconds = None
         num_cached_tokens = 0
         if len(request.token_ids) == request.num_prompt_tokens + 1:
@@ -419,6 +429,16 @@ class Scheduler:
         if reason is not None:
             self.lifecycle.finish(request, reason)
         return RequestOutput(
-            row.request_id, (token,), reason, stop_token, None, info, num_cached_tokens,
-            (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds, request.num_preemptions,
-        )  # fmt: skip
+            sequence.request_id,
+            (token,),
+            reason,
+            stop_token,
+            None,
+            info,
+            num_cached_tokens,
+            (logprobs,) if logprobs else (),
+            prompt_logprobs,
+            None,
+            queue_seconds,
+            request.num_preemptions,
+        )

@@ -72,8 +72,8 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
-        if plan is None or len(plan.rows) < load.running or len(scheduler.waiting) != waiting:
-            rows = 0 if plan is None else len(plan.rows)
+        if plan is None or len(plan.sequences) < load.running or len(scheduler.waiting) != waiting:
+            rows = 0 if plan is None else len(plan.sequences)
             raise RuntimeError(f"{state}: {rows} rows ran and {len(scheduler.waiting)} of {load.waiting} requests wait")
         scheduler.update(plan, executor.execute(plan))
     engine.close()
@@ -148,7 +148,7 @@ class FakeExecutor:
         self.shadow = self.swaps = self.start = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(tokens={row.request_id: 1 for row in plan.rows if row.samples})
+        return StepResult(tokens={row.request_id: 1 for row in plan.sequences if row.samples})
 
     def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
-from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledRow, StepPlan, StepResult
+from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledSequence, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
@@ -258,7 +258,7 @@ class SimScheduler(Scheduler):
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
         # Nothing is repeated where another request takes a decoding one's row; then the plan is not to be reused.
-        if plan is None or self.running.plan is None or len(plan.rows) != self._num_decoding:
+        if plan is None or self.running.plan is None or len(plan.sequences) != self._num_decoding:
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 
@@ -304,7 +304,7 @@ class SimScheduler(Scheduler):
             most = most_steps(self._memory, self._memory.block_tokens, self.running, most, wanted)
         if most == 1:
             return plan
-        return RepeatedPlan(plan.step_id, plan.rows, plan.adapters, plan.bucket, repeat=most, until=until)
+        return RepeatedPlan(plan.step_id, plan.sequences, plan.adapters, plan.bucket, repeat=most, until=until)
 
     def _may_load_ahead(self) -> bool:
         """True if a waiting request's adapter may soon be there to be loaded ahead."""
@@ -317,12 +317,12 @@ class SimScheduler(Scheduler):
         """Apply the result of a step, or of several equal ones, of which the last one's outputs are returned."""
         if isinstance(result, RepeatedResult):
             self._turns.note_step(plan.adapters, result.first_end)
-            self._catch_up(plan.rows, result)
+            self._catch_up(plan.sequences, result)
         outputs = super().update(plan, result)
         self._all_drew = sum(output.finish_reason is None for output in outputs) == len(self.running)
         return outputs
 
-    def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
+    def _catch_up(self, rows: Sequence[ScheduledSequence], result: RepeatedResult) -> None:
         """Advance the requests of a repeated plan to the last of its steps."""
         steps = result.count - 1
         tokens, known, requests = [TOKEN] * steps, self._requests, []
@@ -343,8 +343,8 @@ def _prompts_first(plan: StepPlan) -> StepPlan:
 
     The decode rows are decided again after it, as the rows of any plan that was not run.
     """
-    rows = [row for row in plan.rows if len(row.tokens) > 1]
-    if not rows or len(rows) == len(plan.rows):
+    rows = [row for row in plan.sequences if len(row.tokens) > 1]
+    if not rows or len(rows) == len(plan.sequences):
         return plan
     lora_indices = {
         lora_index: index

@@ -66,8 +66,8 @@ class RecordingExecutor:
         return self.inner.start(plan)
 
     def _note(self, plan: StepPlan) -> None:
-        rows = [replace(row, pages=list(row.pages), token_ids=list(row.token_ids)) for row in plan.rows]
-        self.plans.append(replace(plan, rows=rows))
+        rows = [replace(row, pages=list(row.pages), token_ids=list(row.token_ids)) for row in plan.sequences]
+        self.plans.append(replace(plan, sequences=rows))
         if self.before is not None:
             self.before(plan)
 

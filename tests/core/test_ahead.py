@@ -40,7 +40,7 @@ def of_steps_ahead(driver):
 
 def last_rows(driver, name):
     """Numbers of the steps, of all that were launched, in which a request has a row."""
-    return [i for i, plan in enumerate(driver.plans) if any(row.request_id == name for row in plan.rows)]
+    return [i for i, plan in enumerate(driver.plans) if any(row.request_id == name for row in plan.sequences)]
 
 
 def test_all_steps_behind_the_first_are_ahead(gqa, drive):
@@ -48,7 +48,7 @@ def test_all_steps_behind_the_first_are_ahead(gqa, drive):
     answer = driver.run("one", "r1-all", PROMPT, max_tokens=8)
     assert answer.tokens == gqa.greedy("r1-all", PROMPT, 8)
     assert [plan.sources is not None for plan in driver.plans] == [False] + 7 * [True]
-    assert all(row.tokens is PENDING for plan in of_steps_ahead(driver) for row in plan.rows)
+    assert all(row.tokens is PENDING for plan in of_steps_ahead(driver) for row in plan.sequences)
     assert [plan.step_id for plan in driver.plans] == list(range(1, 9))
 
 
@@ -101,7 +101,7 @@ def test_a_request_aborted_while_its_step_is_under_way_leaves_no_trace(gqa, driv
         driver.step()
     under_way = driver.plans[-1]
     assert under_way.sources is not None
-    assert "ends" in {row.request_id for row in under_way.rows}
+    assert "ends" in {row.request_id for row in under_way.sequences}
     assert driver.engine.abort("ends")
     driver.engine.reclaim_idle()
     driver.add("ends", "r2-qv", PROMPT[::-1], max_tokens=6)
@@ -221,7 +221,7 @@ def test_a_row_that_looks_back_at_its_tokens_is_ahead_with_the_others(both, way)
     mine, others, driver = both(ask)
     assert mine == others
     assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
-    looking = [plan for plan in of_steps_ahead(driver) if any("back" in row.request_id for row in plan.rows)]
+    looking = [plan for plan in of_steps_ahead(driver) if any("back" in row.request_id for row in plan.sequences)]
     assert driver.executor.inner.num_drawn_later == len(looking) >= 4
 
 
@@ -233,7 +233,7 @@ def test_a_step_that_fails_costs_the_one_behind_it_and_no_token(gqa, drive, at, 
 
     def before(plan):
         calls.append(plan)
-        guilty = any(row.request_id == "guilty" for row in plan.rows)
+        guilty = any(row.request_id == "guilty" for row in plan.sequences)
         if len(calls) == at or (lasts and len(calls) > at and guilty):
             raise RuntimeError("a fault")
 
@@ -358,7 +358,7 @@ def test_answers_of_a_call_take_turns_in_steps_ahead(gqa, drive):
 
     def now():
         """Time goes by once a step has ended: all but the last that was launched."""
-        return 1.0 + sum(len(plan.rows) for plan in plans[:-1])
+        return 1.0 + sum(len(plan.sequences) for plan in plans[:-1])
 
     found = []
     for is_ahead in (True, False):
@@ -402,7 +402,7 @@ def test_a_row_that_is_not_finite_in_the_step_ahead_too_fails_once(gqa, drive, m
 
     def breaking(plan):
         result = execute(plan)
-        if result is not None and any(row.request_id == "x" for row in plan.rows):
+        if result is not None and any(row.request_id == "x" for row in plan.sequences):
             result.tokens.pop("x", None)
             result.errors["x"] = NOT_FINITE
             broken.append(plan.step_id)

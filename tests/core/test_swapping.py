@@ -222,7 +222,7 @@ def test_a_restored_request_computes_only_what_is_missing(subject, drive):
     )
     driver.engine.reclaim_idle()
     driver.step()
-    assert [(row.start, len(row.tokens)) for row in driver.plans[-1].rows] == [(computed, 1)]
+    assert [(row.start, len(row.tokens)) for row in driver.plans[-1].sequences] == [(computed, 1)]
     driver.drain()
 
 

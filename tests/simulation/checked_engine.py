@@ -61,7 +61,9 @@ class CheckedEngine:
         executor: Any = LateResults(self.executor) if is_ahead else self.executor
         self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
-        self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
+        self.executor.on_plan = lambda plan: self.plans.append(
+            [(row.request_id, len(row.tokens)) for row in plan.sequences]
+        )
         for name in adapters:
             self.load(name)
 

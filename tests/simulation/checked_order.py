@@ -77,7 +77,7 @@ class CheckedOrder:
         self.has_run = True
         self._check_order()
         ending = set() if plan.sources is None else self._check_ahead(plan)
-        self._drawing = {row.request_id for row in plan.rows if row.samples}
+        self._drawing = {row.request_id for row in plan.sequences if row.samples}
         self._check_plan(plan, ending)
         self._running = [request.id for request in self._scheduler.running]
 
@@ -99,7 +99,7 @@ class CheckedOrder:
 
     def _note_dropped(self) -> None:
         """Note rows of the step under way whose requests are gone, or are waiting again."""
-        for row in () if self._under_way is None else self._under_way.rows:
+        for row in () if self._under_way is None else self._under_way.sequences:
             asked = self._asked[row.request_id]
             has_ended = asked.told.reason is not None
             self._reached["dropped: it had ended"] += has_ended
@@ -112,15 +112,15 @@ class CheckedOrder:
         running, started, reached = self._scheduler.running, self._started(), self._reached
         may_end = {each.id for each in running if each.num_tokens + 1 >= each.max_length}
         ending = may_end & self._drawing
-        promise(ending.isdisjoint([row.request_id for row in plan.rows]), "a request goes on behind its end")
+        promise(ending.isdisjoint([row.request_id for row in plan.sequences]), "a request goes on behind its end")
         promise(not ending or not started, "a successor waits a step more")
         reached["a step ahead"] += 1
         reached["a step ahead without those that end"] += bool(ending)
         reached["a step ahead while others wait"] += bool(self._scheduler.waiting)
-        reached["a step ahead that looks back"] += any(row.looks_back for row in plan.rows)
+        reached["a step ahead that looks back"] += any(row.looks_back for row in plan.sequences)
         reached["a step of prompts ahead"] += plan.bucket is None
         reached["begun in a step ahead"] += bool(started)
-        in_step = {self._asked[row.request_id].request for row in plan.rows}
+        in_step = {self._asked[row.request_id].request for row in plan.sequences}
         without = [(len(members.keys() - in_step), len(members)) for members in running.calls.values()]
         reached["a step ahead of some answers of a call"] += any(0 < count < most for count, most in without)
         return ending
@@ -149,7 +149,7 @@ class CheckedOrder:
 
     def _check_paused(self, plan: StepPlan, ending: Set[str]) -> None:
         """Check that running requests without a row had to be left out."""
-        engine, reached, in_step = self._engine, self._reached, {row.request_id for row in plan.rows}
+        engine, reached, in_step = self._engine, self._reached, {row.request_id for row in plan.sequences}
         paused = [request for request in self._scheduler.running if request.id not in in_step | ending]
         reached["sat out"] += bool(paused)
         reached["went on after sitting out"] += not self._paused.isdisjoint(in_step)
@@ -164,7 +164,7 @@ class CheckedOrder:
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
         )  # whose rows are free in this step
-        free_rows = self._config.max_num_seqs - len(plan.rows)
+        free_rows = self._config.max_num_seqs - len(plan.sequences)
         reached["sat out for another tenant"] += not free_rows and bool(alone)
         if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
             promise(not alone or free_rows <= preempted + gave, "one that is alone in its call sat out")

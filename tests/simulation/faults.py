@@ -228,7 +228,7 @@ def shifted_seed(patch):
     """A request that was preempted goes on with another seed."""
 
     def shift(self, plan):
-        for row in plan.rows:
+        for row in plan.sequences:
             request = self.get(row.request_id)
             row.seed = request.seed + (request.num_preemptions > 0)
 
@@ -250,8 +250,8 @@ def row_recomputed(patch):
     """A prefill computes its last known token once more."""
 
     def back(self, plan):
-        for row in plan.rows:
-            if row.start and plan.bucket is None and self.get(row.request_id).row is not row:
+        for row in plan.sequences:
+            if row.start and plan.bucket is None and self.get(row.request_id).sequence is not row:
                 row.start -= 1
                 row.tokens = [row.token_ids[row.start], *row.tokens]
 
@@ -260,7 +260,7 @@ def row_recomputed(patch):
 
 def bucket_too_small(patch):
     """A step of decode rows is run by what was captured for one row fewer."""
-    _plans(patch, lambda self, plan: setattr(plan, "bucket", plan.bucket and max(1, len(plan.rows) - 1)))
+    _plans(patch, lambda self, plan: setattr(plan, "bucket", plan.bucket and max(1, len(plan.sequences) - 1)))
 
 
 def rows_out_of_order(patch):
@@ -268,7 +268,7 @@ def rows_out_of_order(patch):
 
     def turn(self, plan):
         if plan.bucket is None:
-            plan.rows.reverse()
+            plan.sequences.reverse()
 
     _plans(patch, turn)
 

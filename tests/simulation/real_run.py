@@ -116,7 +116,7 @@ class Faulty:
         return getattr(self._inner, name)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self.glitches or any(row.request_id in self.raises_for for row in plan.rows):
+        if self.glitches or any(row.request_id in self.raises_for for row in plan.sequences):
             self.glitches = 0
             raise RuntimeError(FAULT)
         result = self._inner.execute(plan)

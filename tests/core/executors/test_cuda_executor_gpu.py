@@ -136,7 +136,9 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
         captured.step()
         eager.step()
         buckets.add(captured.plans[-1].bucket)
-        mine, its = (each.executor.inner.steps.logits[: len(captured.plans[-1].rows)] for each in (captured, eager))
+        mine, its = (
+            each.executor.inner.steps.logits[: len(captured.plans[-1].sequences)] for each in (captured, eager)
+        )
         assert torch.equal(mine, its), f"bucket {captured.plans[-1].bucket}"
     assert 64 in buckets
     assert captured.drain() == eager.drain()
@@ -156,10 +158,10 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
         captured.step()
         eager.step()
         plan, other = captured.plans[-1], eager.plans[-1]
-        assert [replace(row, seed=0) for row in plan.rows] == [replace(row, seed=0) for row in other.rows]
+        assert [replace(row, seed=0) for row in plan.sequences] == [replace(row, seed=0) for row in other.sequences]
         decoded += plan.bucket is not None
-        mixed += plan.bucket is None and any(len(row.tokens) == 1 for row in plan.rows)
-        mine, its = (driver.executor.inner.steps.logits[: len(plan.rows)] for driver in (captured, eager))
+        mixed += plan.bucket is None and any(len(row.tokens) == 1 for row in plan.sequences)
+        mine, its = (driver.executor.inner.steps.logits[: len(plan.sequences)] for driver in (captured, eager))
         assert torch.equal(mine, its), f"step {plan.step_id}, bucket {plan.bucket}, {plan.num_tokens} tokens"
     assert decoded > 10
     assert mixed > 5

@@ -218,7 +218,7 @@ def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, 
     compute, bad = CpuExecutor.compute, []
 
     def failing(self, plan, kept):
-        if any(row.request_id == "bad" for row in plan.rows):
+        if any(row.request_id == "bad" for row in plan.sequences):
             bad.append(plan)
             raise MemoryError("no room")
         return compute(self, plan, kept)

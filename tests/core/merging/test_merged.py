@@ -81,7 +81,7 @@ def test_mixture(subject, drive, model, name):
     check(driver, cases)
     assert modes(driver) == {StepMode.MERGED}
     assert max(plan.num_adapters for plan in driver.plans) == len(it.adapters)
-    assert any(plan.bucket is None and len(plan.rows[-1].tokens) == 1 for plan in driver.plans), "no mixed step"
+    assert any(plan.bucket is None and len(plan.sequences[-1].tokens) == 1 for plan in driver.plans), "no mixed step"
 
 
 @pytest.mark.parametrize("names", [[None], ["r5-ko"], [None, "r5-ko"]], ids=str)
@@ -425,7 +425,7 @@ def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subj
         driver.add(name, adapter, [5, 6, 7, 8, 9, 10, 11, 12], max_tokens=2)
         driver.step()
         prompt = driver.plans[-1]
-        assert prompt.bucket is None and any(row.request_id == name for row in prompt.rows)
+        assert prompt.bucket is None and any(row.request_id == name for row in prompt.sequences)
         of[name] = prompt.merged and prompt.merged.name
         driver.step()
         assert driver.plans[-1].merged.name == "r8-attention"
@@ -448,7 +448,9 @@ def test_no_tenant_is_left_out_for_longer_than_a_turn(subject, drive):
     driver.add("other", "r5-ko", [5, 6, 7], max_tokens=20)
     driver.add("base", None, [5, 6, 7], max_tokens=20)
     driver.drain()
-    waits = [index for index, plan in enumerate(driver.plans) if any(row.request_id == "other" for row in plan.rows)]
+    waits = [
+        index for index, plan in enumerate(driver.plans) if any(row.request_id == "other" for row in plan.sequences)
+    ]
     assert len(waits) == 20
     assert max(after - before for before, after in itertools.pairwise([0, *waits])) <= 6
     assert len(driver.plans) <= 62, "the crowd runs in every step"
@@ -460,7 +462,7 @@ def test_a_policy_alone_decides_where_no_tenant_waits_for_a_turn(subject, drive)
     driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=30)
     driver.add("other", "r5-ko", [5, 6, 7], max_tokens=5)
     driver.drain()
-    assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [["crowd"]] * 30 + [["other"]] * 5
+    assert [[row.request_id for row in plan.sequences] for plan in driver.plans] == [["crowd"]] * 30 + [["other"]] * 5
 
 
 @pytest.mark.parametrize("kernels", ["native"])

@@ -270,7 +270,7 @@ class TestEngine:
 
     def started(self, driver):
         """Request ids in the order in which they were first scheduled."""
-        return list(dict.fromkeys(row.request_id for plan in driver.plans for row in plan.rows))
+        return list(dict.fromkeys(row.request_id for plan in driver.plans for row in plan.sequences))
 
     def make(self, gqa, drive, now, **config):
         """One seat, taken by a request of `r1-all`, which stays resident."""
@@ -317,7 +317,7 @@ class TestEngine:
         driver.add("base", None, [6] * 4, max_tokens=5)
         driver.drain()
         assert max(plan.num_adapters for plan in driver.plans) == most
-        assert {row.request_id for row in driver.plans[0].rows} >= {"base", "0"}, "the base model is no adapter"
+        assert {row.request_id for row in driver.plans[0].sequences} >= {"base", "0"}, "the base model is no adapter"
 
 
 @given(

@@ -420,19 +420,19 @@ def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
     assert (first.bucket, second.bucket) == (None, 4)
     for _ in range(9):  # pages are added meanwhile
         plan = step()
-        assert plan.rows is second.rows
+        assert plan.sequences is second.sequences
         assert plan.adapters is second.adapters
     house.engine.abort("one")
     house.asked.pop("one")
     plan = step()
-    assert [row.request_id for row in plan.rows] == ["base", "two", "other"]
-    assert step().rows is plan.rows
+    assert [row.request_id for row in plan.sequences] == ["base", "two", "other"]
+    assert step().sequences is plan.sequences
     house.add("late", "b", max_tokens=5)
-    assert [len(row.tokens) for row in step().rows] == [3, 1, 1, 1]
+    assert [len(row.tokens) for row in step().sequences] == [3, 1, 1, 1]
     after = step()
-    assert sorted(row.request_id for row in after.rows) == ["base", "late", "other", "two"]
-    assert after.rows is not plan.rows
-    assert step().rows is after.rows
+    assert sorted(row.request_id for row in after.sequences) == ["base", "late", "other", "two"]
+    assert after.sequences is not plan.sequences
+    assert step().sequences is after.sequences
     house.drain()
 
 

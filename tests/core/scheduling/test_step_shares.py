@@ -151,7 +151,7 @@ class PricedExecutor(FakeExecutor):
 
     def execute(self, plan):
         self.clock.now += self.fixed + self.each * plan.num_tokens
-        self.steps.append([row.request_id for row in plan.rows])
+        self.steps.append([row.request_id for row in plan.sequences])
         return super().execute(plan)
 
 
@@ -272,7 +272,7 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
     clock = Clock()
 
     def take_time(plan):
-        clock.now += len(plan.rows)
+        clock.now += len(plan.sequences)
 
     driver = drive(subject("gqa"), max_num_seqs=8, clock=clock, before=take_time)
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
@@ -285,7 +285,7 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
         driver.add(f"r{index}", adapter, prompt, call="call", **params)
     answers = driver.drain()
     assert [told(answers[f"r{index}"]) for index in range(7)] == alone
-    sizes = {len(plan.rows) for plan in driver.plans[seen + 2 : seen + 40]}
+    sizes = {len(plan.sequences) for plan in driver.plans[seen + 2 : seen + 40]}
     assert len(sizes & {2, 3, 4, 5, 6, 7}) > 0, "nobody sat out"
 
 
