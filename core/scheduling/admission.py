@@ -179,7 +179,7 @@ class Admission:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
-        if draft.is_ahead and (draft.may_begin(request.fairness_key) or self._beyond_shares(request, draft)):
+        if draft.is_async and (draft.may_begin(request.fairness_key) or self._beyond_shares(request, draft)):
             draft.was_short = True
             return False
         if victims := self._find_victims(request, draft):

@@ -146,7 +146,7 @@ class Draft:
     running: all running requests; admitted ones are added. taking: candidates for a row. only: eligible adapters
     (None: the base model); None: all. all_decode: all of `taking` decode one token each; else `counts` has the tokens
     of each. cut: prompts cut short by their tenant's share of the tokens. was_short: a running request lacked pages.
-    is_ahead: of a step behind one that is under way: nothing is preempted, and `was_short` is True where it would be.
+    is_async: of a step behind one that is under way: nothing is preempted, and `was_short` is True where it would be.
 
     Of admission: `begun` requests, whose tokens are among `counts`. num_rows, budget: rows taken, tokens left. place,
     order: the kind of slot that the next request may take, and the candidates for it. growth: pages that `running` is
@@ -173,7 +173,7 @@ class Draft:
     now: float
     only: Collection[Adapter | None] | None = None
     all_decode: bool = False
-    is_ahead: bool = False
+    is_async: bool = False
     counts: dict[Request, int] = field(default_factory=dict)
     cut: list[Request] = field(default_factory=list)
     was_short: bool = False
@@ -233,7 +233,7 @@ class Draft:
             if lifecycle.store.give_up_loads():
                 continue
             self.was_short = True
-            if self.is_ahead or memory.swapped.frees_pages:
+            if self.is_async or memory.swapped.frees_pages:
                 return
             victim = self._service.last(self.running)
             lifecycle.preempt(victim)

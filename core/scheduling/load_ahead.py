@@ -110,7 +110,7 @@ class LoadAhead:
 
 def _no_room(adapter: Adapter) -> NoRoom:
     return NoRoom(
-        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left besides pinned adapters; "
+        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside pinned ones; "
         "unpin some"
     )
 

@@ -250,7 +250,7 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
 
 
 @contextmanager
-def as_if_done(plan: StepPlan, find: Callable[[ScheduledSequence], Request | None]) -> Iterator[list[Request]]:
+def as_if_finished(plan: StepPlan, find: Callable[[ScheduledSequence], Request | None]) -> Iterator[list[Request]]:
     """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
     draw, until the context ends. Its value: the requests that draw one.
 
@@ -273,7 +273,7 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledSequence], Request | Non
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan) -> None:
+def continue_from(plan: StepPlan, ahead: StepPlan) -> None:
     """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws.
 
     A row is of the same request as a row of `plan` if it has the same pages: a stale row's are no request's any more.

@@ -26,7 +26,7 @@ from .draft import Draft, may_compute
 from .grammar_budget import GrammarBudget
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .queues import Running, WaitingQueue, as_if_done, go_on, group_by_adapter, num_missing, plan_step
+from .queues import Running, WaitingQueue, as_if_finished, continue_from, group_by_adapter, num_missing, plan_step
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
 from .step_shares import StepShares
@@ -117,7 +117,7 @@ class Scheduler:
             plan = self._plan_next(self.num_steps + 1)
         return plan
 
-    def foresee(self, plan: StepPlan) -> StepPlan | None:
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after `plan`, which is under way, before its tokens are known; None if the step depends on
         more than these, if `plan` has results that must be read first, or if a request would be preempted for the step.
 
@@ -128,23 +128,23 @@ class Scheduler:
         if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
         self._finish_ended()
-        if self._all_go_on(plan):
-            ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
+        if self._all_continue(plan):
+            ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_async=True)
         elif plan.bucket is None and any(
             sequence.wants_prompt_logprobs for sequence in plan.sequences
         ):  # from what the next step overwrites
             return None
         else:
-            with as_if_done(plan, self._find) as sampled:
+            with as_if_finished(plan, self._find) as sampled:
                 ends = [each for each in sampled if len(each.token_ids) >= each.max_length]
                 if ends and self.waiting:  # a successor should not wait a step more
                     return None
-                ahead = self._plan_next(plan.step_id + 1, ends, is_ahead=True)
+                ahead = self._plan_next(plan.step_id + 1, ends, is_async=True)
         if ahead is not None:
-            go_on(plan, ahead)
+            continue_from(plan, ahead)
         return ahead
 
-    def _all_go_on(self, plan: StepPlan) -> bool:
+    def _all_continue(self, plan: StepPlan) -> bool:
         """True if all running requests decode in `plan`, which is under way, and in the step after it, too, for which
         they have pages now. Planning then asks nothing of them that `plan` changes.
         """
@@ -154,18 +154,18 @@ class Scheduler:
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self.grow_decodes(1)
 
-    def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_ahead: bool = False) -> StepPlan | None:
+    def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_async: bool = False) -> StepPlan | None:
         """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_draft`."""
-        candidates = self._candidates(ending, is_ahead=is_ahead)
+        candidates = self._candidates(ending, is_async=is_async)
         all_decode = candidates is self.running and self.grow_decodes()
-        return self._draft(step_id, candidates, all_decode=all_decode, is_ahead=is_ahead)
+        return self._draft(step_id, candidates, all_decode=all_decode, is_async=is_async)
 
     def _draft(
-        self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_ahead: bool
+        self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_async: bool
     ) -> StepPlan | None:
         """Plan a step of running requests, the `candidates`, and of waiting ones; None if nothing can run.
 
-        is_ahead: the step before it is under way. None also if a request would be preempted, or wait for its adapter.
+        is_async: the step before it is under way. None also if a request would be preempted, or wait for its adapter.
         """
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
@@ -179,17 +179,17 @@ class Scheduler:
             self._clock(),
             self.only,
             all_decode,
-            is_ahead,
+            is_async,
         )
         if not all_decode:
             self.take_running(draft, candidates)
         if self.waiting:
             self._take_waiting(draft)
         plan = None
-        if not (is_ahead and (draft.was_short or self._loading)):
+        if not (is_async and (draft.was_short or self._loading)):
             plan = self._plan(step_id, draft.counts, draft.all_decode)
         if plan is None:
-            self._shares.take_back()
+            self._shares.rollback()
         return plan
 
     def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
@@ -218,9 +218,9 @@ class Scheduler:
             return request
         return request if request.is_running and request.block_table.pages is sequence.pages else None
 
-    def take_back(self) -> None:
-        """Give up the plan of `foresee`, which moved rows on: the next plan makes rows anew."""
-        self._shares.take_back()
+    def rollback(self) -> None:
+        """Give up the plan of `plan_ahead`, which moved rows on: the next plan makes rows anew."""
+        self._shares.rollback()
         self.running.plan = None
         for request in self.running:
             request.sequence = None
@@ -236,10 +236,10 @@ class Scheduler:
             self._turns.note_step(plan.adapters, self._clock())
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
-        is_ahead = plan.sources is not None
+        is_async = plan.sources is not None
         for sequence in plan.sequences:
             request = requests.get(sequence.request_id)
-            if request is None or (is_ahead and request.sequence is not sequence and self._find(sequence) is None):
+            if request is None or (is_async and request.sequence is not sequence and self._find(sequence) is None):
                 continue
             if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
@@ -270,7 +270,7 @@ class Scheduler:
         }
         return requests, first
 
-    def take_failed(self) -> list[RequestOutput]:
+    def pop_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""
         failed, self.lifecycle.failed = self.lifecycle.failed, []
         return failed
@@ -305,16 +305,16 @@ class Scheduler:
         for request in loading:
             request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
 
-    def _candidates(self, ending: Collection[Request] = (), *, is_ahead: bool = False) -> list[Request]:
+    def _candidates(self, ending: Collection[Request] = (), *, is_async: bool = False) -> list[Request]:
         """Return the running requests that may have a row of the next step: `running` itself if all of them may.
 
         A request with KV still being copied back is left out, and one that `only` excludes, or whose adapter has no
-        turn. is_ahead: a step is still under way, which ends `ending`.
+        turn. is_async: a step is still under way, which ends `ending`.
         """
         running, only = self.running, self.only
         sharing: list[Request] = running
         if running.calls:
-            sharing = self._shares.choose(running, self.waiting, is_ahead=is_ahead) or running
+            sharing = self._shares.choose(running, self.waiting, is_async=is_async) or running
         else:
             self._shares.dealt.clear()
         if only is not None or self._memory.arriving or ending:

@@ -53,11 +53,11 @@ class StepShares:
         """Of each step since `_began`: places of the larger calls; None if its time is no measure."""
         self._began = 0.0  # the time from which on these steps take theirs
 
-    def choose(self, running: Running, waiting: WaitingQueue, *, is_ahead: bool = False) -> list[Request] | None:
+    def choose(self, running: Running, waiting: WaitingQueue, *, is_async: bool = False) -> list[Request] | None:
         """Return the requests of the next step, None for all running ones. Call it while calls with n > 1 run.
 
         With every row taken, one is left to a call that waits for its first. The result exceeds a step's rows where the
-        requests alone in their calls do. is_ahead: the step chosen last is still under way; its time is a guess.
+        requests alone in their calls do. is_async: the step chosen last is still under way; its time is a guess.
         """
         free = self._max_rows
         if len(running) >= free and running.num_calls < free and waiting.has_firsts():
@@ -69,7 +69,7 @@ class StepShares:
             self._num_with = NUM_SAMPLES * WINDOW
             self.dealt.clear()
             return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
-        self._settle(is_ahead)
+        self._settle(is_async)
         places = max(1, free - (len(running) - larger))
         debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self.dealt])
         if debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
@@ -86,24 +86,24 @@ class StepShares:
         if self.dealt:
             self.dealt[-1] = None
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """The step chosen last is not run."""
         if self.dealt:
             self.dealt.pop()
 
-    def _settle(self, is_ahead: bool) -> None:
+    def _settle(self, is_async: bool) -> None:
         """Account for the steps that have ended, all but one under way, with equal parts of the time since `_began`."""
-        if is_ahead and not self.dealt:
+        if is_async and not self.dealt:
             self.dealt.append(None)  # it was not chosen here
         now, dealt = self._clock(), self.dealt
-        if ended := len(dealt) - is_ahead:
+        if ended := len(dealt) - is_async:
             parts = [dealt.popleft() for _ in range(ended)]
             for each in parts:
-                self._tenant((now - self._began) / ended, None if None in parts else each)
-        if ended or not is_ahead:
+                self._charge((now - self._began) / ended, None if None in parts else each)
+        if ended or not is_async:
             self._began = now
 
-    def _tenant(self, seconds: float, dealt: int | None) -> None:
+    def _charge(self, seconds: float, dealt: int | None) -> None:
         """Charge the larger calls for a step, and fit their rows to its time."""
         if dealt is None:
             seconds = self._usual

@@ -231,7 +231,7 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         reads: Reads | None = None,
         clock: Callable[[], float] | None = None,
         policies: Policies | None = None,
-        is_ahead: bool = ahead,
+        is_async: bool = ahead,
         **config: Any,
     ) -> Driver:
         defaults = {
@@ -243,7 +243,7 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         if RANKS > 1 and "tensor_parallel_size" not in config:
             settings = on_ranks(settings, paths.values())
         inner = open_executor(settings)
-        executor = RecordingExecutor(LateResults(inner) if is_ahead else inner, before)
+        executor = RecordingExecutor(LateResults(inner) if is_async else inner, before)
         engine = Engine(settings, executor, clock or ticking(), reads or InlineReads(), policies)
         engines.append(engine)
         for name, path in paths.items():

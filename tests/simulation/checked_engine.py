@@ -27,7 +27,7 @@ from .virtual_reads import VirtualClock
 
 
 class CheckedEngine:
-    """adapters: names, of two pages each. is_ahead: steps are launched ahead. swap_seconds: typical, of a copy of KV.
+    """adapters: names, of two pages each. is_async: steps are launched ahead. swap_seconds: typical, of a copy of KV.
     config: what differs from a small engine's options.
     """
 
@@ -37,7 +37,7 @@ class CheckedEngine:
         adapters: Iterable[str] = (),
         policies: Policies | None = None,
         *,
-        is_ahead: bool = False,
+        is_async: bool = False,
         swap_seconds: float = 0.0,
         **config: Any,
     ) -> None:
@@ -58,7 +58,7 @@ class CheckedEngine:
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
-        executor: Any = LateResults(self.executor) if is_ahead else self.executor
+        executor: Any = LateResults(self.executor) if is_async else self.executor
         self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append(

@@ -190,12 +190,12 @@ class CheckedExecutor:
         for position in range(row.start, row.kv_len):
             self.memory[row.pages[position // block]][position % block] = values[position]
 
-    def _check_row(self, row: ScheduledSequence, adapter: Adapter | None, asked: Asked, is_ahead: bool) -> None:
-        """Check a row against its request and the tokens that it has been given. is_ahead: one more is not read yet."""
+    def _check_row(self, row: ScheduledSequence, adapter: Adapter | None, asked: Asked, is_async: bool) -> None:
+        """Check a row against its request and the tokens that it has been given. is_async: one more is not read yet."""
         id, tokens, known = row.request_id, row.token_ids, asked.tokens
         promise(adapter is asked.adapter, "{} runs on {}, not on {}", id, adapter, asked.adapter)
         promise(tokens[: len(known)] == known, "{} runs on other tokens than its own", id)
-        promise(len(tokens) <= len(known) + is_ahead, "a token of {} was not returned", id)
+        promise(len(tokens) <= len(known) + is_async, "a token of {} was not returned", id)
         promise(row.tokens == tokens[row.start : row.kv_len], "{} computes tokens of another position", id)
         promise(row.samples == (row.kv_len == len(tokens)), "{} draws a token at the wrong position", id)
         promise(row.params == asked.request.params, "{} runs with other parameters than its own", id)

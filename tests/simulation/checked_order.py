@@ -60,7 +60,7 @@ class CheckedOrder:
         self._decide(self._clock())
         tier = engine.store.tier
         self._here = {each for each in engine.store.versions() if tier(each) in (Tier.DEVICE, Tier.HOST)}
-        ahead = engine.ahead
+        ahead = engine.async_steps
         self._under_way = None if ahead is None else ahead.plan
         self._note_dropped()
 
@@ -287,7 +287,9 @@ class CheckedOrder:
         """
         begun, running = {request.fairness_key for request in started}, self._scheduler.running.tenants
         waiting = {request.fairness_key for request in may_begin} - begun
-        behind = int(self._engine.ahead is not None)  # a turn in a step ahead counts from the step before or from that
+        behind = int(
+            self._engine.async_steps is not None
+        )  # a turn in a step ahead counts from the step before or from that
         never = math.inf, math.inf
         late = {each for each in waiting if self._has_waited_for_long(self._turns.get(each, never), behind)}
         if late and not self._has_room():

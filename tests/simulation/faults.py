@@ -221,7 +221,7 @@ def rows_of_the_gone(patch):
 
 def rows_left_ahead(patch):
     """The rows of a step that is not to happen stay where it would have them."""
-    patch.setattr(Scheduler, "take_back", lambda self: None)
+    patch.setattr(Scheduler, "rollback", lambda self: None)
 
 
 def shifted_seed(patch):

@@ -377,7 +377,7 @@ def test_draws_and_logprobs_come_from_device_logits(drive):
     cpu, gpu = drive("float32", device="cpu", cpu_kernels="torch"), drive("float32")
     mine, its = (driver.run("x", "a02-r16", [5, 6, 7], max_tokens=6, **params) for driver in (gpu, cpu))
     assert mine.tokens == its.tokens
-    assert gpu.engine.stats().num_steps_ahead == 4, "rows that look back are ahead, and drawn behind the host's tokens"
+    assert gpu.engine.stats().num_async_steps == 4, "rows that look back are ahead, and drawn behind the host's tokens"
     for left, right in zip(mine.logprobs, its.logprobs, strict=True):
         assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
 

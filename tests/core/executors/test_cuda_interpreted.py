@@ -558,7 +558,7 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
 
 
 @pytest.mark.usefixtures("drawing_kernels")
-def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
+def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     asked = [
         {"temperature": 0.8, "top_k": 5, "logprobs": 1}, {"temperature": 1.2, "top_p": 0.8},
         {"temperature": 1.0, "logit_bias": {7: 2.0}}, {"max_tokens": 5}, {"max_tokens": 3, "logprobs": 2},
@@ -580,8 +580,8 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
 def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
     """Chunks of prompts beside rows that go on from a drawn token, and answers of a call with and without a turn."""
     found, plans = [], []
-    for is_ahead in (True, False):
-        driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_ahead, prefix_cache=False)
+    for is_async in (True, False):
+        driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_async, prefix_cache=False)
         shares = driver.engine.scheduler._shares  # noqa: SLF001
         shares._clock = lambda driver=driver: sum(len(plan.sequences) for plan in driver.plans)  # noqa: SLF001
         want = ask(driver, tiny, (None, 3, 14), (None, 17, 3))

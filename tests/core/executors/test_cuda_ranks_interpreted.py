@@ -246,7 +246,7 @@ def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
     driver.engine.abort("aborted")
     check(driver, want)
     stats = driver.engine.stats()
-    assert min(stats.num_swaps_in, stats.num_steps_ahead) > 0
+    assert min(stats.num_swaps_in, stats.num_async_steps) > 0
     driver.engine.reclaim_idle()
     load_and_merge(driver, "r1-qv")
     driver.plans.clear()

@@ -42,13 +42,13 @@ def first_token(house: CheckedEngine, name: str, *streams: Stream, within: float
     return house.clock.now - start
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("count", [2, 4, 9])
 @pytest.mark.parametrize("tenant", ["", "other"])
-def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_ahead, count, tenant):
+def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_async, count, tenant):
     house = CheckedEngine(
         InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE, num_pages=400,
-        is_ahead=is_ahead,
+        is_async=is_async,
     )  # fmt: skip
     stream = Stream(house, "a", count)
     for _ in range(10):
@@ -81,13 +81,13 @@ def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_anot
 
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("seats", [2, 4, 16])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_each_of_many_adapters_has_its_turn(most, seats, is_ahead):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_each_of_many_adapters_has_its_turn(most, seats, is_async):
     """More adapters than have their turn one after another: each waits for the bound and a round of the others."""
     names = "abcdefgh"
     house = CheckedEngine(
         InlineReads(), names, max_adapters_per_step=most, max_num_seqs=seats, max_overtake_seconds=OVERTAKE,
-        num_pages=800, is_ahead=is_ahead,
+        num_pages=800, is_async=is_async,
     )  # fmt: skip
     streams = [Stream(house, name, 1) for name in names]
     last = dict.fromkeys(names, house.clock.now)

@@ -440,21 +440,21 @@ def test_a_step_ahead_of_rows_that_go_on_calls_nothing_for_each_though_others_wa
     """As the host plans it beside each step of the device, for hundreds of rows; counted, as calls need no quiet."""
 
     def fewest_calls(rows):
-        house = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_ahead=True)
-        foresee, counts = house.engine.scheduler.foresee, []
+        house = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_async=True)
+        plan_ahead, counts = house.engine.scheduler.plan_ahead, []
 
         def counted(plan):
             calls = []
             sys.setprofile(lambda frame, event, argument: calls.append(event) if "call" in event else None)
             try:
-                return foresee(plan)
+                return plan_ahead(plan)
             finally:
                 sys.setprofile(None)
                 counts.append(len(calls))
 
         for index in range(rows + 3):
             house.add(str(index), max_tokens=20)
-        with patch.object(house.engine.ahead, "_foresee", counted):
+        with patch.object(house.engine.async_steps, "_plan_ahead", counted):
             for _ in range(12):
                 house.step()
         assert len(house.engine.scheduler.waiting) == 3

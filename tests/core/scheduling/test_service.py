@@ -63,7 +63,7 @@ class TestWhoIsLeftOut:
 
     def test_takes_the_row_of_a_request_that_ends_in_the_step_under_way(self):
         """The step behind is planned before that one has ended."""
-        house = CheckedEngine(max_num_seqs=2, is_ahead=True)
+        house = CheckedEngine(max_num_seqs=2, is_async=True)
         for index in range(2):
             house.add(f"many {index}", max_tokens=24, tenant="many")
         for _ in range(4):
@@ -77,7 +77,7 @@ class TestWhoIsLeftOut:
 
     def test_goes_on_at_once_though_its_next_token_is_its_last(self):
         """It has no row of the step under way: it is none of the requests that this step ends."""
-        house = CheckedEngine(max_num_seqs=2, is_ahead=True)
+        house = CheckedEngine(max_num_seqs=2, is_async=True)
         house.add("long", max_tokens=24, tenant="many")
         house.add("paused", max_tokens=6, tenant="many")
         for _ in range(4):
@@ -86,7 +86,7 @@ class TestWhoIsLeftOut:
         for _ in range(2):  # of its prompt, and of decoding
             house.step()
         assert sorted(rows(house)) == ["long", "one"]
-        assert house.engine.ahead.plan is not None
+        assert house.engine.async_steps.plan is not None
         assert house.asked["paused"].request.num_tokens == house.asked["paused"].request.max_length - 1
         house.engine.abort("one")
         house.step()

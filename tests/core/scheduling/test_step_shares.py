@@ -45,10 +45,10 @@ def make_running(sizes, num_lone):
     num_lone=st.integers(0, 6),
     fixed=st.sampled_from([0.0, 1.0, 10.0]),
     each=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
-    is_ahead=st.booleans(),
+    is_async=st.booleans(),
 )
 @settings(max_examples=50)
-def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_ahead):
+def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_async):
     running, clock = make_running(sizes, num_lone), Clock()
     under_way = 0.0
     everybody, order = set(running), list(running)
@@ -56,7 +56,7 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_a
     last: dict[Request, int] = defaultdict(int)
     bound, longest = 2 * len(running) * (MAX_DEBT / SHARE + 2), 0
     for step in range(1, min(3000, int(1.2 * bound) + 100)):
-        chosen = shares.choose(running, waiting, is_ahead=is_ahead)
+        chosen = shares.choose(running, waiting, is_async=is_async)
         taking_part = running if chosen is None else chosen
         assert len(set(taking_part)) == len(taking_part) <= MAX_ROWS or chosen is None
         assert set(taking_part) >= set(running.lone)
@@ -64,7 +64,7 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_a
             longest = max(longest, step - last[request])
             last[request] = step
         took = fixed + each * len(taking_part)
-        clock.now += under_way if is_ahead else took
+        clock.now += under_way if is_async else took
         under_way = took
     assert max(longest, *(step - last[request] for request in running)) <= bound, "a request starves"
     assert list(running) == order
@@ -128,15 +128,15 @@ def test_calls_of_as_many_answers_all_run():
         clock.now += len(running)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_no_step_is_much_longer_than_one_without_the_larger_calls(is_ahead):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_step_is_much_longer_than_one_without_the_larger_calls(is_async):
     running, clock = make_running([60], 1), Clock()
     shares = StepShares(MAX_ROWS, clock)
     sizes = [1]
     for _ in range(2000):
-        chosen = shares.choose(running, WaitingQueue(), is_ahead=is_ahead)
+        chosen = shares.choose(running, WaitingQueue(), is_async=is_async)
         sizes.append(len(running if chosen is None else chosen))
-        clock.now += 1.0 + 0.5 * sizes[-1 - is_ahead]
+        clock.now += 1.0 + 0.5 * sizes[-1 - is_async]
     assert max(sizes[500:]) > 1
     assert 1.0 + 0.5 * max(sizes[500:]) <= (1 + LONGEST_STEP) * 1.5
 
@@ -186,9 +186,9 @@ class PricedStep:
         return self.outcome
 
 
-def make_engine(fixed, each, seats=32, is_ahead=False):
+def make_engine(fixed, each, seats=32, is_async=False):
     clock = Clock()
-    executor = (PricedDevice if is_ahead else PricedExecutor)(clock, fixed, each)
+    executor = (PricedDevice if is_async else PricedExecutor)(clock, fixed, each)
     config = EngineConfig(model=Path("none"), max_num_seqs=seats, num_pages=4000, max_waiting=None)
     return Engine(config, executor, clock=clock), executor, clock
 
@@ -199,9 +199,9 @@ def request(name, max_tokens, call=""):
 
 @pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.2), (1.0, 0.02), (1.0, 2.0), (0.1, 1.0)])
 @pytest.mark.parametrize("count", [8, 31, 128])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count, is_ahead):
-    engine, executor, clock = make_engine(fixed, each, is_ahead=is_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count, is_async):
+    engine, executor, clock = make_engine(fixed, each, is_async=is_async)
     for index in range(count):
         engine.add_request(request(f"many {index}", 2000, call="many"))
     for _ in range(5):
@@ -216,14 +216,14 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
         engine.step()
     rate = (engine.scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
     assert rate * (fixed + each) > 0.5
-    assert not is_ahead or executor.num_ahead > 690, "steps were not ahead"
+    assert not is_async or executor.num_ahead > 690, "steps were not ahead"
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_prompts_of_a_larger_call_are_charged_to_it(is_ahead):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_prompts_of_a_larger_call_are_charged_to_it(is_async):
     """Its answers are short: in most steps one ends, and the prompt of another is computed in the next."""
     fixed, each = 1.0, 0.2
-    engine, _executor, clock = make_engine(fixed, each, seats=32, is_ahead=is_ahead)
+    engine, _executor, clock = make_engine(fixed, each, seats=32, is_async=is_async)
     engine.add_request(request("neighbour", 4000))
     engine.step()
     for index in range(1000):
@@ -236,9 +236,9 @@ def test_prompts_of_a_larger_call_are_charged_to_it(is_ahead):
     assert rate * (fixed + each) > 0.5
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_ahead):
-    engine, executor, _ = make_engine(1.0, 0.0, seats=4, is_ahead=is_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_async):
+    engine, executor, _ = make_engine(1.0, 0.0, seats=4, is_async=is_async)
     for index in range(10):
         engine.add_request(request(f"many {index}", 50, call="many"))
     for _ in range(3):
@@ -294,9 +294,9 @@ def told(answer):
     return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_time_without_calls_is_charged_to_no_later_call(is_ahead):
-    engine, executor, _ = make_engine(1.0, 0.01, is_ahead=is_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_time_without_calls_is_charged_to_no_later_call(is_async):
+    engine, executor, _ = make_engine(1.0, 0.01, is_async=is_async)
     engine.add_request(request("neighbour", 4000))
     for call, count in (("one", 60), ("two", 60)):
         for index in range(4):
