@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..graphs.runner import StepMode
 from ..memory.pages.pool import PageKind
 from .requests.types import StepInfo
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .scheduling.scheduler import Scheduler
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
@@ -147,7 +151,7 @@ _PATHS = {name: metric.of for name, metric in METRICS.items() if metric.of}
 _at_paths = attrgetter(*_PATHS.values())
 
 
-def stats_of(engine: Any) -> EngineStats:
+def stats_of(engine: Engine) -> EngineStats:
     """The counts of an `Engine` as they are now; made for each step."""
     scheduler, merging, modes, events = engine.scheduler, engine.merging, engine.modes, engine.kv_events
     reads, count = engine.store.images.counts(), engine.pool.count
@@ -164,7 +168,7 @@ def stats_of(engine: Any) -> EngineStats:
         num_failed_reads=reads.num_failed,
         num_given_up_reads=reads.num_given_up,
         oldest_read_seconds=reads.oldest_seconds,
-        num_async_steps=engine.ahead.num_ahead if engine.ahead else 0,
+        num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,
         last_step=scheduler.last_step,
         step_sizes=tuple(scheduler.step_sizes),
     )
@@ -188,7 +192,7 @@ class TenantStats:
     standing: float
 
 
-def tenants_of(scheduler: Any) -> list[TenantStats]:
+def tenants_of(scheduler: Scheduler) -> list[TenantStats]:
     """The tenants with requests in progress, most requests first."""
     running, waiting = (
         Counter(each.fairness_key for each in queue) for queue in (scheduler.running, scheduler.waiting)

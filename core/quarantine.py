@@ -50,8 +50,8 @@ class AdapterNames(Protocol):
 class Quarantined:
     """An adapter that is not served, and the reason.
 
-    stamp: the state of its directory then; None when it did not tell. can_retry: whether a change to its files may help,
-    as none does to a name that is none.
+    stamp: the state of its directory then; None when it did not tell. can_retry: whether a change to its files may
+    help, as none does to a name that is none.
     """
 
     name: str

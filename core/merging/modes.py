@@ -132,7 +132,7 @@ class Modes:
         only = choice.only if choice.merged is merging.merged and not self._patience.is_over else None
         if only is not None and all(adapter in only for adapter in requests):
             only = None
-        scheduler.only = only
+        scheduler.eligible_adapters = only
         self.num_left_out += only is not None
         self._leaves_out = only is not None and leaves_tenant_out(scheduler, only)
 
@@ -203,7 +203,7 @@ def _has_late_turn(scheduler: Scheduler) -> bool:
     if len(scheduler.waiting.tenants) < 2:
         return False
     turns = scheduler.lifecycle.service.restart_turns()
-    return turns.top() is not None and turns.is_late
+    return turns.top() is not None and turns.is_overdue
 
 
 def _count_beginning(scheduler: Scheduler) -> int:

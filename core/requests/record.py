@@ -9,7 +9,7 @@ from typing import Any
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def to_record(request: Request, now: float) -> dict[str, Any]:
         "content_hash": None if adapter is None else adapter.manifest.content_hash,
         "tenant": request.tenant,
         "cache_salt": request.cache_salt,
-        "call": request.call,
+        "choice_group": request.choice_group,
         "age": now - request.arrival_time,
         "num_paid_tokens": max(request.num_paid_tokens, request.num_computed_tokens),
     }
@@ -62,7 +62,7 @@ def from_record(data: Mapping[str, Any], now: float) -> Request:
         now - data["age"],
         data["tenant"],
         data["cache_salt"],
-        data["call"],
+        data["choice_group"],
         num_paid_tokens=data["num_paid_tokens"],
     )
     request.token_ids += tokens[count:]

@@ -60,13 +60,13 @@ class Request:
     arrival_time: float = 0.0
     tenant: str = ""
     cache_salt: str = ""
-    call: str = ""
+    choice_group: str = ""
     _: KW_ONLY
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     state: RequestState = RequestState.WAITING
-    place: int = 0  # queue position
-    is_further: bool = False  # came behind another answer of its call
+    queue_position: int = 0  # queue position
+    is_later_choice: bool = False  # came behind another answer of its call
     began_at: int = 0  # tokens that were cached when it was last admitted
     fairness_key: str = ""
     charged: float = 0.0  # cost that its tenant has been charged for what it runs now
@@ -80,7 +80,7 @@ class Request:
     block_table: BlockTable = field(init=False)  # while it runs
     room: int = 0  # tokens that its pages can hold
     kv_image: KvImage | None = None  # its KV in host memory, until that is back
-    coming: Transfer | None = None  # what brings that into its pages; it computes nothing until then
+    restoring: Transfer | None = None  # what brings that into its pages; it computes nothing until then
     sequence: ScheduledSequence | None = (
         None  # its row of decode steps, reused from step to step; None before its first
     )

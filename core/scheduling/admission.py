@@ -13,13 +13,13 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.prefix import Block
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
-from .draft import Draft, Place, QueueOrder
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadPolicy
 from .output_lengths import Growth
-from .queues import Group, WaitingQueue
+from .queues import AdapterQueue, WaitingQueue
 from .request_memory import RequestMemory
 from .shares import PageShares
+from .step_builder import QueueOrder, SlotSource, StepBuilder
 
 DOUBT_SECONDS = 10.0
 """After an adapter load misses its deadline, disable streamed starts for this many seconds: requests then start only
@@ -47,12 +47,12 @@ class Admission:
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
-        self._seats = self._limits.max_num_seqs
+        self._max_num_seqs = self._limits.max_num_seqs
         self.late: set[Adapter] = set()  # missed their deadline: requests start only once they have been read
         self._doubt_until = 0.0
         self._pages = PageShares(self._limits, self._waiting, self._memory, self._loads.costs)
 
-    def coming(self) -> Iterator[Request]:
+    def read_order(self) -> Iterator[Request]:
         """Yield the waiting requests in the order in which their adapters are to be read.
 
         Where several tenants wait, requests for non-resident adapters come first, one of each tenant in order of turns,
@@ -61,7 +61,7 @@ class Admission:
         tenants = self._waiting.tenants
         if len(tenants) > 1:
             turns = self._lifecycle.service.restart_turns()
-            lines: list[Iterable[Group]] = []
+            lines: list[Iterable[AdapterQueue]] = []
             while len(lines) < 2 * self._limits.lookahead and (tenant := turns.top()) is not None:
                 lines.append(islice(tenants[tenant].values(), _MOST_GROUPS))
                 turns.pass_over()
@@ -70,7 +70,7 @@ class Admission:
                     yield next(iter(group))
         yield from self._waiting
 
-    def release_held(self) -> None:
+    def release_held_back(self) -> None:
         """Release requests held for a shared prefill that is done, and forget late adapters that have been read.
 
         Needed only while a request waits or an adapter is late.
@@ -84,194 +84,205 @@ class Admission:
         self.late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
-    def admit(self, draft: Draft) -> None:
+    def admit(self, builder: StepBuilder) -> None:
         """Move waiting requests to the running ones, in queue order.
 
         Requests for adapters not yet available are skipped. Admission stops at the first request that lacks tokens.
         Once one lacks pages, only tenants within their share of the pages begin more, and none if its tenant is overdue
         for a turn and has no running request, so that small requests don't starve a large one. With every slot taken,
         three kinds of request may still begin. A request that is overdue for an index of the batch takes an adapter's,
-        with its rows. A tenant without a row, or that was served less, takes over a row of another (`Draft.may_begin`).
-        A call with no running answer takes a row while the step has one; answers of calls with n > 1 then take turns.
+        with its rows. A tenant without a row, or that was served less, takes over a row of another
+        (`StepBuilder.may_begin`). A call with no running answer takes a row while the step has one; answers of calls
+        with n > 1 then take turns.
         """
-        for request, blocks, count in self._candidates(draft):
-            if self.has_room(request, blocks, draft):
-                self._start(request, blocks, count, draft)
-            elif not self._find_room(request, draft):
+        for request, blocks, count in self._candidates(builder):
+            if self.has_room(request, blocks, builder):
+                self._start(request, blocks, count, builder)
+            elif not self._find_room(request, builder):
                 return
 
-    def _candidates(self, draft: Draft) -> Iterator[tuple[Request, list[Block], int]]:
+    def _candidates(self, builder: StepBuilder) -> Iterator[tuple[Request, list[Block], int]]:
         """Yield the requests that may begin if they get pages, each with its cached prefix and its tokens of the
         budget. After each, the caller begins or passes over it.
         """
-        if draft.budget <= 0 or (place := self.find_slot(draft)) is None:
+        if builder.budget <= 0 or (slot_source := self.find_slot(builder)) is None:
             return
-        if self._pages.taker in self._waiting:
-            draft.givers = self._pages.givers(draft.now)
-        self.open_queue(draft, place)
-        while (request := self._next(draft)) is not None:
+        if self._pages.recipient in self._waiting:
+            builder.donors = self._pages.donors(builder.now)
+        self.open_queue(builder, slot_source)
+        while (request := self._next(builder)) is not None:
             blocks = self._memory.match(request)
             kept = self._memory.kept_tokens(request, blocks)
             count = request.num_tokens - kept
-            if count > draft.budget and not self._limits.chunked_prefill:
+            if count > builder.budget and not self._limits.chunked_prefill:
                 return
             if self._prefills.hold_back(request, kept):
-                draft.order.go_on()
+                builder.order.go_on()
             else:
-                yield request, blocks, min(count, draft.budget)
+                yield request, blocks, min(count, builder.budget)
 
-    def _next(self, draft: Draft) -> Request | None:
+    def _next(self, builder: StepBuilder) -> Request | None:
         """Return the next request with a slot, tokens, its adapter and a share of the pages; None if there is none."""
-        while draft.budget > 0 and draft.num_short <= MOST_SHORT:
-            request = draft.order.next()
+        while builder.budget > 0 and builder.num_short <= MOST_SHORT:
+            request = builder.order.next()
             if request is None:
-                if not self._go_on(draft):
+                if not self._go_on(builder):
                     return None
                 continue
-            place = self.find_slot(draft)
-            if place is None or (place is draft.place is Place.CALL and request.call in draft.running.calls):
+            slot_source = self.find_slot(builder)
+            if slot_source is None or (
+                slot_source is builder.slot_source is SlotSource.CHOICE
+                and request.choice_group in builder.running.choice_groups
+            ):
                 return None  # its call has a row
-            if place is not draft.place:
-                self.open_queue(draft, place)
-            elif not self.may_join(request, draft):
-                draft.order.pass_over()
-            elif self._has_share(request, draft):
+            if slot_source is not builder.slot_source:
+                self.open_queue(builder, slot_source)
+            elif not self.may_join(request, builder):
+                builder.order.pass_over()
+            elif self._has_share(request, builder):
                 return request
         return None
 
-    def _go_on(self, draft: Draft) -> bool:
+    def _go_on(self, builder: StepBuilder) -> bool:
         """Go on to another kind of slot once nobody is left to take an adapter's index; False if there is none."""
-        if draft.place is not Place.ADAPTER:
+        if builder.slot_source is not SlotSource.ADAPTER:
             return False
-        draft.may_displace = False
-        place = self.find_slot(draft)
-        if place is not None:
-            self.open_queue(draft, place)
-        return place is not None
+        builder.may_displace = False
+        slot_source = self.find_slot(builder)
+        if slot_source is not None:
+            self.open_queue(builder, slot_source)
+        return slot_source is not None
 
-    def _has_share(self, request: Request, draft: Draft) -> bool:
+    def _has_share(self, request: Request, builder: StepBuilder) -> bool:
         """True unless pages are short, and its tenant would go beyond its share of them, is not owed a turn, and is
         passed over.
         """
-        if not draft.num_short or draft.is_owed(request.fairness_key):
+        if not builder.num_short or builder.is_overdue(request.fairness_key):
             return True
-        if self._pages.allow(request, draft.running, self._growth(draft)):
+        if self._pages.is_within_share(request, builder.running, self._growth(builder)):
             return True
-        draft.pass_over_tenant(request.fairness_key)
+        builder.pass_over_tenant(request.fairness_key)
         return False
 
-    def find_slot(self, draft: Draft) -> Place | None:
+    def find_slot(self, builder: StepBuilder) -> SlotSource | None:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
         requests, or adapters have no index, up to `max_num_seqs` others may run; the excluded keep their pages.
         """
-        seats, running, waiting = self._seats, draft.running, self._waiting
-        if len(running) - draft.num_without_index < seats or (draft.only is not None and draft.num_rows < seats):
-            return Place.SEAT
-        if draft.is_open_to_adapters(waiting):
-            return Place.ADAPTER
-        if draft.is_open_to(waiting.tenants.keys()):
-            return Place.TENANT
-        if draft.num_rows < seats and running.num_calls < seats and waiting.has_firsts():
-            return Place.CALL
+        seats, running, waiting = self._max_num_seqs, builder.running, self._waiting
+        if len(running) - builder.num_without_index < seats or (
+            builder.eligible_adapters is not None and builder.num_sequences < seats
+        ):
+            return SlotSource.FREE
+        if builder.is_open_to_adapters(waiting):
+            return SlotSource.ADAPTER
+        if builder.is_open_to(waiting.tenants.keys()):
+            return SlotSource.TENANT
+        if builder.num_sequences < seats and running.num_groups < seats and waiting.has_first_choices():
+            return SlotSource.CHOICE
         return None
 
-    def _find_room(self, request: Request, draft: Draft) -> bool:
+    def _find_room(self, request: Request, builder: StepBuilder) -> bool:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
         if self._store.give_up_loads():
             return True
-        if draft.is_async and (draft.may_begin(request.fairness_key) or self._beyond_shares(request, draft)):
-            draft.was_short = True
+        if builder.is_async and (builder.may_begin(request.fairness_key) or self._beyond_shares(request, builder)):
+            builder.was_short = True
             return False
-        if victims := self._find_victims(request, draft):
+        if victims := self._find_victims(request, builder):
             for victim in victims:
                 self._lifecycle.preempt(victim)
-                draft.lose(victim)
+                builder.lose(victim)
             return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
-        if draft.running or self._store.loads.under_way:
-            draft.pass_over_tenant(request.fairness_key)
-            return not draft.is_owed(request.fairness_key)
+        if builder.running or self._store.loads.under_way:
+            builder.pass_over_tenant(request.fairness_key)
+            return not builder.is_overdue(request.fairness_key)
         message = "the arena has too few pages left beside pinned adapters; unpin some"
         self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
-        draft.order.go_on()
+        builder.order.go_on()
         return True
 
-    def _find_victims(self, request: Request, draft: Draft) -> list[Request]:
+    def _find_victims(self, request: Request, builder: StepBuilder) -> list[Request]:
         """Return the requests to preempt for one that lacks pages.
 
-        First a paused request, for any tenant that may take over a row (`Draft.may_begin`); then running ones, for
-        a tenant below its share of the pages; then one, for an overdue tenant with no running request.
+        First a paused request, for any tenant that may take over a row (`StepBuilder.may_begin`); then running ones,
+        for a tenant below its share of the pages; then one, for an overdue tenant with no running request.
         """
-        tenant, may_begin = request.fairness_key, draft.may_begin(request.fairness_key)
-        if may_begin and (paused := draft.paused(tenant)) is not None:
+        tenant, may_begin = request.fairness_key, builder.may_begin(request.fairness_key)
+        if may_begin and (paused := builder.last_descheduled(tenant)) is not None:
             return [paused]
-        if victims := self._beyond_shares(request, draft):
-            self._pages.record_victims(request, victims, draft.now)
+        if victims := self._beyond_shares(request, builder):
+            self._pages.record_victims(request, victims, builder.now)
             return victims
-        return [victim] if may_begin and draft.is_owed(tenant) and (victim := draft.last()) is not None else []
+        return [victim] if may_begin and builder.is_overdue(tenant) and (victim := builder.last()) is not None else []
 
-    def _beyond_shares(self, request: Request, draft: Draft) -> list[Request]:
+    def _beyond_shares(self, request: Request, builder: StepBuilder) -> list[Request]:
         """Return the requests to preempt for one that lacks pages within its tenant's share."""
-        return self._pages.find_victims(request, draft.running, self._growth(draft), draft.now, draft.from_end)
+        return self._pages.find_victims(request, builder.running, self._growth(builder), builder.now, builder.from_end)
 
-    def open_queue(self, draft: Draft, place: Place) -> None:
+    def open_queue(self, builder: StepBuilder, slot_source: SlotSource) -> None:
         """Restart the step's candidates: the requests that may take this kind of slot."""
-        doubts = draft.now < self._doubt_until
-        is_limited = self._limits.max_adapters_per_step is not None or doubts or self.late or draft.only is not None
-        draft.place = place
-        draft.order = QueueOrder(
+        doubts = builder.now < self._doubt_until
+        is_limited = (
+            self._limits.max_adapters_per_step is not None
+            or doubts
+            or self.late
+            or builder.eligible_adapters is not None
+        )
+        builder.slot_source = slot_source
+        builder.order = QueueOrder(
             self._waiting,
             self._lifecycle.service.restart_turns(),
             self._store,
-            draft.overdue_before,
-            partial(self._may_come, draft) if is_limited else None,
-            place is Place.CALL,
-            draft.is_candidate,
+            builder.overdue_before,
+            partial(self._may_come, builder) if is_limited else None,
+            slot_source is SlotSource.CHOICE,
+            builder.is_candidate,
         )
 
-    def _may_come(self, draft: Draft, adapter: Adapter | None, head: Request | None) -> bool:
+    def _may_come(self, builder: StepBuilder, adapter: Adapter | None, head: Request | None) -> bool:
         """True if an adapter, or the base model, may join the step.
 
         head: a tenant's first request that waits for it; an overdue head may take another adapter's index.
         """
-        if draft.only is not None and adapter not in draft.only:
+        if builder.eligible_adapters is not None and adapter not in builder.eligible_adapters:
             return False
-        if adapter is not None and draft.is_barred(adapter):
+        if adapter is not None and builder.lacks_index(adapter):
             if head is None:
-                return draft.has_index_to_give
-            return is_read(self._store, adapter) and draft.may_take_index(adapter, head)
-        if adapter is None or draft.place is Place.ADAPTER:
-            return draft.place is not Place.ADAPTER
-        is_doubted = adapter in self.late or (not adapter.pages and draft.now < self._doubt_until)
+                return builder.has_index_to_give
+            return is_read(self._store, adapter) and builder.may_take_index(adapter, head)
+        if adapter is None or builder.slot_source is SlotSource.ADAPTER:
+            return builder.slot_source is not SlotSource.ADAPTER
+        is_doubted = adapter in self.late or (not adapter.pages and builder.now < self._doubt_until)
         return not is_doubted or is_read(self._store, adapter)
 
-    def may_join(self, request: Request, draft: Draft) -> bool:
+    def may_join(self, request: Request, builder: StepBuilder) -> bool:
         """True unless a request must wait for its adapter or for a free index in the step."""
         adapter = request.adapter
-        if not self._may_come(draft, adapter, request):
+        if not self._may_come(builder, adapter, request):
             return False
         if adapter is None or (adapter.pages and adapter.transfer is None):
             return True
-        return self._loads.may_start(adapter, min(request.num_tokens, draft.budget))
+        return self._loads.may_start(adapter, min(request.num_tokens, builder.budget))
 
-    def has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
+    def has_room(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
 
         blocks: its prefix in the prefix cache.
         """
         if not self._memory.fits(request, blocks):
             return False
-        if not draft.running:
+        if not builder.running:
             return True
-        fits, growth = self._memory.fits, self._growth(draft)
+        fits, growth = self._memory.fits, self._growth(builder)
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
-    def _growth(self, draft: Draft) -> Growth:
+    def _growth(self, builder: StepBuilder) -> Growth:
         """Return the pages that the step's running requests are expected to grow by."""
-        if draft.growth is None:
-            draft.growth = Growth(self._lifecycle.lengths, self._memory.block_tokens, draft.running)
-        return draft.growth
+        if builder.growth is None:
+            builder.growth = Growth(self._lifecycle.lengths, self._memory.block_tokens, builder.running)
+        return builder.growth
 
-    def _start(self, request: Request, blocks: list[Block], count: int, draft: Draft) -> None:
+    def _start(self, request: Request, blocks: list[Block], count: int, builder: StepBuilder) -> None:
         """Start a waiting request with `count` tokens; none while its KV is copied back from host memory.
 
         An adapter that can't be loaded fails this request only.
@@ -282,16 +293,18 @@ class Admission:
             self._memory.start(request, blocks, count)
         except Exception as error:
             self._lifecycle.end(request, *load_error(request, error))
-            draft.order.go_on()
+            builder.order.go_on()
             return
         self._waiting.remove(request)
-        draft.order.go_on()
-        if request is self._pages.taker:
-            self._pages.taker = None
+        builder.order.go_on()
+        if request is self._pages.recipient:
+            self._pages.recipient = None
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._prefills.begin(request)
-        draft.begin(request, 0 if request.coming is not None else count, self._lifecycle.lengths.final_length(request))
+        builder.begin(
+            request, 0 if request.restoring is not None else count, self._lifecycle.lengths.final_length(request)
+        )
 
 
 @dataclass(eq=False)
@@ -352,7 +365,7 @@ def _same_prompt(one: Request, other: Request) -> bool:
 
 def is_loading(request: Request) -> bool:
     """True while a running request's adapter is being loaded, or its KV is being copied back."""
-    return request.coming is not None or (request.adapter is not None and request.adapter.transfer is not None)
+    return request.restoring is not None or (request.adapter is not None and request.adapter.transfer is not None)
 
 
 def is_read(store: AdapterStore, adapter: Adapter) -> bool:

@@ -110,8 +110,8 @@ class LoadAhead:
 
 def _no_room(adapter: Adapter) -> NoRoom:
     return NoRoom(
-        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside pinned ones; "
-        "unpin some"
+        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
+        "pinned adapters; unpin some"
     )
 
 

@@ -22,13 +22,13 @@ from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
-from .draft import Draft, may_compute
 from .grammar_budget import GrammarBudget
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .queues import Running, WaitingQueue, as_if_finished, continue_from, group_by_adapter, num_missing, plan_step
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
+from .step_builder import StepBuilder, may_compute
 from .step_shares import StepShares
 
 
@@ -56,7 +56,7 @@ class Scheduler:
         self._store = store
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
-        self._ahead = LoadAhead(limits, store, memory)
+        self._load_ahead = LoadAhead(limits, store, memory)
         self.waiting = WaitingQueue()
         self.running = Running()
         policy = queue or TokenCounters(limits.weights)
@@ -69,7 +69,7 @@ class Scheduler:
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._loading: list[Request] = []  # running while their adapter is still being loaded
-        self.only: Collection[Adapter | None] | None = None
+        self.eligible_adapters: Collection[Adapter | None] | None = None
         """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
 
         `schedule` resets it to None if none of these requests can run.
@@ -82,7 +82,14 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """True while a request is in progress, or KV or an adapter is being copied, whatever has become of requests."""
-        return any((self._requests, self.lifecycle.failed, self._memory.swapped.copies, self._store.loads.under_way))
+        return any(
+            (
+                self._requests,
+                self.lifecycle.ended_outside_steps,
+                self._memory.swapped.copies,
+                self._store.loads.under_way,
+            )
+        )
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -99,7 +106,7 @@ class Scheduler:
         """Queue a validated request; one that has run on another engine goes first."""
         self.lifecycle.add(request)
         if request.adapter is not None and len(self.waiting) <= self._limits.lookahead:
-            self._ahead.read(self._admission.coming())
+            self._load_ahead.read(self._admission.read_order())
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""
@@ -112,8 +119,8 @@ class Scheduler:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         self._finish_ended()
         plan = self._plan_next(self.num_steps + 1)
-        if plan is None and self.only is not None:
-            self.only = None
+        if plan is None and self.eligible_adapters is not None:
+            self.eligible_adapters = None
             plan = self._plan_next(self.num_steps + 1)
         return plan
 
@@ -125,11 +132,11 @@ class Scheduler:
         Requests that begin are running ones either way. `take_back` undoes the rest.
         """
         memory = self._memory
-        if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
+        if self.eligible_adapters is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
         self._finish_ended()
         if self._all_continue(plan):
-            ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_async=True)
+            ahead = self._build(plan.step_id + 1, self.running, all_decode=True, is_async=True)
         elif plan.bucket is None and any(
             sequence.wants_prompt_logprobs for sequence in plan.sequences
         ):  # from what the next step overwrites
@@ -149,18 +156,18 @@ class Scheduler:
         they have pages now. Planning then asks nothing of them that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if running.calls or self.grammars.heavy or last is None or last.sequences is not plan.sequences:
+        if running.choice_groups or self.grammars.heavy or last is None or last.sequences is not plan.sequences:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self.grow_decodes(1)
 
     def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_async: bool = False) -> StepPlan | None:
-        """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_draft`."""
+        """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_build`."""
         candidates = self._candidates(ending, is_async=is_async)
         all_decode = candidates is self.running and self.grow_decodes()
-        return self._draft(step_id, candidates, all_decode=all_decode, is_async=is_async)
+        return self._build(step_id, candidates, all_decode=all_decode, is_async=is_async)
 
-    def _draft(
+    def _build(
         self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_async: bool
     ) -> StepPlan | None:
         """Plan a step of running requests, the `candidates`, and of waiting ones; None if nothing can run.
@@ -169,7 +176,7 @@ class Scheduler:
         """
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
-        draft = Draft(
+        builder = StepBuilder(
             self._limits,
             self._service,
             self.lifecycle,
@@ -177,24 +184,24 @@ class Scheduler:
             self.running,
             candidates,
             self._clock(),
-            self.only,
+            self.eligible_adapters,
             all_decode,
             is_async,
         )
         if not all_decode:
-            self.take_running(draft, candidates)
+            self.schedule_running(builder, candidates)
         if self.waiting:
-            self._take_waiting(draft)
+            self._take_waiting(builder)
         plan = None
-        if not (is_async and (draft.was_short or self._loading)):
-            plan = self._plan(step_id, draft.counts, draft.all_decode)
+        if not (is_async and (builder.was_short or self._loading)):
+            plan = self._plan(step_id, builder.counts, builder.all_decode)
         if plan is None:
             self._shares.rollback()
         return plan
 
-    def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
+    def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
         """Take running requests; a subclass may leave some out."""
-        draft.take_running(candidates, self.waiting.tenants)
+        builder.schedule_running(candidates, self.waiting.tenants)
 
     def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
@@ -207,7 +214,11 @@ class Scheduler:
             return None
         plan = plan_step(step_id, groups, counts, self._buckets)
         running.plan = plan if all_decode and not counts else None
-        if running.calls and plan.bucket is None and any(each.sequence is None and not each.call for each in counts):
+        if (
+            running.choice_groups
+            and plan.bucket is None
+            and any(each.sequence is None and not each.choice_group for each in counts)
+        ):
             self._shares.ignore()
         return plan
 
@@ -272,7 +283,7 @@ class Scheduler:
 
     def pop_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""
-        failed, self.lifecycle.failed = self.lifecycle.failed, []
+        failed, self.lifecycle.ended_outside_steps = self.lifecycle.ended_outside_steps, []
         return failed
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
@@ -291,7 +302,7 @@ class Scheduler:
         if self._loading or self._store.loads.under_way:
             self._finish_loads()
         if self.waiting or self._admission.late:
-            self._admission.release_held()
+            self._admission.release_held_back()
 
     def _finish_loads(self) -> None:
         """End requests of adapters that failed to load; mark requests of adapters now complete as running."""
@@ -311,12 +322,12 @@ class Scheduler:
         A request with KV still being copied back is left out, and one that `only` excludes, or whose adapter has no
         turn. is_async: a step is still under way, which ends `ending`.
         """
-        running, only = self.running, self.only
+        running, only = self.running, self.eligible_adapters
         sharing: list[Request] = running
-        if running.calls:
+        if running.choice_groups:
             sharing = self._shares.choose(running, self.waiting, is_async=is_async) or running
         else:
-            self._shares.dealt.clear()
+            self._shares.pending.clear()
         if only is not None or self._memory.arriving or ending:
             sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
         if self.grammars.heavy:
@@ -326,10 +337,10 @@ class Scheduler:
         if len(sharing) <= self._limits.max_num_seqs:
             return sharing
         if sharing is not running:
-            return self._service.deal(sharing)
-        if running.dealt is None:
-            running.dealt = self._service.deal(running)
-        return running.dealt
+            return self._service.choose(sharing)
+        if running.chosen is None:
+            running.chosen = self._service.choose(running)
+        return running.chosen
 
     def grow_decodes(self, ahead: int = 0) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
@@ -344,27 +355,27 @@ class Scheduler:
         short = [request for request in running if request.room <= request.num_computed_tokens + ahead]
         return not short or self._memory.grow_each(short)
 
-    def _take_waiting(self, draft: Draft) -> None:
+    def _take_waiting(self, builder: StepBuilder) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
         lifecycle, swapped = self.lifecycle, self._memory.swapped
         if lacks_adapters := self.waiting.has_absent():
-            for request, error in self._ahead.hopeless(self.waiting):
+            for request, error in self._load_ahead.hopeless(self.waiting):
                 lifecycle.end(request, *load_error(request, error))
         before = lifecycle.num_preemptions
-        if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
-            draft.begin_admission()
-            self._admission.admit(draft)
-            self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
+        if not builder.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
+            builder.begin_admission()
+            self._admission.admit(builder)
+            self._loading += [request for request in builder.admitted if request.state is RequestState.LOADING]
         if lacks_adapters:
-            self._ahead.read(self._admission.coming())
-            self._ahead.load(self.waiting)
-        full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
+            self._load_ahead.read(self._admission.read_order())
+            self._load_ahead.load(self.waiting)
+        full = builder.num_sequences > self._limits.max_num_seqs or lifecycle.num_preemptions > before
         if (
-            full or draft.descheduled or (draft.all_decode and self._memory.arriving)
+            full or builder.descheduled or (builder.all_decode and self._memory.arriving)
         ):  # admitted just now, without a row
-            draft.yield_rows()
-        if not draft.was_short:
-            draft.add_to_chunks()
+            builder.drop_descheduled()
+        if not builder.was_short:
+            builder.add_to_chunks()
 
     def _send_back_late(self, result: StepResult) -> None:
         """Send requests for adapters that missed their deadline back to the queue until the load is complete.

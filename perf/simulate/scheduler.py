@@ -17,11 +17,11 @@ from typing import Any
 from ...core.requests.request import Request, RequestState
 from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledSequence, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
-from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
 from ...core.scheduling.queues import Running
 from ...core.scheduling.request_memory import RequestMemory
 from ...core.scheduling.scheduler import Scheduler
+from ...core.scheduling.step_builder import QueueOrder, SlotSource, StepBuilder
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 
@@ -136,15 +136,15 @@ class SimAdmission(Admission):
         self._current_order: QueueOrder | None = None
         self._has_passed_over = False
 
-    def admit(self, draft: Draft) -> None:
+    def admit(self, builder: StepBuilder) -> None:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
         self._most_rows = math.inf if self.most_rows is None else self.most_rows
         if self.most_prompts is not None:
-            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in draft.running)
-            self._most_rows = min(self._most_rows, draft.num_rows + self.most_prompts - prompts)
-        super().admit(draft)
-        for request in draft.begun:
+            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in builder.running)
+            self._most_rows = min(self._most_rows, builder.num_sequences + self.most_prompts - prompts)
+        super().admit(builder)
+        for request in builder.admitted:
             self._unnoted.pop(request, None)
             if request.adapter is not None and request.adapter.transfer is not None:
                 self._count_cold(request)
@@ -152,20 +152,20 @@ class SimAdmission(Admission):
         if self._unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
 
-    def find_slot(self, draft: Draft) -> Place | None:
-        return super().find_slot(draft) if draft.num_rows < self._most_rows else None
+    def find_slot(self, builder: StepBuilder) -> SlotSource | None:
+        return super().find_slot(builder) if builder.num_sequences < self._most_rows else None
 
-    def open_queue(self, draft: Draft, place: Place) -> None:
-        super().open_queue(draft, place)
-        self._current_order = draft.order
+    def open_queue(self, builder: StepBuilder, slot_source: SlotSource) -> None:
+        super().open_queue(builder, slot_source)
+        self._current_order = builder.order
 
-    def may_join(self, request: Request, draft: Draft) -> bool:
-        may_join = super().may_join(request, draft)
+    def may_join(self, request: Request, builder: StepBuilder) -> bool:
+        may_join = super().may_join(request, builder)
         self._has_passed_over |= not may_join
         return may_join
 
-    def has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
-        has_room = super().has_room(request, blocks, draft)
+    def has_room(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
+        has_room = super().has_room(request, blocks, builder)
         self.awaits_growth = not has_room and self._memory.fits(request, blocks)
         return has_room
 
@@ -262,15 +262,15 @@ class SimScheduler(Scheduler):
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 
-    def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
-        most, only = self._admission.most_rows, self.only
+    def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
+        most, only = self._admission.most_rows, self.eligible_adapters
         if most is not None and (self.waiting or len(candidates) > most):
             waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
             if len(self.running) >= self._limits.max_num_seqs:  # no waiting request may begin, however old
                 waiting = ()
             oldest = set(self._oldest(candidates, waiting, most))
             candidates = [request for request in candidates if request in oldest]
-        super().take_running(draft, candidates)
+        super().schedule_running(builder, candidates)
 
     def grow_decodes(self, ahead: int = 0) -> bool:
         most = self._admission.most_rows

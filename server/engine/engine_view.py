@@ -192,8 +192,8 @@ class Picture:
     def of(cls, engine: Engine) -> Picture:
         """To be called on the engine's thread."""
         store, scheduler = engine.store, engine.scheduler
-        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.only
-        seated = set(running[:most] if running.dealt is None else running.dealt)
+        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.eligible_adapters
+        seated = set(running[:most] if running.chosen is None else running.chosen)
         phases: Counter[tuple[str, str, Phase]] = Counter()
         holdings: list[Holding] = []
         for request in running:

@@ -107,10 +107,12 @@ class Driver:
     def plans(self) -> list[StepPlan]:
         return self.executor.plans
 
-    def add(self, request_id: str, adapter: str | None, prompt: list[int], call: str = "", **params: Any) -> Request:
+    def add(
+        self, request_id: str, adapter: str | None, prompt: list[int], choice_group: str = "", **params: Any
+    ) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, SamplingParams(**params), adapter, call=call)
+        request = Request(request_id, prompt, SamplingParams(**params), adapter, choice_group=choice_group)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request

@@ -343,7 +343,7 @@ def test_a_lost_device_ends_the_engine_whichever_step_tells(gqa, drive, at):
 def test_several_answers_of_a_call_take_turns_as_before(both):
     def ask(driver):
         for index in range(4):
-            driver.add(str(index), None, PROMPT, call="c", max_tokens=6, temperature=1.0, seed=index)
+            driver.add(str(index), None, PROMPT, choice_group="c", max_tokens=6, temperature=1.0, seed=index)
         driver.add("alone", None, PROMPT[::-1], max_tokens=12)
         return driver.drain()
 
@@ -367,7 +367,7 @@ def test_answers_of_a_call_take_turns_in_async_steps(gqa, drive):
         plans = driver.plans
         driver.add("neighbour", "r1-all", PROMPT, max_tokens=40)
         for index in range(4):
-            driver.add(str(index), None, PROMPT[::-1] * 4, call="c", max_tokens=8, temperature=1.0, seed=index)
+            driver.add(str(index), None, PROMPT[::-1] * 4, choice_group="c", max_tokens=8, temperature=1.0, seed=index)
         answers = driver.drain()
         assert answers["neighbour"].tokens == gqa.greedy("r1-all", PROMPT, 40)
         found.append({name: answer.tokens for name, answer in answers.items()})

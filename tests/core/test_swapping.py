@@ -271,7 +271,7 @@ def test_aborts_while_copies_are_under_way(subject, drive):
     driver.engine.scheduler.lifecycle.preempt(coming)
     late.copies[0].end()
     driver.step()
-    assert coming.coming is not None
+    assert coming.restoring is not None
     driver.engine.scheduler.lifecycle.preempt(leaving)
     driver.engine.store.unregister("r1-all")
     pages = driver.engine.stats().num_kv_pages
@@ -297,7 +297,7 @@ def test_one_that_is_preempted_while_its_kv_comes_back_has_it_still(subject, dri
     driver.engine.scheduler.lifecycle.preempt(request)
     late.copies[0].end()
     driver.engine.begin_step()
-    assert request.coming is not None
+    assert request.restoring is not None
     driver.engine.scheduler.lifecycle.preempt(request)
     assert driver.engine.stats().num_kv_pages > 0, "something is still written to its pages"
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)

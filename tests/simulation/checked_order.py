@@ -121,7 +121,7 @@ class CheckedOrder:
         reached["a step of prompts ahead"] += plan.bucket is None
         reached["begun in a step ahead"] += bool(started)
         in_step = {self._asked[row.request_id].request for row in plan.sequences}
-        without = [(len(members.keys() - in_step), len(members)) for members in running.calls.values()]
+        without = [(len(members.keys() - in_step), len(members)) for members in running.choice_groups.values()]
         reached["a step ahead of some answers of a call"] += any(0 < count < most for count, most in without)
         return ending
 
@@ -143,7 +143,7 @@ class CheckedOrder:
         reached["overtaken"] += any(arrival > oldest for arrival in arrivals)
         for request in started:
             others = [each for each in self._scheduler.waiting if each.fairness_key != request.fairness_key]
-            reached["a tenant's turn"] += any(other.place < request.place for other in others)
+            reached["a tenant's turn"] += any(other.queue_position < request.queue_position for other in others)
             reached["prefix hit"] += request.num_cached_tokens > 0
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
@@ -159,7 +159,9 @@ class CheckedOrder:
         gave = sum(request.adapter in new for request in self._scheduler.running)
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
-        alone = [each for each in paused if not each.call and each.coming is None and each.adapter not in left_out]
+        alone = [
+            each for each in paused if not each.choice_group and each.restoring is None and each.adapter not in left_out
+        ]
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
@@ -186,7 +188,7 @@ class CheckedOrder:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""
         now = self._decided[0]
         self._reached["adapters took turns"] += bool(left_out)
-        may_run = {each.adapter for each in self._scheduler.running if each.coming is None and not each.call}
+        may_run = {each.adapter for each in self._scheduler.running if each.restoring is None and not each.choice_group}
         since = self._out_since
         self._out_since = {each: since.get(each, (now, self._decided[1])) for each in left_out & may_run}
         patience, count = self._config.max_overtake_seconds, len(left_out) + plan.num_adapters
@@ -204,15 +206,15 @@ class CheckedOrder:
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.fairness_key for request in running if request.id in in_step)
-        here = [each for each in running if each.coming is None and each.id not in ending]
+        here = [each for each in running if each.restoring is None and each.id not in ending]
         here = {each.fairness_key for each in here if each.adapter not in left_out}
         config = self._config
         has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
-        promise(rows.keys() == here or bool(running.calls) or has_more, "a tenant whose requests all sit out")
+        promise(rows.keys() == here or bool(running.choice_groups) or has_more, "a tenant whose requests all sit out")
         preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
         if preempted or not has_tokens or config.weights or engine.swapped.frees_pages or not self._has_room():
             return
-        if config.chunked_prefill and config.max_adapters_per_step is None and not running.calls:
+        if config.chunked_prefill and config.max_adapters_per_step is None and not running.choice_groups:
             self._reached["room for all"] += 1
             new = Counter(request.fairness_key for request in self._started() if request.id in in_step)
             givers = [tenant for tenant, own in rows.items() if own > 1 and own > new[tenant]]
@@ -262,7 +264,9 @@ class CheckedOrder:
         if waiting not in queue.tenants.get(waiting.fairness_key, {}).get(adapter, ()):
             return False  # held back until its prompt has been computed for another
         # a call that comes anew needs no seat
-        return not (beyond_seats and (waiting.is_further or waiting.call in self._scheduler.running.calls))
+        return not (
+            beyond_seats and (waiting.is_later_choice or waiting.choice_group in self._scheduler.running.choice_groups)
+        )
 
     # -- turns
 
@@ -273,7 +277,7 @@ class CheckedOrder:
         tier = self._engine.store.tier
         here: set[Adapter | None] = {None, *(each for each in self._here if tier(each) in (Tier.DEVICE, Tier.HOST))}
         groups = [group for groups in self._scheduler.waiting.tenants.values() for group in groups.values()]
-        firsts = [request for group in groups if group.adapter in here for request in group.firsts]
+        firsts = [request for group in groups if group.adapter in here for request in group.first_choices]
         return [request for request in firsts if request.id not in self._running]
 
     def _has_waited_for_long(self, since: Moment, more_steps: int = 0) -> bool:

@@ -17,10 +17,10 @@ from chorus.core import engine
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
-from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.core.scheduling.service import Turns
+from chorus.core.scheduling.step_builder import StepBuilder
 from chorus.core.served_adapters import ServedAdapters
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages
@@ -278,18 +278,18 @@ def rows_out_of_order(patch):
 
 def overtaken_for_good(patch):
     """A request may be overtaken for as long as others come."""
-    begin = Draft.begin_admission
+    begin = StepBuilder.begin_admission
 
     def begin_admission(self):
         begin(self)
         self.overdue_before = -math.inf
 
-    patch.setattr(Draft, "begin_admission", begin_admission)
+    patch.setattr(StepBuilder, "begin_admission", begin_admission)
 
 
 def turns_forgotten(patch):
     """A tenant may wait for a turn for as long as others were served less."""
-    patch.setattr(Turns, "_is_late", lambda self, tenant: False)
+    patch.setattr(Turns, "_is_overdue", lambda self, tenant: False)
 
 
 FAULTS: tuple[Fault, ...] = (

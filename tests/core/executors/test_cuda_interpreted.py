@@ -587,7 +587,9 @@ def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
         want = ask(driver, tiny, (None, 3, 14), (None, 17, 3))
         driver.add("looks back", None, [5, 6, 7, 5, 9] * 3, frequency_penalty=1.5, max_tokens=3)
         for index in range(2):
-            driver.add(f"answer {index}", None, [5, 6, 7], call="call", temperature=1.0, seed=index, max_tokens=6)
+            driver.add(
+                f"answer {index}", None, [5, 6, 7], choice_group="call", temperature=1.0, seed=index, max_tokens=6
+            )
         check(driver, want)
         plans.append(driver.plans)
         found.append({name: answer.tokens for name, answer in driver.answers.items()})

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling import draft as step_draft
-from chorus.core.scheduling.draft import QueueOrder
+from chorus.core.scheduling import step_builder
 from chorus.core.scheduling.queues import WaitingQueue
 from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
+from chorus.core.scheduling.step_builder import QueueOrder
 from chorus.memory.adapters.adapter import Tier
 
 from ...simulation.checked_engine import CheckedEngine
@@ -122,7 +122,7 @@ def test_an_tenant_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     found = []
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
-        assert candidates.turns.is_late == (len(found) <= 2)
+        assert candidates.turns.is_overdue == (len(found) <= 2)
         queue.remove(request)
         candidates.go_on()
         turns.record_turn(request.fairness_key, 104.5, 7)
@@ -136,7 +136,7 @@ def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
     def late(now, step):
         turns.restart(now, step)
         found = []
-        while (tenant := turns.top()) is not None and turns.is_late:
+        while (tenant := turns.top()) is not None and turns.is_overdue:
             found.append(tenant)
             turns.pass_over()
         return found
@@ -231,7 +231,7 @@ def test_the_queue_is_that_of_its_changes(changes):
     for what, index, tenant, call in changes:
         if what == "+":
             known += 1
-            request = Request(str(known), [1], SamplingParams(), tenant=tenant, call=call)
+            request = Request(str(known), [1], SamplingParams(), tenant=tenant, choice_group=call)
             queue.append(request)
             model.append(request)
         elif model and what in "-^":
@@ -253,12 +253,12 @@ def test_the_queue_is_that_of_its_changes(changes):
         assert len(queue) == len(model)
         groups = [group for groups in queue.tenants.values() for group in groups.values()]
         shown = [request for group in groups for request in group]
-        lines = [line for group in groups for line in (group, group.firsts)]
+        lines = [line for group in groups for line in (group, group.first_choices)]
         assert all(list(line) == [it for it in model if it in line] for line in lines)
         assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
         assert all(groups)
-        assert all(list(group.firsts) == [it for it in group if not it.is_further] for group in groups)
-        assert queue.has_firsts() == any(not request.is_further for request in shown)
+        assert all(list(group.first_choices) == [it for it in group if not it.is_later_choice] for group in groups)
+        assert queue.has_first_choices() == any(not request.is_later_choice for request in shown)
 
 
 class TestEngine:
@@ -333,27 +333,27 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
     nobody who came later starts before a cold one. Where adapters take turns, nobody of its own adapter does.
     """
-    house = CheckedEngine(
+    checked = CheckedEngine(
         None, "0123", num_pages=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefix_cache=True,
         max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
         host_cache_bytes=host_pages * 256,
     )  # fmt: skip
-    engine, clock, asked = house.engine, house.clock, house.asked
+    engine, clock, asked = checked.engine, checked.clock, checked.asked
     started: dict[str, float] = {}
     here: dict[str, float] = {}  # since when each one's adapter has been in memory
     for step in range(1000):
         if step < len(popular):
-            house.add(f"popular-{step}", "0", max_tokens=popular[step])
+            checked.add(f"popular-{step}", "0", max_tokens=popular[step])
         for index, (when, adapter) in enumerate(rare):
             if when == step:
-                house.add(f"rare-{index}", str(adapter), max_tokens=2)
+                checked.add(f"rare-{index}", str(adapter), max_tokens=2)
         scheduled = clock.now
         for name, it in asked.items():
             if engine.store.tier(it.adapter) in (Tier.DEVICE, Tier.HOST):
                 here.setdefault(name, scheduled)
             elif name not in started:
                 here.pop(name, None)
-        house.step()
+        checked.step()
         for request in engine.scheduler.running:
             started.setdefault(request.id, scheduled)
         for name, it in asked.items():
@@ -418,12 +418,12 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_draft, "MANY", many)
-            patch.setattr(step_draft, "SHARE", 0)
+            patch.setattr(step_builder, "MANY", many)
+            patch.setattr(step_builder, "SHARE", 0)
             candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
         assert isinstance(candidates.turns, SomeTurns) == (many < 99 and bool(tiers))
         while (request := candidates.next()) is not None:
-            found.append((request.id, candidates.turns.is_late))
+            found.append((request.id, candidates.turns.is_overdue))
             if int(request.id) in skipped:
                 candidates.pass_over()
                 continue

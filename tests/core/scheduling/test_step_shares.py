@@ -34,7 +34,7 @@ def make_running(sizes, num_lone):
     running = Running()
     for call, size in enumerate(sizes):
         for index in range(size):
-            running.append(Request(f"{call}-{index}", [1], SamplingParams(), call=f"call {call}"))
+            running.append(Request(f"{call}-{index}", [1], SamplingParams(), choice_group=f"call {call}"))
     for index in range(num_lone):
         running.append(Request(f"lone {index}", [1], SamplingParams()))
     return running
@@ -54,12 +54,14 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_a
     everybody, order = set(running), list(running)
     shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
     last: dict[Request, int] = defaultdict(int)
+    smallest = [] if num_lone else [size for size in sizes if size == min(sizes)]  # groups that always run whole
+    most = max(MAX_ROWS, sum(smallest) + (smallest != sizes))  # the scheduler chooses among more
     bound, longest = 2 * len(running) * (MAX_DEBT / SHARE + 2), 0
     for step in range(1, min(3000, int(1.2 * bound) + 100)):
         chosen = shares.choose(running, waiting, is_async=is_async)
         taking_part = running if chosen is None else chosen
-        assert len(set(taking_part)) == len(taking_part) <= MAX_ROWS or chosen is None
-        assert set(taking_part) >= set(running.lone)
+        assert len(set(taking_part)) == len(taking_part) <= most or chosen is None
+        assert set(taking_part) >= set(running.single_requests)
         for request in taking_part:
             longest = max(longest, step - last[request])
             last[request] = step
@@ -68,7 +70,10 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_a
         under_way = took
     assert max(longest, *(step - last[request] for request in running)) <= bound, "a request starves"
     assert list(running) == order
-    assert {*running.lone, *(one for members in running.calls.values() for one in members)} == everybody
+    assert {
+        *running.single_requests,
+        *(one for members in running.choice_groups.values() for one in members),
+    } == everybody
 
 
 @given(st.integers(2, MAX_ROWS), st.floats(0, 10))
@@ -193,8 +198,10 @@ def make_engine(fixed, each, seats=32, is_async=False):
     return Engine(config, executor, clock=clock), executor, clock
 
 
-def request(name, max_tokens, call=""):
-    return Request(name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), call=call)
+def request(name, max_tokens, choice_group=""):
+    return Request(
+        name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), choice_group=choice_group
+    )
 
 
 @pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.2), (1.0, 0.02), (1.0, 2.0), (0.1, 1.0)])
@@ -203,7 +210,7 @@ def request(name, max_tokens, call=""):
 def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count, is_async):
     engine, executor, clock = make_engine(fixed, each, is_async=is_async)
     for index in range(count):
-        engine.add_request(request(f"many {index}", 2000, call="many"))
+        engine.add_request(request(f"many {index}", 2000, choice_group="many"))
     for _ in range(5):
         engine.step()
     engine.add_request(request("neighbour", 1000))
@@ -227,7 +234,7 @@ def test_prompts_of_a_larger_call_are_charged_to_it(is_async):
     engine.add_request(request("neighbour", 4000))
     engine.step()
     for index in range(1000):
-        engine.add_request(request(f"many {index}", 1 + index % 3, call="many"))
+        engine.add_request(request(f"many {index}", 1 + index % 3, choice_group="many"))
     began, before = clock.now, engine.scheduler.get("neighbour").num_output_tokens
     for _ in range(300):
         engine.step()
@@ -240,7 +247,7 @@ def test_prompts_of_a_larger_call_are_charged_to_it(is_async):
 def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_async):
     engine, executor, _ = make_engine(1.0, 0.0, seats=4, is_async=is_async)
     for index in range(10):
-        engine.add_request(request(f"many {index}", 50, call="many"))
+        engine.add_request(request(f"many {index}", 50, choice_group="many"))
     for _ in range(3):
         engine.step()
     assert engine.stats().num_running == 4
@@ -260,11 +267,11 @@ def test_a_call_that_comes_anew_has_one_place_beyond_the_seats():
     engine, _executor, _ = make_engine(1.0, 0.0, seats=4)
     for call in ("one", "two"):
         for index in range(6):
-            engine.add_request(request(f"{call} {index}", 50, call=call))
+            engine.add_request(request(f"{call} {index}", 50, choice_group=call))
         for _ in range(4):
             engine.step()
     running = engine.scheduler.running
-    assert {call: len(members) for call, members in running.calls.items()} == {"one": 4, "two": 1}
+    assert {call: len(members) for call, members in running.choice_groups.items()} == {"one": 4, "two": 1}
 
 
 @pytest.mark.parametrize("adapter", [None, "r1-all"])
@@ -282,7 +289,7 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
     seen = len(driver.plans)
     driver.add("neighbour", None, [9, 10], max_tokens=60)
     for index, params in enumerate(asked):
-        driver.add(f"r{index}", adapter, prompt, call="call", **params)
+        driver.add(f"r{index}", adapter, prompt, choice_group="call", **params)
     answers = driver.drain()
     assert [told(answers[f"r{index}"]) for index in range(7)] == alone
     sizes = {len(plan.sequences) for plan in driver.plans[seen + 2 : seen + 40]}
@@ -300,7 +307,7 @@ def test_time_without_calls_is_charged_to_no_later_call(is_async):
     engine.add_request(request("neighbour", 4000))
     for call, count in (("one", 60), ("two", 60)):
         for index in range(4):
-            engine.add_request(request(f"{call} {index}", count, call=call))
+            engine.add_request(request(f"{call} {index}", count, choice_group=call))
         while len(engine.scheduler.running) < 5:
             engine.step()
         begun = len(executor.steps)

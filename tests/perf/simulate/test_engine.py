@@ -456,7 +456,7 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     scheduler = run.engine.scheduler
 
     def rows(only=None):
-        scheduler.only = only and {scheduler.get(each).adapter for each in only}
+        scheduler.eligible_adapters = only and {scheduler.get(each).adapter for each in only}
         plan = run.engine.begin_step()
         assert plan is not None
         run.engine.end_step(plan)
@@ -470,7 +470,7 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     assert sum(oldest.values()) == len(oldest) == 2, "0 and 1, though 0 has no row"
     assert rows() == ["0", "1"], "2 gives way though it runs"
     assert run.engine.stats().num_running == 3
-    scheduler.only = None
+    scheduler.eligible_adapters = None
     while run.engine.has_work():
         plan = run.engine.begin_step()
         assert plan is None or len(plan.sequences) <= 2
@@ -486,10 +486,10 @@ def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
         run.clock.now += 0.001
     run.executor.horizon = 0.0
     scheduler = run.engine.scheduler
-    scheduler.only = {scheduler.get("2").adapter}
+    scheduler.eligible_adapters = {scheduler.get("2").adapter}
     run.engine.end_step(run.engine.begin_step())
     assert {request.id for request in scheduler.running} == {"2", "3"}
-    scheduler.only = None
+    scheduler.eligible_adapters = None
     plan = run.engine.begin_step()
     assert plan is not None and sorted(row.request_id for row in plan.sequences) == ["2", "3"]
     run.engine.end_step(plan)

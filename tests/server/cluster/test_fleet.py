@@ -39,7 +39,7 @@ def made_fleet(count=COUNT):
 def record(number, content=None, tokens=1):
     return {
         "id": str(number), "tokens": [1] * tokens, "num_prompt_tokens": tokens, "content_hash": content, "tenant": "",
-        "adapter": content, "call": "",
+        "adapter": content, "choice_group": "",
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ..requests.request import Request
 from .adapter_turns import AdapterTurns
 from .lifecycle import Lifecycle
 from .output_lengths import Growth
-from .queues import Group, Running, WaitingQueue, num_missing
+from .queues import AdapterQueue, Running, WaitingQueue, num_missing
 from .service import Service, SomeTurns, Turns
 from .shares import max_min_level
 
@@ -28,7 +28,7 @@ MANY = 64
 SHARE = 4
 """If at least one waiting tenant in so many has one, all are tried in turn instead: a hit comes soon. Chosen."""
 
-Entry = tuple[int, int, int, Group]
+Entry = tuple[int, int, int, AdapterQueue]
 """Class of a group's head, its queue position, class of the group's adapter, the group."""
 
 
@@ -102,7 +102,7 @@ class QueueOrder:
         """Drop the last candidate's group from this step."""
         heapq.heappop(self._top)
 
-    def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
+    def _open(self, groups: dict[Adapter | None, AdapterQueue]) -> list[Entry]:
         """Return a tenant's eligible groups, as a heap."""
         entries: list[Entry] = []
         for adapter in self._near.keys() & groups.keys():
@@ -122,25 +122,25 @@ class QueueOrder:
                 return None
         return set(found)
 
-    def _line(self, group: Group) -> Mapping[Request, None]:
-        return group.firsts if self._only_firsts else group
+    def _line(self, group: AdapterQueue) -> Mapping[Request, None]:
+        return group.first_choices if self._only_firsts else group
 
-    def _entry(self, kind: int, head: Request, group: Group) -> Entry:
+    def _entry(self, kind: int, head: Request, group: AdapterQueue) -> Entry:
         """Return a heap entry; queue positions differ, so that groups are never compared."""
-        return OVERDUE if head.arrival_time < self._overdue_before else kind, head.place, kind, group
+        return OVERDUE if head.arrival_time < self._overdue_before else kind, head.queue_position, kind, group
 
 
-class Place(Enum):
+class SlotSource(Enum):
     """The slot that a request may take in a step: a free one, or the row of another tenant or call."""
 
-    SEAT = auto()
+    FREE = auto()
     TENANT = auto()  # from a tenant that was served more
-    CALL = auto()  # from a call with several answers, for a call with no running answer
+    CHOICE = auto()  # from a call with several answers, for a call with no running answer
     ADAPTER = auto()  # from an adapter that gives its index to an overdue one
 
 
 @dataclass(eq=False, slots=True)
-class Draft:
+class StepBuilder:
     """A step being planned, first of running requests, then of waiting ones.
 
     running: all running requests; admitted ones are added. taking: candidates for a row. only: eligible adapters
@@ -169,37 +169,37 @@ class Draft:
     _lifecycle: Lifecycle
     _turns: AdapterTurns
     running: Running
-    taking: Sequence[Request]
+    candidates: Sequence[Request]
     now: float
-    only: Collection[Adapter | None] | None = None
+    eligible_adapters: Collection[Adapter | None] | None = None
     all_decode: bool = False
     is_async: bool = False
     counts: dict[Request, int] = field(default_factory=dict)
-    cut: list[Request] = field(default_factory=list)
+    truncated: list[Request] = field(default_factory=list)
     was_short: bool = False
-    begun: set[Request] = field(default_factory=set)
-    num_rows: int = 0
+    admitted: set[Request] = field(default_factory=set)
+    num_sequences: int = 0
     budget: int = 0
-    place: Place = field(init=False)
+    slot_source: SlotSource = field(init=False)
     order: QueueOrder = field(init=False)
     growth: Growth | None = None
     num_short: int = 0
-    held: set[str] = field(default_factory=set)
-    givers: Set[str] = frozenset()
+    barred: set[str] = field(default_factory=set)
+    donors: Set[str] = frozenset()
     overdue_before: float = 0.0
     descheduled: set[Adapter] = field(default_factory=set)  # gave their index to a request that has begun
     may_displace: bool = True  # False once no waiting request is left that could take an index
-    _lent: int = 0  # a token more than the step has, of the row that is given up for one that begins
+    _borrowed: int = 0  # a token more than the step has, of the row that is given up for one that begins
     _adapters: set[Adapter] = field(default_factory=set)
-    _index_givers: list[Adapter] | None = None  # adapters that may give their index, the last first; None: unknown
-    _rows: dict[str, int] = field(default_factory=dict)  # number of rows by tenant, with admitted requests
-    _new_rows: dict[str, int] = field(default_factory=dict)  # of these, rows of admitted requests
+    _index_donors: list[Adapter] | None = None  # adapters that may give their index, the last first; None: unknown
+    _counts_by_tenant: dict[str, int] = field(default_factory=dict)  # number of rows by tenant, with admitted requests
+    _admitted_by_tenant: dict[str, int] = field(default_factory=dict)  # of these, rows of admitted requests
     _served: dict[str, float] = field(default_factory=dict)  # cost of tenants, as of this step
-    _giver: tuple[str | None] | None = None  # None: unknown
+    _donor: tuple[str | None] | None = None  # None: unknown
 
     # -- running requests
 
-    def take_running(self, requests: Sequence[Request], waiting: Collection[str]) -> None:
+    def schedule_running(self, requests: Sequence[Request], waiting: Collection[str]) -> None:
         """Take running requests until the tokens are used up. waiting: tenants.
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
@@ -220,7 +220,7 @@ class Draft:
                 count = min(wanted, shares[request.fairness_key])
                 shares[request.fairness_key] -= count
             if count < wanted:
-                self.cut.append(request)
+                self.truncated.append(request)
             if count:
                 self._take(request, count)
 
@@ -264,7 +264,7 @@ class Draft:
         """Give prompts that were cut short the tokens left over, as far as there are rows and pages."""
         counts, limits = self.counts, self._limits
         budget = limits.max_num_batched_tokens - sum(counts.values())
-        for request in self.cut:
+        for request in self.truncated:
             count = counts.get(request, 0)
             if not request.is_running or request.adapter in self.descheduled:
                 continue
@@ -276,12 +276,12 @@ class Draft:
                 counts[request] = count + more
                 budget -= more
 
-    def yield_rows(self) -> None:
+    def drop_descheduled(self) -> None:
         """Take the rows of running requests that don't keep theirs beside the admitted ones."""
         counts, gone = self.counts, self.descheduled
-        here = [each for each in self.running if each.coming is None and each.adapter not in gone]
+        here = [each for each in self.running if each.restoring is None and each.adapter not in gone]
         taking = [each for each in here if self.all_decode or each in counts]
-        self.counts = {each: counts.get(each, 1) for each in self._service.deal(taking, self.begun)}
+        self.counts = {each: counts.get(each, 1) for each in self._service.choose(taking, self.admitted)}
         self.all_decode = False
 
     # -- waiting requests
@@ -293,16 +293,16 @@ class Draft:
         """
         limits, running = self._limits, self.running
         self.overdue_before = self.now - limits.max_overtake_seconds
-        self.num_rows = len(self.taking) if self.all_decode else len(self.counts)
-        used = self.num_rows if self.all_decode else sum(self.counts.values())
+        self.num_sequences = len(self.candidates) if self.all_decode else len(self.counts)
+        used = self.num_sequences if self.all_decode else sum(self.counts.values())
         left = limits.max_num_batched_tokens - used
-        self._lent = int(left <= 0 and self.num_rows == limits.max_num_seqs)
-        self.budget = left + self._lent
+        self._borrowed = int(left <= 0 and self.num_sequences == limits.max_num_seqs)
+        self.budget = left + self._borrowed
         if self._turns.most is not None:
-            self._adapters = {request.adapter for request in self.taking if request.adapter is not None}
-        all_running = len(self.taking) == len(running)
-        self._rows = dict(
-            running.tenants if all_running else Counter([request.fairness_key for request in self.taking])
+            self._adapters = {request.adapter for request in self.candidates if request.adapter is not None}
+        all_running = len(self.candidates) == len(running)
+        self._counts_by_tenant = dict(
+            running.tenants if all_running else Counter([request.fairness_key for request in self.candidates])
         )
 
     def begin(self, request: Request, count: int, length: int) -> None:
@@ -312,26 +312,30 @@ class Draft:
         """
         tenant = request.fairness_key
         self.running.append(request)
-        self.begun.add(request)
+        self.admitted.add(request)
         self._service.begin(request, length - 1)
         if self.growth is not None:
             self.growth.add(request)
         if request.adapter is not None:
-            if self.is_barred(request.adapter):
+            if self.lacks_index(request.adapter):
                 self._displace()
             self._adapters.add(request.adapter)
-        self.num_rows += 1
+        self.num_sequences += 1
         if count:
             self.counts[request] = count
             self.budget -= count
-            self._new_rows[tenant] = self._new_rows.get(tenant, 0) + 1
+            self._admitted_by_tenant[tenant] = self._admitted_by_tenant.get(tenant, 0) + 1
         self._change(tenant, bool(count))
-        if count and sum(self._rows.values()) > self._limits.max_num_seqs and (giver := self._find_giver()) is not None:
+        if (
+            count
+            and sum(self._counts_by_tenant.values()) > self._limits.max_num_seqs
+            and (giver := self._find_donor()) is not None
+        ):
             self._change(giver, -1)
 
     # -- adapters
 
-    def is_barred(self, adapter: Adapter) -> bool:
+    def lacks_index(self, adapter: Adapter) -> bool:
         """True if every index of the step is another adapter's."""
         most, adapters = self._turns.most, self._adapters
         return most is not None and adapter not in adapters and len(adapters) >= most
@@ -356,7 +360,7 @@ class Draft:
     @property
     def has_index_to_give(self) -> bool:
         """True if an adapter may give its index to a waiting request."""
-        return bool(self._givers_of_index())
+        return bool(self._donors_of_index())
 
     @property
     def num_without_index(self) -> int:
@@ -367,40 +371,40 @@ class Draft:
         left_out = [
             group for adapter, group in self.running.by_adapter().items() if adapter and adapter not in adapters
         ]
-        return sum(may_compute(request, self.only) for group in left_out for request in group)
+        return sum(may_compute(request, self.eligible_adapters) for group in left_out for request in group)
 
-    def _givers_of_index(self) -> list[Adapter]:
-        if self._index_givers is None:
-            self._index_givers = self._turns.givers(self.taking, self._service.order, self.now)
-        return self._index_givers
+    def _donors_of_index(self) -> list[Adapter]:
+        if self._index_donors is None:
+            self._index_donors = self._turns.donors(self.candidates, self._service.order, self.now)
+        return self._index_donors
 
     def _displace(self) -> None:
         """Deschedule the sequences of the adapter that gives its index: their rows and tokens are free again."""
         self._turns.note_taken()
-        giver = self._givers_of_index().pop(0)
+        giver = self._donors_of_index().pop(0)
         self._adapters.remove(giver)
         self.descheduled.add(giver)
-        num_rows = self.num_rows
-        taking = set(self.taking)
+        num_rows = self.num_sequences
+        taking = set(self.candidates)
         for request in [each for each in self.running if each.adapter is giver]:
-            is_new = request in self.begun  # in this very step, before a request that takes the index
+            is_new = request in self.admitted  # in this very step, before a request that takes the index
             count = self.counts.pop(request, int(self.all_decode and not is_new))
             self.budget += count
-            self.num_rows -= bool(count)
+            self.num_sequences -= bool(count)
             if is_new and count:
-                self._new_rows[request.fairness_key] -= 1
+                self._admitted_by_tenant[request.fairness_key] -= 1
             if count or (not is_new and request in taking):
                 self._change(request.fairness_key, -1)
-        if self.num_rows < num_rows:  # no other row is given up for the one that begins
-            self.budget -= self._lent
-            self._lent = 0
+        if self.num_sequences < num_rows:  # no other row is given up for the one that begins
+            self.budget -= self._borrowed
+            self._borrowed = 0
 
     # -- rows and pages of others
 
     def is_open_to(self, waiting: Set[str]) -> bool:
         """True if one of the waiting tenants may begin a request although every slot is taken."""
         running = self.running.tenants
-        if self._find_giver() is None:
+        if self._find_donor() is None:
             return False
         if len(running) < self._limits.max_num_seqs and not waiting <= running.keys():
             return True
@@ -408,18 +412,18 @@ class Draft:
 
     def is_candidate(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, may begin a request in a slot of the present kind."""
-        if tenant in self.held or (tenant in self.givers and not self.is_owed(tenant)):
+        if tenant in self.barred or (tenant in self.donors and not self.is_overdue(tenant)):
             return False
-        return self.place is not Place.TENANT or self.may_begin(tenant)
+        return self.slot_source is not SlotSource.TENANT or self.may_begin(tenant)
 
-    def is_owed(self, tenant: str) -> bool:
+    def is_overdue(self, tenant: str) -> bool:
         """True if a tenant, the first in turn, is overdue for it and has no running request."""
-        return self.order.turns.is_late and tenant not in self.running.tenants
+        return self.order.turns.is_overdue and tenant not in self.running.tenants
 
     def may_begin(self, tenant: str) -> bool:
         """True if a tenant may begin a request although every slot is taken: another can give it a row."""
-        own, tenants = self._rows.get(tenant, 0), self.running.tenants
-        giver = self._find_giver()
+        own, tenants = self._counts_by_tenant.get(tenant, 0), self.running.tenants
+        giver = self._find_donor()
         if giver is None or own < tenants.get(tenant, 0):  # some of its own are paused
             return False
         if not own:
@@ -428,17 +432,17 @@ class Draft:
 
     def pass_over_tenant(self, tenant: str) -> None:
         """Begin no more requests of a tenant that lacks pages."""
-        self.held.add(tenant)
+        self.barred.add(tenant)
         self.num_short += 1
 
-    def paused(self, tenant: str) -> Request | None:
+    def last_descheduled(self, tenant: str) -> Request | None:
         """Return the newest paused request of another tenant; None if there is none.
 
         Requests with KV being copied back, and requests that `only` excludes, keep their pages and are not returned.
         """
-        if len(self.taking) >= len(self.running):
+        if len(self.candidates) >= len(self.running):
             return None
-        taking, only = self.begun.union(self.taking), self.only
+        taking, only = self.admitted.union(self.candidates), self.eligible_adapters
         for request in reversed(self.running):
             if may_compute(request, only) and request not in taking and request.fairness_key != tenant:
                 return request
@@ -446,7 +450,7 @@ class Draft:
 
     def earlier(self) -> list[Request]:
         """Return the running requests that had a row of the step before requests were admitted to it."""
-        had = set(self.taking) - self.begun
+        had = set(self.candidates) - self.admitted
         return [request for request in self.running if request in had]
 
     def from_end(self, tenants: Collection[str]) -> list[Request]:
@@ -464,33 +468,33 @@ class Draft:
     def lose(self, request: Request) -> None:
         """Record that a running request was preempted for a waiting one; its tenant begins no more requests."""
         self.growth = None
-        self.held.add(request.fairness_key)
-        self._change(request.fairness_key, -(self.taking is self.running or request in self.taking))
+        self.barred.add(request.fairness_key)
+        self._change(request.fairness_key, -(self.candidates is self.running or request in self.candidates))
 
     def _change(self, tenant: str, rows: int) -> None:
         """Change a tenant's rows; its served cost may have changed, too."""
-        self._rows[tenant] = self._rows.get(tenant, 0) + rows
+        self._counts_by_tenant[tenant] = self._counts_by_tenant.get(tenant, 0) + rows
         self._served.pop(tenant, None)
-        self._giver = None
+        self._donor = None
 
     def _served_of(self, tenant: str) -> float:
         cost = self._served.get(tenant)
         if cost is None:
-            cost = self._served[tenant] = self._service.of(tenant)
+            cost = self._served[tenant] = self._service.served_cost(tenant)
         return cost
 
-    def _find_giver(self) -> str | None:
+    def _find_donor(self) -> str | None:
         """Return the tenant that gives a row to the next admitted request; None if no tenant has one to give."""
-        if self._giver is None:
-            rows, new = self._rows, self._new_rows
+        if self._donor is None:
+            rows, new = self._counts_by_tenant, self._admitted_by_tenant
             givers = [tenant for tenant, own in rows.items() if own > 1 and own > new.get(tenant, 0)]
-            self._giver = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
-        return self._giver[0]
+            self._donor = (max(givers, key=lambda each: (self._served_of(each), rows[each]), default=None),)
+        return self._donor[0]
 
 
 def may_compute(request: Request, only: Collection[Adapter | None] | None) -> bool:
     """True unless a running request's KV is still being copied back, or its adapter is none of `only` (None: all)."""
-    return request.coming is None and (only is None or request.adapter in only)
+    return request.restoring is None and (only is None or request.adapter in only)
 
 
 def _split(sharing: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
