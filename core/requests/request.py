@@ -114,7 +114,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """True if it holds a seat, pages and its adapter's pin."""
+        """True if it holds a slot, pages and its adapter's pin."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def __repr__(self) -> str:

@@ -168,16 +168,16 @@ class Admission:
         """Return the kind of slot that one more request may take; None if there is none. While a mode policy excludes
         requests, or adapters have no index, up to `max_num_seqs` others may run; the excluded keep their pages.
         """
-        seats, running, waiting = self._max_num_seqs, builder.running, self._waiting
-        if len(running) - builder.num_without_index < seats or (
-            builder.eligible_adapters is not None and builder.num_sequences < seats
+        slots, running, waiting = self._max_num_seqs, builder.running, self._waiting
+        if len(running) - builder.num_without_index < slots or (
+            builder.eligible_adapters is not None and builder.num_sequences < slots
         ):
             return SlotSource.FREE
         if builder.is_open_to_adapters(waiting):
             return SlotSource.ADAPTER
         if builder.is_open_to(waiting.tenants.keys()):
             return SlotSource.TENANT
-        if builder.num_sequences < seats and running.num_groups < seats and waiting.has_first_choices():
+        if builder.num_sequences < slots and running.num_groups < slots and waiting.has_first_choices():
             return SlotSource.CHOICE
         return None
 

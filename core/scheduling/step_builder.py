@@ -364,7 +364,7 @@ class StepBuilder:
 
     @property
     def num_without_index(self) -> int:
-        """Running sequences that are descheduled because their adapters have no index: they take no seat."""
+        """Running sequences that are descheduled because their adapters have no index: they take no slot."""
         most, adapters = self._turns.most, self._adapters
         if most is None or len(adapters) < most:
             return 0

@@ -1,6 +1,6 @@
 """Time of `schedule()` under load, with a fake executor in place of tensors.
 
-Many running and waiting requests over many registered adapters: with every seat taken, and in three ways with seats
+Many running and waiting requests over many registered adapters: with every slot taken, and in three ways with slots
 free but nothing that may be admitted. Prints milliseconds, the median:
 `python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
 """
@@ -31,7 +31,7 @@ _LAYERS = 4
 _RANK = 16
 _PROMPT = 128
 
-#: full: every seat is taken. pages: no waiting request fits into the pages that the running ones leave. limit: the
+#: full: every slot is taken. pages: no waiting request fits into the pages that the running ones leave. limit: the
 #: number of adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends.
 STATES = ("full", "pages", "limit", "reads")
 
@@ -64,7 +64,7 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
     engine, executor = _busy_engine(state, load, samples)
     scheduler = engine.scheduler
     waiting = 0
-    while waiting != len(scheduler.waiting):  # tenants with fewer seats than others begin more
+    while waiting != len(scheduler.waiting):  # tenants with fewer slots than others begin more
         waiting = len(scheduler.waiting)
         engine.step()
     took = []

@@ -98,7 +98,7 @@ class MergedOnly:
     """Serves one adapter until it has no requests left, then the first eligible one of `ModeState.fcfs`.
 
     oldest: that of the oldest request of all, in every step, as the authors' code has it (LLMServe/dLoRA-artifact,
-    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' seats, so steps must have a limit of rows apart
+    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' slots, so steps must have a limit of rows apart
     from these (`SimScheduler.limit_rows`).
     """
 

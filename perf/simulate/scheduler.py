@@ -192,7 +192,7 @@ class SimAdmission(Admission):
         return until
 
     def _note_cold(self) -> None:
-        """Seats are free and requests wait: count each that needs an adapter still to be read."""
+        """Slots are free and requests wait: count each that needs an adapter still to be read."""
         for request in list(self._unnoted):
             adapter = request.adapter
             if request not in self._waiting:
@@ -237,8 +237,8 @@ class SimScheduler(Scheduler):
     def limit_rows(self, most: int | None) -> None:
         """Let no step have more than `most` rows, which the oldest requests take; the others keep their KV and no row.
 
-        So it is in dLoRA's artifact, where seats are only limited by memory. Here a request that a mode leaves out
-        would else keep others from its seat.
+        So it is in dLoRA's artifact, where slots are only limited by memory. Here a request that a mode leaves out
+        would else keep others from its slot.
         """
         self._admission.most_rows = most
 

@@ -543,7 +543,7 @@ def test_an_executor_that_is_lost_while_it_loads_an_adapter_fails_no_request_alo
         raise ExecutorLost("the device failed: an ECC error")
 
     monkeypatch.setattr(driver.executor.adapters, "place", lost)
-    if prefetch:  # the seat is taken: the other's adapter is loaded ahead
+    if prefetch:  # the slot is taken: the other's adapter is loaded ahead
         driver.add("runs", None, [5] * 9, max_tokens=30)
     driver.add("x", "r1-all", [5] * 9, max_tokens=6)
     with pytest.raises(ExecutorLost, match="ECC"):

@@ -131,13 +131,13 @@ class CheckedOrder:
         """ending: the requests that have no row, as they end in the step before."""
         running, started, reached = self._scheduler.running, self._started(), self._reached
         first = [each for each in started if not self._asked[each.id].was_sent_back]
-        beyond_seats = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
-        reached["begun beyond the seats"] += len(running) > self._config.max_num_seqs and bool(first)
+        beyond_slots = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
+        reached["begun beyond the slots"] += len(running) > self._config.max_num_seqs and bool(first)
         for request in started:
             reached[STATES[request.state]] += 1
         self._check_paused(plan, ending)
-        self._check_overtaken(plan, first, beyond_seats)
-        self._check_turns(started, [] if beyond_seats else self._may_begin())
+        self._check_overtaken(plan, first, beyond_slots)
+        self._check_turns(started, [] if beyond_slots else self._may_begin())
         arrivals = [each.arrival_time for each in first]
         oldest = min((each.arrival_time for each in self._scheduler.waiting), default=math.inf)
         reached["overtaken"] += any(arrival > oldest for arrival in arrivals)
@@ -230,16 +230,16 @@ class CheckedOrder:
         growth += sum(adapter.num_pages for adapter in self._engine.store.versions())
         return growth <= self._engine.reclaimer.available
 
-    def _check_overtaken(self, plan: StepPlan, first: Sequence[Request], beyond_seats: bool) -> None:
+    def _check_overtaken(self, plan: StepPlan, first: Sequence[Request], beyond_slots: bool) -> None:
         """Check that no request starts while one of its tenant waits that has been overtaken for long enough.
 
-        Where a step's adapters are limited, one may wait for its adapter's turn, and for a seat beside another
+        Where a step's adapters are limited, one may wait for its adapter's turn, and for a slot beside another
         adapter's, which had its turn in this step.
         """
         before = {self._asked[id].adapter for id in self._running} - {None}
         most = self._config.max_adapters_per_step or math.inf
         full = len(before | {each.adapter for each in self._scheduler.running} - {None}) >= most
-        overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_seats)]
+        overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_slots)]
         for waiting in overdue:
             if self._asked[waiting.id].was_moved:  # its time counts from its arrival at the engine that it came from
                 continue
@@ -251,7 +251,7 @@ class CheckedOrder:
                     is_older = other.arrival_time <= waiting.arrival_time
                     promise(is_older, f"{waiting} was overtaken too long by {other}")
 
-    def _is_overdue(self, waiting: Request, first: Sequence[Request], beyond_seats: bool) -> bool:
+    def _is_overdue(self, waiting: Request, first: Sequence[Request], beyond_slots: bool) -> bool:
         """True if a request has been overtaken for long enough, and could have started in this step."""
         if waiting.arrival_time >= self._overdue_before or waiting.id in self._running:
             return False
@@ -263,9 +263,9 @@ class CheckedOrder:
         queue = self._scheduler.waiting
         if waiting not in queue.tenants.get(waiting.fairness_key, {}).get(adapter, ()):
             return False  # held back until its prompt has been computed for another
-        # a call that comes anew needs no seat
+        # a call that comes anew needs no slot
         return not (
-            beyond_seats and (waiting.is_later_choice or waiting.choice_group in self._scheduler.running.choice_groups)
+            beyond_slots and (waiting.is_later_choice or waiting.choice_group in self._scheduler.running.choice_groups)
         )
 
     # -- turns

@@ -82,13 +82,13 @@ def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_anot
 
 
 @pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("seats", [2, 4, 16])
+@pytest.mark.parametrize("slots", [2, 4, 16])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_each_of_many_adapters_has_its_turn(most, seats, is_async):
+def test_each_of_many_adapters_has_its_turn(most, slots, is_async):
     """More adapters than have their turn one after another: each waits for the bound and a round of the others."""
     names = "abcdefgh"
     checked = CheckedEngine(
-        InlineReads(), names, max_adapters_per_step=most, max_num_seqs=seats, max_overtake_seconds=OVERTAKE,
+        InlineReads(), names, max_adapters_per_step=most, max_num_seqs=slots, max_overtake_seconds=OVERTAKE,
         num_pages=800, is_async=is_async,
     )  # fmt: skip
     streams = [Stream(checked, name, 1) for name in names]

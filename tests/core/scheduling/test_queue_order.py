@@ -273,7 +273,7 @@ class TestEngine:
         return list(dict.fromkeys(row.request_id for plan in driver.plans for row in plan.sequences))
 
     def make(self, gqa, drive, now, **config):
-        """One seat, taken by a request of `r1-all`, which stays resident."""
+        """One slot, taken by a request of `r1-all`, which stays resident."""
         driver = drive(gqa, clock=lambda: now[0], max_num_seqs=1, **config)
         driver.add("first", "r1-all", [5] * 4, max_tokens=2)
         driver.step()

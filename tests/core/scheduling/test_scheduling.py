@@ -67,7 +67,7 @@ class HeldReads(InlineReads):
 
 
 def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
-    """Today's admission ended at the first of them, with seats free."""
+    """Today's admission ended at the first of them, with slots free."""
     checked = CheckedEngine(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
     for name in "abcdef":
         checked.add(f"slow {name}", name)
@@ -78,10 +78,10 @@ def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
     for _ in range(10):
         checked.step()
     assert all(checked.asked[f"base {index}"].told.reason for index in range(8))
-    assert checked.plans[0] == [(f"base {index}", 3) for index in range(4)], "every seat was taken at once"
+    assert checked.plans[0] == [(f"base {index}", 3) for index in range(4)], "every slot was taken at once"
 
 
-def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
+def test_a_request_whose_adapter_is_late_gives_its_slot_and_pages():
     reads = HeldReads()
     checked = CheckedEngine(reads, "a", max_num_seqs=1)
     slow = checked.add("slow", "a")

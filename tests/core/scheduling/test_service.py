@@ -1,4 +1,4 @@
-"""Shares of the seats: who begins though every seat is taken, and who sits out for it."""
+"""Shares of the slots: who begins though every slot is taken, and who sits out for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .test_scheduling import CheckedEngine, HeldReads
 
 
 def flooded(prompt_tokens=4, **config):
-    """A house in which every seat is taken by one tenant, with more of its requests behind them."""
+    """A house in which every slot is taken by one tenant, with more of its requests behind them."""
     checked = CheckedEngine(**config)
     for index in range(8):
         checked.add(f"many {index}", prompt=[5] * prompt_tokens, max_tokens=30, tenant="many")
@@ -44,14 +44,14 @@ class TestWhoIsLeftOut:
         for index in range(6):
             checked.add(f"one {index}", "one", max_tokens=12, tenant="many")
         checked.step()
-        assert sorted(rows(checked)) == [f"many {index}" for index in range(4)], "every seat is taken"
+        assert sorted(rows(checked)) == [f"many {index}" for index in range(4)], "every slot is taken"
         scheduler = checked.engine.scheduler
         many = {name: list(scheduler.get(name).block_table.pages) for name in rows(checked)}
         scheduler.eligible_adapters = frozenset({scheduler.get("one 0").adapter})
         for _ in range(3):
             checked.step()
         assert sorted(rows(checked)) == ["one 0", "one 1", "one 2", "one 3"], "all rows of the step are theirs"
-        assert len(scheduler.running) == 8, "seats go as far as memory does"
+        assert len(scheduler.running) == 8, "slots go as far as memory does"
         assert many == {name: list(scheduler.get(name).block_table.pages) for name in many}
         scheduler.eligible_adapters = None
         for _ in range(2):
@@ -119,7 +119,7 @@ class TestWhoIsLeftOut:
 
 
 class TestNewcomer:
-    def test_begins_at_once_beside_a_tenant_that_has_every_seat(self):
+    def test_begins_at_once_beside_a_tenant_that_has_every_slot(self):
         checked = flooded()
         checked.add("new", tenant="few")
         checked.step()
@@ -361,15 +361,15 @@ class Planted(TokenCounters):
         pass
 
 
-def service_of(seats):
-    limits, clock = EngineConfig(model=Path("fake"), max_num_seqs=seats), Clock()
+def service_of(slots):
+    limits, clock = EngineConfig(model=Path("fake"), max_num_seqs=slots), Clock()
     service = Service(limits, Running(), WaitingQueue(), Planted(), lambda: (clock(), 0))
     return service, clock
 
 
-def taken(seats, requests):
+def taken(slots, requests):
     """What tenants were served, a step of the requests, of which none is paused, and the clock."""
-    service, clock = service_of(seats)
+    service, clock = service_of(slots)
     running = service._running  # noqa: SLF001
     for request in requests:
         running.append(request)
@@ -395,11 +395,11 @@ def builder_of(service):
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), min_size=1, max_size=24), st.integers(4, 12))
-def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, seats):
+def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, slots):
     requests = [made(tenant, index, cost=float(cost)) for index, (tenant, cost) in enumerate(asked)]
-    service, *_ = taken(seats, requests)
+    service, *_ = taken(slots, requests)
     dealt = service.choose(requests)
-    assert len(dealt) == min(seats, len(requests))
+    assert len(dealt) == min(slots, len(requests))
     had, have = (Counter(request.fairness_key for request in each) for each in (requests, dealt))
     assert have.keys() == had.keys(), "each keeps a row"
     for tenant in had:

@@ -191,10 +191,10 @@ class PricedStep:
         return self.outcome
 
 
-def make_engine(fixed, each, seats=32, is_async=False):
+def make_engine(fixed, each, slots=32, is_async=False):
     clock = Clock()
     executor = (PricedDevice if is_async else PricedExecutor)(clock, fixed, each)
-    config = EngineConfig(model=Path("none"), max_num_seqs=seats, num_pages=4000, max_waiting=None)
+    config = EngineConfig(model=Path("none"), max_num_seqs=slots, num_pages=4000, max_waiting=None)
     return Engine(config, executor, clock=clock), executor, clock
 
 
@@ -230,7 +230,7 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
 def test_prompts_of_a_larger_call_are_charged_to_it(is_async):
     """Its answers are short: in most steps one ends, and the prompt of another is computed in the next."""
     fixed, each = 1.0, 0.2
-    engine, _executor, clock = make_engine(fixed, each, seats=32, is_async=is_async)
+    engine, _executor, clock = make_engine(fixed, each, slots=32, is_async=is_async)
     engine.add_request(request("neighbour", 4000))
     engine.step()
     for index in range(1000):
@@ -244,8 +244,8 @@ def test_prompts_of_a_larger_call_are_charged_to_it(is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_async):
-    engine, executor, _ = make_engine(1.0, 0.0, seats=4, is_async=is_async)
+def test_a_new_call_has_a_place_though_one_call_has_all_slots(is_async):
+    engine, executor, _ = make_engine(1.0, 0.0, slots=4, is_async=is_async)
     for index in range(10):
         engine.add_request(request(f"many {index}", 50, choice_group="many"))
     for _ in range(3):
@@ -263,8 +263,8 @@ def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_async):
     assert sum(len(step) for step in executor.steps) == 10 * 50 + 2 * 5
 
 
-def test_a_call_that_comes_anew_has_one_place_beyond_the_seats():
-    engine, _executor, _ = make_engine(1.0, 0.0, seats=4)
+def test_a_call_that_comes_anew_has_one_place_beyond_the_slots():
+    engine, _executor, _ = make_engine(1.0, 0.0, slots=4)
     for call in ("one", "two"):
         for index in range(6):
             engine.add_request(request(f"{call} {index}", 50, choice_group=call))

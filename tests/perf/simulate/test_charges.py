@@ -34,13 +34,13 @@ def terms(**values):
     return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
 
 
-def replica(*, change=None, pages=2000, seats=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
+def replica(*, change=None, pages=2000, slots=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
     profile = PROFILE.model_copy(update=change or {})
     config = EngineConfig(
         model=MODEL,
         prefix_cache=False,
         num_pages=pages,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         preemption=preemption,
         host_cache_bytes=host_cache_bytes,
     )

@@ -478,7 +478,7 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     run.engine.check_integrity()
 
 
-def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
+def test_older_requests_that_have_no_slot_keep_nobody_from_a_row():
     """Else nothing would ever run: who runs gives way to those that can't begin."""
     run = Run(most_rows=2, max_num_seqs=2, adapters=[("a", 8, 2), ("b", 8, 2)])
     for name, adapter in (("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")):
@@ -498,7 +498,7 @@ def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
 
 
 def test_a_prefetched_adapter_is_there_when_its_request_may_run():
-    """The second request waits for the seat; its adapter comes beside the first one's steps."""
+    """The second request waits for the slot; its adapter comes beside the first one's steps."""
     stalls = {}
     for prefetch in (0, 4):
         run = Run(adapters=[("a", 16, 100)], stream=False, max_num_seqs=1, prefetch=prefetch)
