@@ -18,10 +18,11 @@ from ...core.requests.request import Request, RequestState
 from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledSequence, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
 from ...core.scheduling.lifecycle import Lifecycle
+from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.queues import Running
 from ...core.scheduling.request_memory import RequestMemory
 from ...core.scheduling.scheduler import Scheduler
-from ...core.scheduling.step_builder import QueueOrder, SlotSource, StepBuilder
+from ...core.scheduling.step_builder import SlotSource, StepBuilder
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 
@@ -159,15 +160,15 @@ class SimAdmission(Admission):
         super().open_queue(builder, slot_source)
         self._current_order = builder.order
 
-    def may_join(self, request: Request, builder: StepBuilder) -> bool:
-        may_join = super().may_join(request, builder)
-        self._has_passed_over |= not may_join
-        return may_join
+    def is_eligible(self, request: Request, builder: StepBuilder) -> bool:
+        is_eligible = super().is_eligible(request, builder)
+        self._has_passed_over |= not is_eligible
+        return is_eligible
 
-    def has_room(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
-        has_room = super().has_room(request, blocks, builder)
-        self.awaits_growth = not has_room and self._memory.fits(request, blocks)
-        return has_room
+    def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
+        fits = super().fits(request, blocks, builder)
+        self.awaits_growth = not fits and self._memory.fits(request, blocks)
+        return fits
 
     def stays_shut_until(self, running: Running) -> float | None:
         """Return when the queue's order changes, if no request in it can be admitted before a running one ends.

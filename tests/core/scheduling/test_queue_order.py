@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling import step_builder
+from chorus.core.scheduling import queue_order
+from chorus.core.scheduling.queue_order import QueueOrder
 from chorus.core.scheduling.queues import WaitingQueue
 from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
-from chorus.core.scheduling.step_builder import QueueOrder
 from chorus.memory.adapters.adapter import Tier
 
 from ...simulation.checked_engine import CheckedEngine
@@ -64,11 +64,11 @@ def turns_of(queue, policy=None, **limits):
 def order(queue, overdue_before=0.0, policy=None, charge=0):
     """Ids as they are considered when each can be admitted at once."""
     policy = policy or TokenCounters()
-    found, candidates = [], QueueOrder(queue, turns_of(queue, policy), FakeStore(), overdue_before)
+    found, candidates = [], QueueOrder(queue, turns_of(queue, policy), FakeStore(), overdue_before=overdue_before)
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
         queue.remove(request)
-        candidates.go_on()
+        candidates.advance()
         if charge:
             policy.charge(request, charge)
     return found
@@ -118,13 +118,13 @@ def test_an_tenant_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     for tenant, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
         turns.record_turn(tenant, since, 7)
     turns.restart(104.5, 7)
-    candidates = QueueOrder(queue, turns, FakeStore(), 0.0)
+    candidates = QueueOrder(queue, turns, FakeStore(), overdue_before=0.0)
     found = []
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
         assert candidates.turns.is_overdue == (len(found) <= 2)
         queue.remove(request)
-        candidates.go_on()
+        candidates.advance()
         turns.record_turn(request.fairness_key, 104.5, 7)
     assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
@@ -208,7 +208,7 @@ def test_turns_forget_tenants_that_wait_no_more():
 
 def test_a_group_that_cannot_run_is_passed_over_whole():
     queue = waiting(Tier.HOST, None, Tier.HOST)
-    candidates = QueueOrder(queue, turns_of(queue), FakeStore(), 0.0)
+    candidates = QueueOrder(queue, turns_of(queue), FakeStore(), overdue_before=0.0)
     assert candidates.next().id == "1"
     candidates.pass_over()
     assert candidates.next().id == "0"
@@ -394,7 +394,7 @@ def test_where_no_adapter_may_run_no_tenant_is_looked_at(num_tenants):
     asked = []
     queue = waiting(*[Tier.DEVICE] * num_tenants, tenants=[str(each) for each in range(num_tenants)])
     turns = turns_of(queue)
-    candidates = QueueOrder(queue, turns, FakeStore(), 5.0, lambda adapter, head: asked.append((adapter, head)))
+    candidates = QueueOrder(queue, turns, FakeStore(), overdue_before=5.0, is_eligible=lambda *of: asked.append(of))
     assert candidates.next() is None
     assert asked == [(adapter, None) for adapter in queue.by_adapter]
 
@@ -418,9 +418,9 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_builder, "MANY", many)
-            patch.setattr(step_builder, "SHARE", 0)
-            candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
+            patch.setattr(queue_order, "MANY", many)
+            patch.setattr(queue_order, "SHARE", 0)
+            candidates = QueueOrder(queue, turns, FakeStore(), overdue_before=5.0)
         assert isinstance(candidates.turns, SomeTurns) == (many < 99 and bool(tiers))
         while (request := candidates.next()) is not None:
             found.append((request.id, candidates.turns.is_overdue))
@@ -428,7 +428,7 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
                 candidates.pass_over()
                 continue
             queue.remove(request)
-            candidates.go_on()
+            candidates.advance()
             policy.charge(request, 10)
             turns.record_turn(request.fairness_key, 103.0, 7)
         return found

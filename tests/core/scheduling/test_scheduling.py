@@ -590,19 +590,26 @@ def test_pages_of_an_aborted_request_come_back_without_another_request():
 
 
 @pytest.mark.parametrize(
-    ("is_late", "runs", "begins"), [(True, False, True), (False, False, False), (True, True, False)]
+    ("is_overdue", "runs", "begins"), [(True, False, True), (False, False, False), (True, True, False)]
 )
-def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is_late, runs, begins):
+def test_a_donor_of_pages_begins_before_the_recipient_only_if_overdue_for_a_turn(is_overdue, runs, begins):
     running = Running()
     if runs:
-        running.append(Request("0", [1], SamplingParams(), fairness_key="giver"))
+        running.append(Request("0", [1], SamplingParams(), fairness_key="donor"))
+    limits = EngineConfig(model=Path("fake"))
     builder = StepBuilder(
-        None, None, None, AdapterTurns(EngineConfig(model=Path("fake")), running, WaitingQueue()), running, [], 0.0
+        limits=limits,
+        lifecycle=SimpleNamespace(service=None),
+        turns=AdapterTurns(limits, running, WaitingQueue()),
+        running=running,
+        candidates=[],
+        now=0.0,
     )
-    builder.slot_source, builder.order = SlotSource.FREE, SimpleNamespace(turns=SimpleNamespace(is_overdue=is_late))
-    builder.donors = {"giver"}
-    assert builder.is_candidate("giver") == begins
-    assert builder.is_candidate("another")
+    builder.begin_admission()
+    builder.slot_source, builder.order = SlotSource.FREE, SimpleNamespace(turns=SimpleNamespace(is_overdue=is_overdue))
+    builder.pages.donors = {"donor"}
+    assert builder.may_begin("donor") == begins
+    assert builder.may_begin("another")
 
 
 def test_tenants_are_told_with_their_requests():

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -381,13 +382,12 @@ def builder_of(service):
     running = service._running  # noqa: SLF001
     limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_num_seqs)
     builder = StepBuilder(
-        limits,
-        service,
-        None,
-        AdapterTurns(limits, running, WaitingQueue()),
-        running,
-        list(running),
-        0.0,
+        limits=limits,
+        lifecycle=SimpleNamespace(service=service),
+        turns=AdapterTurns(limits, running, WaitingQueue()),
+        running=running,
+        candidates=list(running),
+        now=0.0,
         all_decode=True,
     )
     builder.begin_admission()
@@ -459,8 +459,8 @@ def test_tenants_that_were_given_something_are_forgotten():
 def test_no_more_tenants_run_than_a_step_has_rows(holders, comers):
     _, builder, _ = taken(4, [made(tenant, index) for index, tenant in enumerate(holders)])
     for index, tenant in enumerate(comers):
-        if builder.may_begin(tenant):
-            builder.begin(made(tenant, 10 + index), 1, 0)
+        if builder.slots.has_donor_for(tenant):
+            builder.admit(made(tenant, 10 + index), 1, 0)
     assert len(builder.running.tenants) <= 4
 
 
@@ -473,9 +473,9 @@ def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_tenant_one(holders
     service, builder, _ = taken(len(holders), [made(tenant, index, cost=9.0) for index, tenant in enumerate(holders)])
     begun = []
     for index, (tenant, cost) in enumerate(comers):
-        if builder.may_begin(tenant):
+        if builder.slots.has_donor_for(tenant):
             begun.append(made(tenant, 10 + index, cost=float(cost)))
-            builder.begin(begun[-1], 1, 0)
+            builder.admit(begun[-1], 1, 0)
     assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
     dealt = service.choose(builder.running, begun)
     assert len(dealt) == len(holders)
@@ -497,8 +497,8 @@ def test_tenants_are_ranked_once_in_a_step_however_many_requests_begin(monkeypat
     service, builder, _ = taken(100, [made(tenant, index) for index in range(2) for tenant in many])
     ranked.clear()
     for tenant in few:
-        assert builder.is_open_to({tenant: None}.keys())
-        builder.begin(made(tenant, 0), 1, 0)
+        assert builder.slots.has_donor_for_any({tenant: None}.keys())
+        builder.admit(made(tenant, 0), 1, 0)
     assert len(service.choose(builder.running, builder.admitted)) == 100
     assert len(ranked) <= len(many) + 2 * len(few) + len(many) + len(few), "once more by those who are dealt rows"
 
