@@ -7,15 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..graphs.runner import StepMode
 from ..memory.pages.pool import PageKind
 from .requests.types import StepInfo
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .scheduling.scheduler import Scheduler
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
@@ -151,7 +147,7 @@ _PATHS = {name: metric.of for name, metric in METRICS.items() if metric.of}
 _at_paths = attrgetter(*_PATHS.values())
 
 
-def stats_of(engine: Engine) -> EngineStats:
+def stats_of(engine: Any) -> EngineStats:
     """The counts of an `Engine` as they are now; made for each step."""
     scheduler, merging, modes, events = engine.scheduler, engine.merging, engine.modes, engine.kv_events
     reads, count = engine.store.images.counts(), engine.pool.count
@@ -192,7 +188,7 @@ class TenantStats:
     standing: float
 
 
-def tenants_of(scheduler: Scheduler) -> list[TenantStats]:
+def tenants_of(scheduler: Any) -> list[TenantStats]:
     """The tenants with requests in progress, most requests first."""
     running, waiting = (
         Counter(each.fairness_key for each in queue) for queue in (scheduler.running, scheduler.waiting)

@@ -86,10 +86,7 @@ class Modes:
         self._scheduler = scheduler
         self.max_batch = config.max_num_seqs
         """Rows of a step."""
-        seconds = config.max_turn_seconds
-        if isinstance(policy, FastestMode):  # it overtakes others for speed alone
-            seconds = min(seconds, config.max_overtake_seconds)
-        self._patience = Patience(seconds, config.max_turn_steps)
+        self._patience = Patience(policy.max_exclusion_seconds(config), config.max_turn_steps)
         self._clock = clock
         self._began = math.nan  # of the step before, by which time goes by
         self._leaves_out = False  # a tenant, in the step before
@@ -135,10 +132,6 @@ class Modes:
         scheduler.eligible_adapters = only
         self.num_left_out += only is not None
         self._leaves_out = only is not None and leaves_tenant_out(scheduler, only)
-
-    def credit(self, adapter: Adapter | None) -> float | None:
-        """Return the credit of an adapter, or of the base model; None where the policy keeps no credits."""
-        return self.policy.credit(adapter) if isinstance(self.policy, Credits) else None
 
     def _apply(self, choice: ModeChoice) -> None:
         merging = self._merging

@@ -61,7 +61,7 @@ class AdapterState:
         """
         store = engine.store
         pinned = store.is_pinned(adapter)
-        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        credit = None if engine.modes is None else engine.modes.policy.credit(adapter)
         return cls(
             name,
             version=adapter.version,

@@ -25,8 +25,9 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.host.images import InlineReads, Reads
+from chorus.memory.host.images import Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.perf.inline_reads import InlineReads
 
 from ..simulation.late_results import LateResults
 from .executors.thread_ranks import ThreadProcess

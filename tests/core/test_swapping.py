@@ -13,11 +13,11 @@ from chorus.core.executors.swaps import PageSwaps
 from chorus.core.requests.request import RequestState
 from chorus.core.scheduling.request_memory import swaps
 from chorus.memory.files.identity import with_content
-from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.eviction import RestoreCosts
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.transfers.dma import open_dma
+from chorus.perf.inline_reads import InlineReads
 
 from .conftest import ticking
 from .test_parity import FEW, add_all, check, make_cases, make_families

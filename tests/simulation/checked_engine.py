@@ -14,7 +14,8 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import RequestOutput
-from chorus.memory.host.images import InlineReads, Reads
+from chorus.memory.host.images import Reads
+from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked
 from .checked_adapters import CheckedAdapters, Disk

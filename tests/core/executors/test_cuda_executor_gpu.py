@@ -22,10 +22,11 @@ from chorus.core.model.batch import GemmBackend
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.host.images import InlineReads, Reads, ThreadReads
+from chorus.memory.host.images import Reads, ThreadReads
 from chorus.ops import native_library
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import MIN_MARGIN
 from ..conftest import Answer, Driver, RecordingExecutor, ticking

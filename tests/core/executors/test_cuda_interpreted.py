@@ -32,11 +32,12 @@ from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
-from chorus.memory.host.images import InlineReads, ThreadReads
+from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ...graphs.late_device import LateDevice

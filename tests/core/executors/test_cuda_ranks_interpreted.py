@@ -36,11 +36,12 @@ from chorus.core.requests.types import FinishReason
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage, LayerStream
-from chorus.memory.host.images import InlineReads, ThreadReads
+from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops import native_library
 from chorus.ops.device_ranks import open_group
 from chorus.ops.ranks import Ranks
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice

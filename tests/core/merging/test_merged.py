@@ -11,15 +11,15 @@ import torch
 
 from chorus.core.engine import Engine
 from chorus.core.merging.learned_prices import LearnedPrices
-from chorus.core.merging.mode_policy import ModeChoice
+from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
 from chorus.core.model.batch import DOWN, GATE_UP
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
 from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ..conftest import ticking
@@ -312,7 +312,7 @@ def test_an_adapter_that_outweighs_the_weights_is_served_unmerged(subject, drive
         driver.engine.merge("loud")
 
 
-class MostRequests:
+class MostRequests(ModePolicy):
     """The adapter with most requests."""
 
     def __init__(self, prices=None):
@@ -368,7 +368,7 @@ def test_the_first_matrix_tells_what_the_merge_takes(subject, drive):
     assert {state.share_made for state in policy.states if state.merged is not None} == {1.0}
 
 
-class Drawn:
+class Drawn(ModePolicy):
     """Any mode of any adapter, and any of them left out, before every step."""
 
     prices = None
@@ -432,7 +432,7 @@ def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subj
     assert of == {"base": None, "other": None, "own": "r8-attention"}
 
 
-class OnlyOne:
+class OnlyOne(ModePolicy):
     """Runs one adapter's requests alone."""
 
     prices = None

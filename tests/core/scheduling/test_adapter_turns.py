@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from chorus.memory.host.images import InlineReads
+from chorus.perf.inline_reads import InlineReads
 
 from ...simulation.checked_engine import CheckedEngine
 

@@ -29,7 +29,7 @@ from chorus.core.scheduling.service import TokenCounters
 from chorus.core.scheduling.shares import max_min_level
 from chorus.core.scheduling.step_builder import SlotSource, StepBuilder
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.host.images import InlineReads
+from chorus.perf.inline_reads import InlineReads
 
 from ...memory.fakes import SlowReads
 from ...simulation.checked_engine import CheckedEngine

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import Number, Terms, load_profile
-from chorus.core.merging.mode_policy import ModeChoice
+from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
 from chorus.core.policies import Policies
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import simulate
@@ -59,7 +59,7 @@ def e2e(found, *requests):
     return dict(zip(records.column("arrival").tolist(), records.column("e2e").tolist(), strict=True)), records
 
 
-class Always:
+class Always(ModePolicy):
     """Merges an adapter as soon as it can be."""
 
     prices = None
