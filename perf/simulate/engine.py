@@ -118,7 +118,7 @@ class SimExecutor:
         """Return the price of executing a plan now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
-        costs, rows = self.costs, plan.rows
+        costs, rows = self.costs, plan.sequences
         computing = costs.step.seconds(step_work(plan, costs.kernel))
         growth, prompts = 0.0, 0
         if plan.bucket is not None:
@@ -150,7 +150,9 @@ class SimExecutor:
         self.num_merged_steps += plan.merged is not None
         self.adapters.stalled_seconds += price.stall
         if price.late:
-            return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.lora_index in price.late})
+            return StepResult(
+                _TOKENS, unready={row.request_id for row in plan.sequences if row.lora_index in price.late}
+            )
         return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count, first_end=first_end)
 
     def _spend(self, seconds: float) -> None:
@@ -196,7 +198,7 @@ class SimExecutor:
         stall = transfer.stall(now, computing)
         if cost is None or stall <= 0:
             return stall
-        tokens = sum(len(row.tokens) for row in plan.rows if row.lora_index == lora_index)
+        tokens = sum(len(row.tokens) for row in plan.sequences if row.lora_index == lora_index)
         returned = tokens * self._product_bytes * self.costs.link.per_byte
         arrival = transfer.arrival(now)
         found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[lora_index].rank), returned)

@@ -223,7 +223,7 @@ class Replica:
     @property
     def num_rows(self) -> int:
         """Rows of the step that is under way; 0 without one."""
-        return 0 if self._plan is None else len(self._plan.rows)
+        return 0 if self._plan is None else len(self._plan.sequences)
 
     def held(self) -> list[Held]:
         """Return what a planner knows of the requests that have come and not ended."""
@@ -288,10 +288,10 @@ class Replica:
         if plan is None:
             self._kv_tokens = state.longest_tokens = 0
         else:
-            starts = [row.start for row in plan.rows]
+            starts = [row.start for row in plan.sequences]
             self._kv_tokens, state.longest_tokens = plan.num_tokens + sum(starts), max(starts)
             if isinstance(plan, RepeatedPlan):
-                self._growth = len(plan.rows) / self.executor.price(plan).first
+                self._growth = len(plan.sequences) / self.executor.price(plan).first
         state.kv_tokens = self._kv_tokens
         if self._queue and not isinstance(plan, RepeatedPlan):
             self._queue = {key: each for key, each in self._queue.items() if each.request.start_time is None}

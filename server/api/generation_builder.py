@@ -184,7 +184,7 @@ class GenerationBuilder:
                     arrival,
                     tenant=caller.tenant,
                     cache_salt=asked.cache_salt,
-                    call=call_id if several else "",
+                    choice_group=call_id if several else "",
                     sibling=choices[0].request if choices else None,
                 )
                 text_stream = tokenizer.text_stream(

@@ -42,7 +42,7 @@ class Placer:
         self._policy = policy
         self._fail = fail
         self._clock = clock
-        self._calls: dict[str, OpenRequest] = {}  # the last one placed of each API request
+        self._last_of_group: dict[str, OpenRequest] = {}  # the last request placed of each group of choices
         self._is_held = False  # the policy has deferred a request; later requests wait for it
 
     def place_waiting(self) -> None:
@@ -79,19 +79,19 @@ class Placer:
         replica of the previous one while that has room. A request that finds no room even on an empty replica never
         will: it is sent there, and the replica reports the reason.
         """
-        call = request.record["call"]
-        before = self._calls.get(call)
+        group = request.record["choice_group"]
+        before = self._last_of_group.get(group)
         index = None if before is None or before.replica is None else replicas.find(before.replica)
         if index is None or not replicas[index].has_room(wanted):
             index = self._policy(wanted, replicas)
         if index is None:
             index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
-        if call and index is not None:
-            self._calls[call] = request
+        if group and index is not None:
+            self._last_of_group[group] = request
         return index
 
     def forget(self, request: OpenRequest) -> None:
         """A request has ended."""
-        call = request.record["call"]
-        if self._calls.get(call) is request:
-            del self._calls[call]
+        group = request.record["choice_group"]
+        if self._last_of_group.get(group) is request:
+            del self._last_of_group[group]

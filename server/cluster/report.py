@@ -206,7 +206,7 @@ class LearnedCosts:
             return
         self._last_prefill = plan
         seconds -= self._prices.step_seconds(batch_of(plan), plan.merged, context_of(plan))
-        found = max(0.0, seconds) / (plan.num_tokens - len(plan.rows))
+        found = max(0.0, seconds) / (plan.num_tokens - len(plan.sequences))
         self._per_token = found if self._per_token is None else self._per_token + _WEIGHT * (found - self._per_token)
 
 

@@ -101,7 +101,7 @@ class AdapterHealthChecker(Repeating):
     # -- quarantine
 
     def _try_again(self) -> None:
-        quarantined = [one for one in self._adapters.quarantined().result() if one.can_mend]
+        quarantined = [one for one in self._adapters.quarantined().result() if one.can_retry]
         for first in range(0, len(quarantined), BATCH):
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))

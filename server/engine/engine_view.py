@@ -61,7 +61,7 @@ class AdapterState:
         """
         store = engine.store
         pinned = store.is_pinned(adapter)
-        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        credit = None if engine.modes is None else engine.modes.policy.credit(adapter)
         return cls(
             name,
             version=adapter.version,
@@ -190,8 +190,8 @@ class Picture:
     def of(cls, engine: Engine) -> Picture:
         """Call it on the engine's thread."""
         store, scheduler = engine.store, engine.scheduler
-        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.only
-        seated = set(running[:most] if running.dealt is None else running.dealt)
+        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.eligible_adapters
+        seated = set(running[:most] if running.chosen is None else running.chosen)
         phases: Counter[tuple[str, str, Phase]] = Counter()
         holdings: list[Holding] = []
         for request in running:

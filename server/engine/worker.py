@@ -403,7 +403,7 @@ class EngineWorker:
     def _tell_ended(self, engine: Engine) -> None:
         """While frozen, deliver the outputs of requests that ended outside a step; otherwise the next step does."""
         if self._state is WorkerState.FROZEN:
-            self._deliver(engine.take_ended())
+            self._deliver(engine.pop_ended())
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

@@ -67,7 +67,7 @@ class ApiServer:
             "content_hash": content,
             "adapter": adapter,
             "tenant": "",
-            "call": call,
+            "choice_group": call,
         }
         path = None if content is None else Path("/adapters") / content
         self.dispatcher.add(record, path, 4, 0.0, accepted)

@@ -46,7 +46,7 @@ def record(number, content=None, tokens=1):
         "content_hash": content,
         "tenant": "",
         "adapter": content,
-        "call": "",
+        "choice_group": "",
     }
 
 
