@@ -41,7 +41,11 @@ def served(kind: str, size: int) -> Iterator[tuple[subprocess.Popen[str], httpx.
         command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **interpreted}
     ) as process:
         try:
-            url = next(found[1] for line in process.stderr if (found := re.search(r"listening on (\S+)", line)))
+            lines: list[str] = []
+            while not (found := re.search(r"listening on (\S+)", "".join(lines))):
+                lines.append(process.stderr.readline())
+                assert lines[-1], f"the server ended before it listened: {''.join(lines)}"
+            url = found[1]
             children = Path(f"/proc/{process.pid}/task").glob("*/children")
             pids = [int(pid) for each in children for pid in each.read_text().split()]
             others = [pid for pid in pids if b"executors.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -34,7 +34,8 @@ def test_times_are_seconds_or_have_a_unit():
     assert parser.parse_args(["--slo-tpot", "50ms", "--scale-seconds", "2s"]).slo_tpot == 0.05
     assert parser.parse_args(["--slo-tpot", "0.05"]).slo_tpot == 0.05
     for flag in ("--slo-tpot", "--scale-seconds"):
-        for text, said in (("fast", "'fast' is no time; give one with a unit"), ("-1", "must be a number of seconds above 0")):
+        wrong = {"fast": "'fast' is no time; give one with a unit", "-1": "must be a number of seconds above 0"}
+        for text, said in wrong.items():
             with pytest.raises(argparse.ArgumentError, match=said):
                 parser.parse_args([f"{flag}={text}"])
 

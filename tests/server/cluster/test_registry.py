@@ -25,7 +25,7 @@ from chorus.server.cluster.stream import PeerRefused, accept, connect, new_secre
 from chorus.server.cluster.wire import Frame, Malformed
 
 SECRET = b"s" * 32
-SECONDS = 60
+SECONDS = 150
 """A deadline, not an expectation."""
 
 

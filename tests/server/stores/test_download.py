@@ -280,7 +280,10 @@ ARCHIVES = {
         tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.LNKTYPE, "/etc/passwd"), b"")], mode="w"),
         "not a regular file",
     ),
-    "pipe.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.FIFOTYPE), b"")], mode="w"), "not a regular file"),
+    "pipe.tar": (
+        tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.FIFOTYPE), b"")], mode="w"),
+        "not a regular file",
+    ),
     "bomb.tar.gz": (tar({**FILES, WEIGHTS: ZEROS}), "larger|more than"),
     "beside.tar.gz": (tar(extra=[(member("x/readme"), bytes(8 * MAX_BYTES))]), "more than"),
     "header.tar": (long_header() + bytes(1024), "header"),
