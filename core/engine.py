@@ -19,7 +19,7 @@ from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
-from .ahead import StepAhead
+from .async_steps import AsyncSteps
 from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
@@ -90,9 +90,16 @@ class Engine:
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
         self.swapped = SwappedKv(executor.swaps, images.budget, executor.layout.page_bytes)
         memory = RequestMemory(
-            self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
-            config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
-        )  # fmt: skip
+            self.pool,
+            self.store,
+            self.prefix,
+            self.reclaimer,
+            self.block_tokens,
+            config.prefix_cache,
+            config.share_prefix_cache,
+            self.swapped,
+            lambda: swaps(config.preemption, costs),
+        )
         self.starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
         loads = LoadPolicy(self.store, costs, self.starts, self.block_tokens, config.max_load_stall_seconds)
         policies = policies or Policies()
@@ -100,9 +107,9 @@ class Engine:
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling else None
-        self.ahead = None if start is None else StepAhead(
-            start, executor, self._foresee, self.scheduler.take_back
-        )  # fmt: skip
+        self.async_steps = (
+            None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
+        )
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
         """The last decode step and its seconds, which bound the pause for merging."""
         self.last_prefill: tuple[StepPlan | None, float] = None, 0.0
@@ -188,9 +195,9 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    def take_ended(self) -> list[RequestOutput]:
+    def pop_ended(self) -> list[RequestOutput]:
         """The outputs of requests that ended outside of a step, once; for a driver that takes no step for a while."""
-        return self.scheduler.take_failed()
+        return self.scheduler.pop_failed()
 
     def wake(self) -> None:
         """Interrupt a step that only waits for reads, because there is more to do; from any thread."""
@@ -206,8 +213,8 @@ class Engine:
 
     def begin_step(self) -> StepPlan | None:
         """Plan the next step without running it, for a driver in virtual time; or return the one that is under way."""
-        if self.ahead is not None and self.ahead.plan is not None:
-            return self.ahead.plan
+        if self.async_steps is not None and self.async_steps.plan is not None:
+            return self.async_steps.plan
         merging = self.merging
         if self.modes is not None:
             self.modes.decide()
@@ -223,7 +230,7 @@ class Engine:
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
         if plan is None:
-            outputs = self.scheduler.take_failed()
+            outputs = self.scheduler.pop_failed()
             if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
                 self.store.images.wait(READ_WAIT_SECONDS)
             return outputs
@@ -232,7 +239,7 @@ class Engine:
         seconds = self._clock() - start
         if result is not None and result.errors:
             self._note_overflows(plan, result)
-        outputs = self.scheduler.take_failed()
+        outputs = self.scheduler.pop_failed()
         if result is None:
             return outputs
         if plan.bucket is None:
@@ -255,7 +262,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
-        if plan.num_tokens >= self.block_tokens * len(plan.rows):
+        if plan.num_tokens >= self.block_tokens * len(plan.sequences):
             self.last_prefill = plan, seconds
             self.costs.observe("prefix_page", seconds * self.block_tokens / plan.num_tokens)
 
@@ -336,21 +343,21 @@ class Engine:
         self._servable.check_grammar(request.params.grammar)
         self._servable.set_ends(request)
 
-    def _foresee(self, plan: StepPlan) -> StepPlan | None:
+    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Return the plan after one under way; None where the plan may depend on its tokens."""
         if self.modes is not None or self.merging.is_under_way:
             return None
-        ahead = self.scheduler.foresee(plan)
+        ahead = self.scheduler.plan_ahead(plan)
         if ahead is not None:
             ahead.merged = self.merging.merged
         return ahead
 
     def _execute(self, plan: StepPlan) -> StepResult | None:
-        """Execute a plan; if that raises, run its rows one by one. None: see `StepAhead.run`. Raises ExecutorLost."""
+        """Execute a plan; if that raises, run its rows one by one. None: see `AsyncSteps.run`. Raises ExecutorLost."""
         try:
-            return self.executor.execute(plan) if self.ahead is None else self.ahead.run(plan)
+            return self.executor.execute(plan) if self.async_steps is None else self.async_steps.run(plan)
         except ExecutorLost:
             raise
         except Exception:
-            logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.rows))
+            logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.sequences))
         return run_rows_alone(self.executor, plan)

@@ -56,7 +56,7 @@ class EngineStats:
     num_generated_tokens: int = _counted(of="scheduler.num_generated_tokens")
     num_step_tokens: int = _counted(of="scheduler.num_step_tokens")
     num_steps: int = _counted("steps", "Engine steps", "scheduler.num_steps")
-    num_steps_ahead: int = _counted(
+    num_async_steps: int = _counted(
         "steps_ahead", "Steps scheduled asynchronously: launched before the tokens of the previous step were read"
     )
     num_preemptions: int = _counted(
@@ -164,7 +164,7 @@ def stats_of(engine: Any) -> EngineStats:
         num_failed_reads=reads.num_failed,
         num_given_up_reads=reads.num_given_up,
         oldest_read_seconds=reads.oldest_seconds,
-        num_steps_ahead=engine.ahead.num_ahead if engine.ahead else 0,
+        num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,
         last_step=scheduler.last_step,
         step_sizes=tuple(scheduler.step_sizes),
     )

@@ -50,15 +50,15 @@ class AdapterNames(Protocol):
 class Quarantined:
     """An adapter that is not served, and the reason.
 
-    stamp: the state of its directory then; None when it did not tell. can_mend: whether a change to its files may help,
-    as none does to a name that is none.
+    stamp: the state of its directory then; None when it did not tell. can_retry: whether a change to its files may
+    help, as none does to a name that is none.
     """
 
     name: str
     path: Path
     reason: str
     stamp: Stamp | None = None
-    can_mend: bool = True
+    can_retry: bool = True
 
 
 def adapter_directories(directory: Path) -> list[Path]:
@@ -79,8 +79,10 @@ def adapter_directories(directory: Path) -> list[Path]:
     if is_adapter_dir(directory):
         logger.warning(
             "%s is an adapter itself, and only its sub-directories are served: name its parent, or serve it with "
-            "--lora-modules NAME=%s", directory, directory,
-        )  # fmt: skip
+            "--lora-modules NAME=%s",
+            directory,
+            directory,
+        )
     return sorted(found)
 
 
@@ -160,7 +162,7 @@ def _log_other_bases(registered: Mapping[str, AdapterManifest]) -> None:
 def _quarantined(given: str, path: Path, reason: str, stamp: Stamp | None) -> Quarantined:
     """given: the adapter's name, which may be none that can be shown."""
     name = given if given.isprintable() else shown(given)
-    return Quarantined(name, path, reason, stamp, can_mend=name == given)
+    return Quarantined(name, path, reason, stamp, can_retry=name == given)
 
 
 def _log(quarantined: list[Quarantined]) -> None:

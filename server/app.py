@@ -74,11 +74,11 @@ def create_app(
     recorder: Recorder | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
-    and `key_watch`.
+    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors` and
+    `key_watch`.
 
-    defaults: what requests sample with where they say nothing. kv_publisher, recorder, tracer: run as long as the app.
-    RuntimeError when no more threads can be started.
+    defaults: sampling parameters of requests that leave them out. kv_publisher, recorder, tracer: run as long as the
+    app. Raises RuntimeError if no more threads can be started.
     """
     gate = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes), worker.shared)
     executors = Executors()
@@ -92,9 +92,7 @@ def create_app(
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes, executors.text)
     loaded = LoadedAdapters.of(settings, worker.adapters)
-    templates = AdapterTemplates(
-        tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates
-    )  # fmt: skip
+    templates = AdapterTemplates(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
     loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
@@ -129,7 +127,7 @@ def create_app(
         private=private,
     )
 
-    stops = ExitStack()  # of what runs as long as the app
+    stops = ExitStack()  # things that run as long as the app
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -210,15 +208,23 @@ def create_app(
             *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
             Middleware(RequestId, statuses=statuses),
             Middleware(AccessLog, writes=settings.access_log),
-            *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
-              if origins else []),
+            *(
+                [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+                if origins
+                else []
+            ),
             Middleware(
-                Doors, routes=routes, keys=keys, hosts=hosts, proxies=Networks(settings.trusted_proxies or ()),
-                gate=gate, tenants=TenantHeader.of(settings.tenant_header, settings.tenant_gateways),
+                Doors,
+                routes=routes,
+                keys=keys,
+                hosts=hosts,
+                proxies=Networks(settings.trusted_proxies or ()),
+                gate=gate,
+                tenants=TenantHeader.of(settings.tenant_header, settings.tenant_gateways),
             ),
         ],
         lifespan=lifespan,
-    )  # fmt: skip
+    )
     app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
     app.state.watchers, app.state.statuses = watchers, statuses
     app.state.private_paths = private

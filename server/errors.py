@@ -1,4 +1,4 @@
-"""Errors towards clients, in OpenAI's shape or in Anthropic's."""
+"""Errors for clients, in OpenAI's, Anthropic's or TGI's format."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .wanted import problem_of
 T = TypeVar("T", bound=BaseModel)
 
 REQUEST_ID = "x-request-id"
-"""Header with the id that a request is known by on its way."""
+"""Header with a request's id."""
 
 MAX_ECHO = 200
-"""Characters of a client's own words that an error repeats."""
+"""Characters of a client's own text that an error repeats."""
 
 MAX_MESSAGE = 400
 ABSOLUTE_PATH = re.compile(r"(?<![\w./])(?:/[^\s/:'\",;]+)*/([^\s/:'\",;]+)")
@@ -44,17 +44,17 @@ _LONG_WORD = re.compile(rf"(\S{{{MAX_ECHO}}})\S+")
 
 
 def clipped(text: str) -> str:
-    """A client's words as an error repeats them."""
+    """A client's text, shortened for an error."""
     return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
 
 
 def _without_paths(text: str) -> str:
-    """The engine's message for a client: of absolute paths only the last part is left, and its length is bounded."""
+    """The engine's message for a client: absolute paths are reduced to their last part, and the length is limited."""
     return ABSOLUTE_PATH.sub(r"\1", text)[:MAX_MESSAGE]
 
 
 def _bounded(message: str) -> str:
-    """A message that repeats no endless word, and is not endless itself."""
+    """A message with long words and the total length shortened."""
     message = _LONG_WORD.sub(r"\1…", message)
     return message if len(message) <= MAX_ANSWER else message[: MAX_ANSWER - 1] + "…"
 
@@ -67,7 +67,7 @@ class PrivatePaths:
         self._directories = sorted((one for one in absolute if one != "/"), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """The text with every path below one of the directories relative to it."""
+        """The text with each path below one of the directories made relative."""
         for directory in self._directories:
             if directory in text:
                 text = text.replace(f"{directory}/", "").replace(directory, os.path.basename(directory))
@@ -81,34 +81,34 @@ class PrivatePaths:
 
 
 class JsonResponse(JSONResponse):
-    """JSON that any string fits into: what UTF-8 does not have, such as odd file names, is written as an escape."""
+    """JSON for any string: characters that UTF-8 can't encode, such as in odd file names, are escaped."""
 
     def render(self, content: Any) -> bytes:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode("utf-8", "backslashreplace")  # of a lone surrogate that is JSON's own escape
+        return text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON's own escape
 
 
 DISK_FAULTS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EMFILE, errno.ENFILE}
 )
-"""Errors that say nothing about a file, only that it can't be had just now."""
+"""Errors that say nothing about a file except that it can't be read at the moment."""
 
 
 _TYPES = {429: "rate_limit_error", **dict.fromkeys((424, 500, 503, 504), "server_error")}
-"""OpenAI's types of errors by their status; all others are the client's."""
+"""OpenAI's error types by status; all others are the client's fault."""
 
 ANTHROPICS = "/v1/messages"
-"""Routes below this path tell errors in Anthropic's shape."""
+"""Routes below this path return errors in Anthropic's format."""
 
 GENERATES = ("/", "/generate", "/generate_stream")
-"""Routes that tell errors in TGI's shape."""
+"""Routes that return errors in TGI's format."""
 
 _GENERATES_TYPES = {
     **dict.fromkeys((400, 413), "validation"),
     424: "generation",
     **dict.fromkeys((429, 503), "overloaded"),
 }
-"""TGI's types of errors by their status; an error about keys, routes or models has none: its status says it."""
+"""TGI's error types by status; errors about keys, routes or models have none: the status suffices."""
 
 _ANTHROPICS_TYPES = {
     401: "authentication_error",
@@ -118,11 +118,11 @@ _ANTHROPICS_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's types of errors by their status; of others the client's are `invalid_request_error`."""
+"""Anthropic's error types by status; other errors of the client are `invalid_request_error`."""
 
 
 class ApiError(Exception):
-    """An answer other than success. `param` names the wrong field, the message says how to fix it."""
+    """An error response. `param` names the wrong field, the message says how to fix it."""
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ class ApiError(Exception):
 
     @property
     def unforeseen(self) -> bool:
-        """True if only the log can say what happened."""
+        """True if only the log gives the details."""
         return self.code == "internal_error"
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The error as clients of a path read it: OpenAI's or, with the field and the code beside theirs, Anthropic's,
-        TGI's and LoRAX's.
+        """The error in the format of a path's clients: OpenAI's, or, with field and code added, Anthropic's, TGI's or
+        LoRAX's.
         """
         told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         if path.startswith(ANTHROPICS):
@@ -171,11 +171,11 @@ class ApiError(Exception):
 
 
 class EngineUnavailable(Exception):
-    """The engine takes no more requests: it is stopped or broke down for good."""
+    """The engine accepts no more requests: it was stopped or broke down for good."""
 
 
 class GenerationFailed(Exception):
-    """The engine ended a request that it had accepted. failure: what adapters have to do with it, if they have."""
+    """The engine ended a request that it had accepted. failure: how adapters are involved, if they are."""
 
     def __init__(self, message: str, failure: LoadFailure | None = None) -> None:
         super().__init__(message)
@@ -183,31 +183,31 @@ class GenerationFailed(Exception):
 
 
 def no_model(name: str, near: str | None = None) -> ApiError:
-    """The answer to a name that is neither the base model's nor an adapter's. near: the one that may be meant."""
+    """The error for a name that is neither the base model's nor an adapter's. near: a similar name."""
     hint = "GET /v1/models lists the models there are" if near is None else f"did you mean {clipped(near)!r}?"
     message = f"there is no model {clipped(name)!r}; {hint}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def not_served(message: str) -> ApiError:
-    """The answer to the name of an adapter in quarantine."""
+    """The error for a quarantined adapter."""
     return ApiError(424, message, param="model", code="adapter_quarantined")
 
 
 def too_long(limit: int, what: str, length: str, window: int | None = None) -> ApiError:
-    """The answer to a prompt that the context can't hold, in the words that clients know from OpenAI.
+    """The error for a prompt that exceeds the context, in the words that clients know from OpenAI.
 
-    what: the field. length: how long it is, with its unit. window: the model's sliding window, if that is the limit.
+    what: the field. length: its length, with the unit. window: the model's sliding window, if that is the limit.
     """
     message = f"This model's maximum context length is {limit} tokens. However, your {what} resulted in {length}. "
     message += f"Please reduce the length of the {what}."
     if window is not None:
-        message += f" The limit is the model's sliding window of {window} tokens; attention beyond it is not served."
+        message += f" The limit is the model's sliding window of {window} tokens; attention beyond it is not supported."
     return ApiError(400, message, param=what, code="context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to an exception of a handler; anything unforeseen is a 500 without details."""
+    """The response for an exception of a handler; unforeseen ones are a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
@@ -219,8 +219,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, f"{error}; try again later", code="overloaded", retry_after=1)
     if isinstance(error, TimeoutError):
         return ApiError(503, "the server took too long; try again later", code="timeout", retry_after=1)
-    if isinstance(error, OSError):  # a disk that fails, or has no room, is no mistake of the server
-        message = f"the server's files can't be read just now: {error.strerror or type(error).__name__}"
+    if isinstance(error, OSError):  # a failing or full disk is not a fault of the server's code
+        message = f"the server's files can't be read at the moment: {error.strerror or type(error).__name__}"
         return ApiError(503, message, code="storage_unavailable")
     if isinstance(error, EngineUnavailable):
         return ApiError(503, text, code="engine_unavailable")
@@ -230,14 +230,14 @@ def as_api_error(error: Exception) -> ApiError:
         status = 503 if failure.may_pass else 424  # clients repeat a 409 by themselves, which would not help
         param = None if failure is LoadFailure.NO_ROOM else "model"
         return ApiError(status, text, param=param, code=failure, retry_after=1 if failure.may_pass else None)
-    return ApiError(500, "the server failed to answer; its log says why", code="internal_error")
+    return ApiError(500, "the server failed; see its log for the reason", code="internal_error")
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing wrong with a body, as a 400 that names the field."""
+    """The first fault of a body, as a 400 that names the field."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        return ApiError(400, f"the body must be valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     param = field_path(first["loc"])
     if not param:
         return ApiError(400, "the body must be a JSON object")
@@ -247,7 +247,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def validated(kind: type[T], body: bytes | dict[str, Any], context: Any = None) -> T:
-    """A request's body as a model of its fields; raises an ApiError that names the wrong field."""
+    """Parse a request's body; raises an ApiError that names the wrong field."""
     try:
         if isinstance(body, dict):
             return kind.model_validate(body, context=context)
@@ -257,7 +257,7 @@ def validated(kind: type[T], body: bytes | dict[str, Any], context: Any = None) 
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`; names that are the client's are cut short."""
+    """`("messages", 0, "role")` as `messages[0].role`; the client's own names are shortened."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -265,20 +265,20 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def client_gone() -> Response:
-    """The answer to a client that left, with nginx's status for it; only logs ever see it."""
+    """The response to a client that disconnected, with nginx's status for it; only logs ever show it."""
     return Response(status_code=499)
 
 
 @asynccontextmanager
 async def read_body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """A request's body; inside, its bytes count as its tenant's. Raises an ApiError once it exceeds `limit` bytes, or
-    what may be held.
+    """Read a request's body; within the `with` block its bytes count for its tenant. Raises an ApiError if it exceeds
+    `limit` bytes, or the bytes that may be held.
     """
     room, tenant, body = request.app.state.gate.bodies, request.state.tenant, bytearray()
     try:
         async for part in request.stream():
             if len(body) + len(part) > limit:
-                raise ApiError(413, f"the body is larger than the {limit} bytes this server takes")
+                raise ApiError(413, f"the body is larger than the {limit} bytes that this server accepts")
             room.take(tenant, len(part))
             body += part
         yield bytes(body)
@@ -287,12 +287,12 @@ async def read_body(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
-    """Starlette's handler of clients that leave before their request has arrived."""
+    """Starlette's handler for clients that disconnect before their request has arrived."""
     return client_gone()
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    """Starlette's handler of every exception a route lets through."""
+    """Starlette's handler for every exception that a route raises."""
     answer = as_api_error(error)
     answer.message = request.app.state.private_paths.hide(answer.message)
     response = answer.response(request.url.path)
@@ -311,11 +311,11 @@ FOREIGN_ROUTES = {
     "/infill": "/v1/completions",
     "/props": "/info",
 }
-"""Routes of Ollama and llama.cpp, each with the one that is nearest to it here."""
+"""Routes of Ollama and llama.cpp, each with its nearest equivalent here."""
 
 
 def near_route(path: str, routes: Collection[str]) -> str | None:
-    """The route that a wrong path is meant for: without /v1 or with two of them, behind another prefix, mistyped."""
+    """The route that a wrong path probably means: without /v1 or with two of them, with another prefix, or mistyped."""
     path = "/" + path[:MAX_ECHO].strip("/")
     if path in FOREIGN_ROUTES:
         return FOREIGN_ROUTES[path]
@@ -328,7 +328,7 @@ def near_route(path: str, routes: Collection[str]) -> str | None:
 
 
 def _methods(request: Request) -> set[str]:
-    """Methods that the routes of a request's path take."""
+    """Methods that the routes of a request's path accept."""
     found = (
         one for one in request.app.routes if isinstance(one, Route) and one.matches(request.scope)[0] != Match.NONE
     )
@@ -336,8 +336,8 @@ def _methods(request: Request) -> set[str]:
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Starlette's handler of its own errors: no such route, wrong method."""
-    assert isinstance(error, HTTPException)  # it is registered for these alone
+    """Starlette's handler for its own errors: unknown route, wrong method."""
+    assert isinstance(error, HTTPException)  # it is registered only for these
     path = clipped(request.url.path)
     if error.status_code == 404:
         near = near_route(request.url.path, {one.path for one in request.app.routes if isinstance(one, Route)})
@@ -345,7 +345,7 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is no route {clipped(request.method)} {path}; {hint}"
     elif error.status_code == 405:
         taken = sorted(_methods(request))
-        message = f"{path} does not take {clipped(request.method)}; it takes {' and '.join(taken)}"
+        message = f"{path} does not accept {clipped(request.method)}; it accepts {' and '.join(taken)}"
     else:
         message = error.detail
     answer = ApiError(error.status_code, message).response(request.url.path)

@@ -1,4 +1,4 @@
-"""The threads of one server: pools, and what is done again and again."""
+"""The threads of one server: pools and periodic work."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Executors:
-    """The pools of one server.
+    """The thread pools of one server.
 
-    text: reading long bodies, and writing long answers and lists. stop: the engine's end. scrapes: writing the metrics.
-    page: encoding the operator's page.
+    text: reading long bodies, and writing long responses and lists. stop: the engine's end. scrapes: writing the
+    metrics. page: encoding the operator's page.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class Executors:
 
 
 class Repeating(ABC):
-    """Does something every so many seconds on a daemon thread, from `start` to `stop`, and once more at the end."""
+    """Does something periodically on a daemon thread, from `start` to `stop`, and once more at the end."""
 
     def __init__(self, name: str, seconds: float, stop_seconds: float = 0.0) -> None:
-        """stop_seconds: that `stop` waits for the end at most."""
+        """stop_seconds: the longest that `stop` waits for the end."""
         self._seconds, self._stop_seconds = seconds, stop_seconds
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"chorus-{name}", daemon=True)
@@ -44,7 +44,7 @@ class Repeating(ABC):
         self._thread.start()
 
     def stop(self) -> bool:
-        """Have it end; True if it has."""
+        """Ask it to end; True if it has ended."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(self._stop_seconds)
@@ -52,7 +52,7 @@ class Repeating(ABC):
 
     @abstractmethod
     def _turn(self) -> None:
-        """What is done; an error of it is logged, and it is done again all the same."""
+        """The periodic work; an error is logged, and the work continues."""
 
     def _run(self) -> None:
         ends = False

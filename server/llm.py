@@ -1,4 +1,4 @@
-r"""A model with its adapters in this process: the library's front door.
+r"""`LLM`: a model with its adapters in this process, the library's main class.
 
 from chorus import LLM, SamplingParams
 
@@ -43,7 +43,7 @@ from .start.launch import load
 T = TypeVar("T")
 
 IN_FLIGHT = 256
-"""Answers that the engine is given at once; the others follow as these end."""
+"""Completions in the engine at once; the others follow as these end."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 AdapterChoice = str | Sequence[str | None] | None
@@ -56,14 +56,14 @@ ARGUMENTS = {
     "sampling_params": "it is called params",
     "use_tqdm": "leave it out",
 }
-"""Arguments of other libraries' methods, each with what to do."""
+"""Arguments of other libraries' methods, each with advice."""
 
 
 class LLM:
-    """An engine on a thread of its own, with its tokenizer. Use as a context manager, or call `close`.
+    """An engine on its own thread, with its tokenizer. Use it as a context manager, or call `close`.
 
-    Any thread may call any method; requests in progress at the same time share the engine's steps, whatever adapters
-    they use. What prompts and parameters may be, and what they cost, is as over HTTP: docs/reference/parameters.md.
+    Any thread may call any method. Requests that run at the same time share the engine's steps, whatever adapters they
+    use. Prompts, parameters and limits are the same as over HTTP: docs/reference/parameters.md.
     """
 
     def __init__(
@@ -76,10 +76,9 @@ class LLM:
         """Load a model and register adapters.
 
         model: a checkpoint directory, or the name of one that `chorus pull` fetched; default: the built-in model with
-        its adapters. adapters: a directory of adapter directories, or adapter directories by name. options: any
-        setting of `chorus serve` that means something without HTTP, such as `dtype` or `memory_bytes`.
-        Raises InvalidRequest for a wrong option, LaunchError for a model that can't be served, AdapterFormatError for
-        an adapter.
+        its adapters. adapters: a directory of adapter directories, or adapter directories by name. options: any setting
+        of `chorus serve` that makes sense without HTTP, such as `dtype` or `memory_bytes`. Raises InvalidRequest for a
+        wrong option, LaunchError for a model that can't be served, AdapterFormatError for an adapter.
         """
         named = adapters if isinstance(adapters, Mapping) else {}
         if model is not None:
@@ -96,7 +95,7 @@ class LLM:
 
     @classmethod
     def of(cls, settings: Settings) -> LLM:
-        """A model as the settings of a server name it."""
+        """An LLM from a server's settings."""
         llm = cls.__new__(cls)
         llm._open(settings)  # noqa: SLF001 - another constructor
         return llm
@@ -109,7 +108,7 @@ class LLM:
         self._files = AdapterFiles(settings, self._worker.adapters)
         templates = AdapterTemplates(
             self.tokenizer, self._worker.adapters, self._threads, used=settings.adapter_chat_templates
-        )  # fmt: skip
+        )
         places = settings.adapter_places
         self._loads = AdapterLoader(self._worker, settings.adapter_load_seconds, places, self._files.loaded, templates)
         self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
@@ -128,107 +127,170 @@ class LLM:
 
     # -- answers
 
-    # a str is a Sequence[str] too, and Python has no type for all the others
+    # a str is a Sequence[str], too, and Python has no type for all the others
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str | Mapping[str, Any] | Sequence[int], params: SamplingParams | None = None,
-        adapter: str | None = None, *, stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion: ...
 
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
-        """Answer one prompt, or a list of them in their order.
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or a list of them in order.
 
         prompts: a text, a list of token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
         params, adapter: one for all prompts, or one for each; no adapter is the base model, `NAME@VERSION` an earlier
-        version. stop: texts that end an answer. Raises InvalidRequest, naming the prompt, for what can't be served as
-        asked, and GenerationFailed when an answer ends with an error; the other prompts are then cancelled.
+        version. stop: texts that end a completion. Raises InvalidRequest, which names the prompt, for invalid values,
+        and GenerationFailed if a completion ends with an error; the other prompts are then cancelled.
         """
         return self._loop.run(self._generate(prompts, params, adapter, stop, unknown))
 
     @overload
     async def agenerate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str | Mapping[str, Any] | Sequence[int], params: SamplingParams | None = None,
-        adapter: str | None = None, *, stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+    ) -> Completion: ...
 
     @overload
     async def agenerate(
-        self, prompts: Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
         return await self._wait(self._generate(prompts, params, adapter, stop, unknown))
 
     @overload
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+    ) -> Completion: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        messages: Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     def chat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
-        """Answer a conversation through the model's chat template, or a list of conversations.
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
+        """Continue a conversation through the model's chat template, or a list of conversations.
 
-        messages: OpenAI's, with `role` and `content`. All else is as of `generate`; tools are fields of params.
+        messages: OpenAI's, with `role` and `content`. The other arguments are those of `generate`; tools are fields of
+        params.
         """
         return self._loop.run(self._chat(messages, params, adapter, stop, unknown))
 
     @overload
     async def achat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> Completion: ...  # fmt: skip
+    ) -> Completion: ...
 
     @overload
     async def achat(
-        self, messages: Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
+        self,
+        messages: Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
         stop: str | Sequence[str] = (),
-    ) -> list[Completion]: ...  # fmt: skip
+    ) -> list[Completion]: ...
 
     async def achat(
-        self, messages: Messages | Sequence[Messages], params: Params = None, adapter: AdapterChoice = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Completion | list[Completion]:  # fmt: skip
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Params = None,
+        adapter: AdapterChoice = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
         return await self._wait(self._chat(messages, params, adapter, stop, unknown))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Stream:  # fmt: skip
-        """An answer's text as it comes, for `for` or `async for`; leaving the loop early frees its pages."""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Stream:
+        """A completion's text as it comes, for `for` or `async for`; leaving the loop early frees its pages."""
         prompts, alone = prompts_of(prompt)
         if not alone:
             raise InvalidRequest("prompt", "a stream has one prompt; call stream for each")
         return self._stream(self._asked(prompts, params, adapter, stop, unknown, is_chat=False))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: str | None = None, *,
-        stop: str | Sequence[str] = (), **unknown: Never,
-    ) -> Stream:  # fmt: skip
-        """The same of the answer to a conversation: its content. The stream's completion has reasoning and calls."""
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        **unknown: Never,
+    ) -> Stream:
+        """The same for a conversation: the content. The stream's completion has reasoning and tool calls."""
         given, alone = conversations_of(messages)
         if not alone:
             raise InvalidRequest("messages", "a stream has one conversation; call stream_chat for each")
@@ -238,11 +300,11 @@ class LLM:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the registered adapters, sorted; an earlier version that is kept is `NAME@VERSION`."""
+        """Names of the registered adapters, sorted; a kept earlier version is `NAME@VERSION`."""
         return sorted(self._worker.adapters.names().result())
 
     def adapter(self, name: str) -> AdapterState:
-        """An adapter as it is now: its version, where its bytes are, its pages. UnknownAdapter."""
+        """An adapter's current state: its version, tier and pages. Raises UnknownAdapter."""
         return self._of_known(name, lambda: self._worker.adapters.state(name).result())
 
     def load_adapter(
@@ -256,14 +318,14 @@ class LLM:
         replace: bool = True,
         pinned: bool | None = None,
     ) -> str:
-        """Register an adapter, or replace one: answers in progress finish with the old version. Returns NAME@VERSION.
+        """Register an adapter, or replace one: running requests finish with the old version. Returns NAME@VERSION.
 
-        name: `NAME`, or `NAME@VERSION` to say the version's label. path: a PEFT directory; without one, config is what
-        adapter_config.json has, and weights are adapter_model.safetensors' bytes or its tensors by name. keep_versions:
-        how many of the name can be asked for, the newest counted; default: the setting's. pinned: True keeps it
-        resident. Raises InvalidRequest for wrong arguments, AdapterFormatError, which leaves what was there, when it
-        can't be served, FileExistsError for a version that there is, or a name that it may not `replace`, and
-        LoadTimedOut when its disk takes longer than `adapter_load_seconds`.
+        name: `NAME`, or `NAME@VERSION` to set the version's label. path: a PEFT directory; without one, config is the
+        contents of adapter_config.json, and weights are adapter_model.safetensors' bytes or its tensors by name.
+        keep_versions: number of versions of the name to keep, including the newest; default: the setting's. pinned:
+        True keeps it resident. Raises InvalidRequest for wrong arguments, AdapterFormatError if it can't be served, in
+        which case nothing changes, FileExistsError for an existing version, or a name that it may not `replace`, and
+        LoadTimedOut if its disk takes longer than `adapter_load_seconds`.
         """
         given = {"name": name, "keep_versions": keep_versions, "path": None if path is None else str(path)}
         with python_errors():
@@ -284,7 +346,7 @@ class LLM:
         return versioned(plain, state.label)
 
     def pin_adapter(self, name: str) -> None:
-        """Keep an adapter resident. Raises InvalidRequest where there is no room for it, and UnknownAdapter."""
+        """Keep an adapter resident. Raises InvalidRequest if there is no room for it, and UnknownAdapter."""
 
         def pin() -> None:
             with python_errors():
@@ -293,16 +355,16 @@ class LLM:
         self._of_known(name, pin)
 
     def unpin_adapter(self, name: str) -> None:
-        """Let other adapters and KV take its pages again. UnknownAdapter."""
+        """Allow its pages to be evicted again. Raises UnknownAdapter."""
         self._of_known(name, self._worker.adapters.unpin(name).result)
 
     def pause_adapter(self, name: str, *, paused: bool = True) -> None:
-        """Refuse new requests of all versions of an adapter, or take them again. UnknownAdapter."""
+        """Refuse new requests for all versions of an adapter, or accept them again. Raises UnknownAdapter."""
         self._of_known(name, lambda: self._loop.run(self._loads.pause(name, paused=paused)))
 
     def unload_adapter(self, name: str, *, force: bool = False) -> None:
-        """Forget an adapter, or a version of it; answers in progress finish with it or, with `force`, end with an
-        error. UnknownAdapter.
+        """Remove an adapter, or a version of it; running requests finish with it or, with `force`, end with an error.
+        Raises UnknownAdapter.
         """
         self._of_known(name, lambda: self._loads.remove_now(name, force=force))
         self._sourced.forget(name)
@@ -310,7 +372,7 @@ class LLM:
     # -- start and stop
 
     def close(self) -> None:
-        """End what is in progress and give back the model's memory."""
+        """Cancel running requests and free the model's memory."""
         self._loop.stop()
         self._sourced.stop()
         self._loads.stop()
@@ -345,7 +407,7 @@ class LLM:
     def _asked(
         self, given: Sequence[Any], params: Any, adapter: Any, stop: Any, unknown: Mapping[str, Any], *, is_chat: bool
     ) -> list[PromptRequest]:
-        """What is asked, prompt by prompt. Raises InvalidRequest for arguments that don't fit."""
+        """The prompts with their parameters. Raises InvalidRequest for arguments that don't fit."""
         _refuse(unknown)
         count = len(given)
         all_params = for_each(params or SamplingParams(), count, "params", SamplingParams, "SamplingParams")
@@ -359,7 +421,7 @@ class LLM:
     def _stream(self, asked: Sequence[PromptRequest]) -> Stream:
         (one,) = asked
         if (one.params.n or 1) > 1:
-            raise InvalidRequest("n", f"n is {one.params.n}, and a stream has one answer; leave n out")
+            raise InvalidRequest("n", f"n is {one.params.n}, but a stream has one completion; leave n out")
         ended: list[Completion] = []
         return Stream(self._loop, self._asking.pieces(one, ended), ended)
 
@@ -367,7 +429,7 @@ class LLM:
         return await asyncio.wrap_future(self._loop.submit(work))
 
     def _of_known(self, name: str, act: Callable[[], T]) -> T:
-        """What `act` gives; UnknownAdapter with the name that may be meant."""
+        """The result of `act`; raises UnknownAdapter with the most similar name."""
         try:
             return act()
         except UnknownAdapter:
@@ -377,10 +439,10 @@ class LLM:
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for an argument that there is not."""
+    """Raises InvalidRequest for an unknown argument."""
     for name in unknown:
         if name in ARGUMENTS:
-            raise InvalidRequest(name, f"there is no argument {name!r}; {ARGUMENTS[name]}")
+            raise InvalidRequest(name, f"unknown argument {name!r}; {ARGUMENTS[name]}")
         if name in FIELDS:
             raise InvalidRequest(name, f"{name!r} is a sampling parameter; give params=SamplingParams({name}=…)")
         with python_errors():
@@ -388,9 +450,9 @@ def _refuse(unknown: Mapping[str, Any]) -> None:
 
 
 def _with_stop(params: SamplingParams, stop: str | Sequence[str]) -> SamplingParams:
-    """The parameters with further stop texts."""
+    """The parameters with additional stop texts."""
     if not stop:
         return params
     if params.given.get("stop"):
-        raise InvalidRequest("stop", "stop is given twice, in params and beside it; leave one out")
+        raise InvalidRequest("stop", "stop is given twice, in params and as an argument; leave one out")
     return params.replace(stop=stop)

@@ -1,4 +1,4 @@
-"""Lines of the log: one format for all of them, with the request that a line is about."""
+"""Log lines: one format for all, with the request that a line is about."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LogFormat = Literal["text", "json"]
 
 
 class About(TypedDict, total=False):
-    """What a line's request is known by, and how it ended."""
+    """Fields that identify a line's request and tell how it ended."""
 
     request_id: str
     tenant: str
@@ -33,7 +33,7 @@ _PLAIN = re.compile(r"[\w.@/:+=-]+")
 
 @contextmanager
 def about_request(request_id: str) -> Iterator[About]:
-    """Have the lines of this task, and of those that it starts, tell a request's id, and what else is put there."""
+    """Add a request's id, and other fields added later, to the log lines of this task and of the tasks it starts."""
     about = About(request_id=request_id)
     token = _about.set(about)
     try:
@@ -43,7 +43,7 @@ def about_request(request_id: str) -> Iterator[About]:
 
 
 def note_request(*, tenant: str | None = None, model: str | None = None) -> None:
-    """Have the lines of the present request tell its tenant or its model from now on."""
+    """Add the tenant or the model to the following log lines of the current request."""
     if (about := _about.get()) is not None:
         if tenant is not None:
             about["tenant"] = tenant
@@ -52,7 +52,7 @@ def note_request(*, tenant: str | None = None, model: str | None = None) -> None
 
 
 class TextLines(logging.Formatter):
-    """`TIME LEVEL LOGGER: MESSAGE`, and behind it the request's fields as NAME=VALUE."""
+    """`TIME LEVEL LOGGER: MESSAGE`, followed by the request's fields as NAME=VALUE."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -68,28 +68,33 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": when.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name,
-                "message": record.getMessage(), **dict(_fields(record))}  # fmt: skip
+        line = {
+            "time": when.replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **dict(_fields(record)),
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=True, default=str)
 
 
 def log_to_stderr(level: str, form: LogFormat = "text") -> None:
-    """Write warnings of everything, and lines of Chorus from a level on, to standard error in one format."""
+    """Write warnings of all loggers, and Chorus's lines from a level on, to standard error in one format."""
     formatter = JsonLines() if form == "json" else TextLines()
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonLines | TextLines):  # of an earlier call
             handler.setFormatter(formatter)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])  # nothing where there are handlers
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])  # nothing if there are handlers
     logging.captureWarnings(True)
     logging.getLogger("chorus").setLevel(level.upper())
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Seconds since the record was made."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -100,7 +105,7 @@ class Stopwatch:
 
 
 def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """The request's fields that a line has: its own (`extra`) first."""
+    """The request's fields of a line: its own (`extra`) first."""
     about = _about.get() or {}
     for name in FIELDS:
         value = record.__dict__.get(name, about.get(name))

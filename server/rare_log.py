@@ -1,4 +1,4 @@
-"""Warnings that strangers or a fault could bring about any number of times."""
+"""Warnings that strangers or a fault could cause any number of times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RareLog:
-    """Logs at most one warning every so many seconds, and with it how many it has left out since the last."""
+    """Logs at most one warning every so many seconds, with the number of warnings left out since the last."""
 
     def __init__(self, log: logging.Logger, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._seconds, self._clock = log, seconds, clock

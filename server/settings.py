@@ -1,4 +1,4 @@
-"""Everything that can be set, from flags, the environment, a TOML file and defaults, in this order."""
+"""All settings, from flags, the environment, a TOML file and defaults, in this order."""
 
 from __future__ import annotations
 
@@ -33,8 +33,17 @@ AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidat
 REPEATABLE: JsonDict = {"repeatable": True}
 ENV_PREFIX = "CHORUS_"
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
@@ -46,7 +55,7 @@ class LoraModule(NamedTuple):
 
 
 class ConfigFileError(ValueError):
-    """A configuration file, or an environment, that can't be read or that sets what doesn't exist."""
+    """A configuration file, or an environment variable, that can't be read or sets something that doesn't exist."""
 
 
 def _split(given: Any) -> Any:
@@ -58,7 +67,7 @@ def _read_key(key: Any) -> str:
 
 
 def _checked(check: Callable[[list[str]], object]) -> AfterValidator:
-    """A check of texts, which stay as they are. check: raises ValueError for wrong ones."""
+    """A validator of texts, which stay unchanged. check: raises ValueError for wrong ones."""
 
     def read(texts: list[str] | None) -> list[str] | None:
         check(texts or [])
@@ -78,15 +87,15 @@ def _read_weights(weights: Any) -> Any:
 
 
 def _read_object(given: Any) -> Any:
-    """A JSON object, given as text or as it is. Raises ValueError."""
+    """A JSON object, given as text or already parsed. Raises ValueError."""
     if not isinstance(given, str):
         return given
     try:
         read = json.loads(given)
     except json.JSONDecodeError as error:
-        raise ValueError(f"this is no JSON object: {error}") from None
+        raise ValueError(f"this must be a JSON object: {error}") from None
     if not isinstance(read, dict):
-        raise ValueError('this is no JSON object, such as {"temperature": 0.5}')
+        raise ValueError('this must be a JSON object, such as {"temperature": 0.5}')
     return read
 
 
@@ -102,7 +111,7 @@ def read_lora_module(given: Any) -> LoraModule:
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"this is no JSON object: {error}") from None
+            raise ValueError(f"this must be a JSON object: {error}") from None
     if isinstance(given, dict):
         name, path = given.get("name"), given.get("path")
     elif isinstance(given, str):
@@ -110,7 +119,7 @@ def read_lora_module(given: Any) -> LoraModule:
     else:
         name, path = given
     if not name or not path:
-        raise ValueError("an adapter is given as NAME=DIR")
+        raise ValueError("an adapter must be given as NAME=DIR")
     return LoraModule(TypeAdapter(AdapterName).validate_python(name), Path(path))
 
 
@@ -120,7 +129,7 @@ Texts = Annotated[list[str] | None, NoDecode, Commas]
 Nets = Annotated[Texts, _checked(Networks)]
 Secrets = Annotated[
     list[Annotated[SecretStr, BeforeValidator(_read_key)]],
-    NoDecode,  # an empty key between commas stays, and is refused: without it the server could be open
+    NoDecode,  # an empty key between commas is kept, and refused later: dropping it could open the server
     BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given),
 ]
 
@@ -369,9 +378,16 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     access_log: bool = Field(default=False, description="log every HTTP request")
 
     @field_validator(
-        "memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", "adapter_source_bytes",
-        "adapter_cache_bytes", "max_adapter_bytes", "max_uploaded_bytes", mode="before",
-    )  # fmt: skip
+        "memory_bytes",
+        "host_cache_bytes",
+        "max_body_bytes",
+        "max_held_body_bytes",
+        "adapter_source_bytes",
+        "adapter_cache_bytes",
+        "max_adapter_bytes",
+        "max_uploaded_bytes",
+        mode="before",
+    )
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
@@ -420,19 +436,19 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     @property
     def model_root(self) -> str:
-        """What the base model came from, as the API tells it: ORG/MODEL, or a directory's name."""
+        """Source of the base model for the API: ORG/MODEL, or a directory's name."""
         return hub_name(self.model) or self.model.name
 
     @property
     def loadable_from(self) -> tuple[Path, ...]:
-        """The directories below which adapters may be loaded over HTTP."""
+        """The directories that may contain adapters loaded over HTTP."""
         if self.adapter_roots is not None:
             return tuple(self.adapter_roots)
         return () if self.adapters is None else (self.adapters,)
 
     @property
     def adapter_places(self) -> tuple[Path, ...]:
-        """The directories that adapters come from: below these a broken one may be mended."""
+        """The directories of adapters: a broken adapter below them may be repaired."""
         start = () if self.adapters is None else (self.adapters,)
         fetched = (self.fetched_adapters,) if self.adapter_source else ()
         uploads = () if self.adapter_uploads is None else (self.adapter_uploads,)
@@ -440,20 +456,20 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
     @property
     def fetched_adapters(self) -> Path:
-        """The directory of adapters that came from stores."""
+        """The directory of adapters fetched from stores."""
         return cache_dir() / "adapters" if self.adapter_cache is None else self.adapter_cache
 
     @property
     def adapter_rules(self) -> Rules:
-        """Where adapters that are not registered come from."""
+        """The rules for fetching adapters that are not registered."""
         return Rules(map(Rule.parse, self.adapter_source))
 
     def is_reserved(self, name: str) -> bool:
-        """True if a request that names this model means the base model, or an adapter of another name."""
+        """True if a request that names this model means the base model, rather than an adapter."""
         return name == self.base_name or name.startswith(f"{self.base_name}:")
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part. Fields that no flag, variable or file gives stay unset: the device chooses some."""
+        """The engine's settings. Fields that no flag, variable or file sets stay unset: the device chooses some."""
         values = {
             name: value
             for name, field in EngineConfig.model_fields.items()
@@ -466,7 +482,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
 
 @lru_cache(maxsize=64)
 def _directory_name(path: Path) -> str:
-    """A directory's name, links followed; looked up once, as every request asks for it on the event loop."""
+    """A directory's name, links followed; cached, because every request needs it on the event loop."""
     return path.resolve().name
 
 
@@ -477,8 +493,8 @@ def _keys_of(path: Path | None) -> list[NamedKey]:
 def _many_keys() -> dict[str, Any]:
     """Lists of keys from the environment: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS.
 
-    Raises ConfigFileError for a variable of keys that is set and empty, as with a missing secret: it would open the
-    server.
+    Raises ConfigFileError for a variable of keys that is set but empty, for example because a secret is missing: it
+    would open the server.
     """
     variables = {name.upper(): value for name, value in os.environ.items()}
     for name in ("API_KEY", "API_KEYS", "API_KEY_FILE", "ADMIN_KEY", "ADMIN_KEYS", "ADMIN_KEY_FILE"):
@@ -489,10 +505,10 @@ def _many_keys() -> dict[str, Any]:
 
 
 class _ConfigFile(PydanticBaseSettingsSource):
-    """The TOML file that the sources before this one name in `config`."""
+    """The TOML file that earlier sources name in `config`."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False  # asked for field by field it has nothing: the file is read as a whole
+        return None, field_name, False  # nothing field by field: the file is read as a whole
 
     def __call__(self) -> dict[str, Any]:
         path = self.current_state.get("config")
@@ -500,21 +516,21 @@ class _ConfigFile(PydanticBaseSettingsSource):
 
 
 RENAMED = {"assist_workers": "offload_workers"}
-"""Settings by the names they had before; both names are accepted for one release."""
+"""New names of renamed settings, by their old names; both are accepted for one release."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file; raises ConfigFileError that says what is wrong with it."""
+    """The settings of a TOML file; raises ConfigFileError for an invalid file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigFileError(f"there is no configuration file {path}") from None
+        raise ConfigFileError(f"the configuration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigFileError(f"the configuration file {path} can't be read: {error}") from None
     values = {name.replace("-", "_"): value for name, value in values.items()}
     for old, new in RENAMED.items():
         if old in values and values.setdefault(new, values[old]) != values.pop(old):
-            raise ConfigFileError(f"{path} sets {old} and {new}, which are one setting; leave out {old}")
+            raise ConfigFileError(f"{path} sets {old} and {new}, which are the same setting; leave out {old}")
     known = [name for name in Settings.model_fields if name != "config"]
     for name in values:
         if name not in known:
@@ -528,6 +544,6 @@ def read_size(text: str) -> int:
     """Bytes: `2147483648`, `512MB` (of 1000), `2GiB` (of 1024). Raises ValueError."""
     found = _SIZE.fullmatch(text.strip().replace("_", ""))
     if found is None or found[2].lower() not in _UNITS:
-        raise ValueError("a size is a number of bytes, or one with a unit, such as 512MB or 2GiB")
+        raise ValueError("a size must be a number of bytes, or have a unit, such as 512MB or 2GiB")
     number, unit = found[1], _UNITS[found[2].lower()]
     return int(float(number) * unit) if "." in number else int(number) * unit

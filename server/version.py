@@ -1,3 +1,3 @@
-"""Version of the package, below all that says it; `chorus.__version__` reads it from here."""
+"""Version of the package, defined once; `chorus.__version__` reads it from here."""
 
 VERSION = "0.5.0"

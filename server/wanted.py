@@ -1,4 +1,4 @@
-"""What a wrong value should have been, in words: of pydantic's errors only the kind is used, never the text."""
+"""Error messages for wrong values. Of pydantic's errors only the kind is used, never the text."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ _WANTED = {
     "too_long": "at most {max_length} entries long",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-"""By the kind of pydantic's error; what is in braces it knows."""
+"""Messages by the kind of pydantic's error; pydantic fills in the braces."""
 
 
 def problem_of(error: ErrorDetails) -> str:
-    """What is wrong with a field, to follow its name: ` is 'hot'; it must be a number`, or `: ` and the check's own
-    words.
-    """
+    """The fault of a field, to follow its name: ` is 'hot'; it must be a number`, or `: ` and the check's own words."""
     kind = error["type"]
     if kind == "missing":
         return ": it is missing"
@@ -52,7 +50,7 @@ def problem_of(error: ErrorDetails) -> str:
 
 
 def shown(value: Any) -> str:
-    """A wrong value, cut short."""
+    """A wrong value, shortened."""
     if isinstance(value, str) and len(value) > MAX_SHOWN:
         value = value[: MAX_SHOWN - 1] + "…"
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

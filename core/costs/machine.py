@@ -58,8 +58,11 @@ class TimedExecutor:
     def __init__(self, inner: Executor, clock: Clock = time.perf_counter) -> None:
         self._inner, self._clock = inner, clock
         self.model, self.layout, self.num_pages, self.adapters = (
-            inner.model, inner.layout, inner.num_pages, inner.adapters,
-        )  # fmt: skip
+            inner.model,
+            inner.layout,
+            inner.num_pages,
+            inner.adapters,
+        )
         self.shadow, self.swaps = inner.shadow, inner.swaps
         self.start = None  # each step's own time is wanted
         self.seconds = 0.0
@@ -102,14 +105,23 @@ def measure_machine(
 
 
 def _measure(
-    engine: Engine, paths: Sequence[Path], batches: int, rounds: int, seed: int, progress: Callable[[int, int], None],
+    engine: Engine,
+    paths: Sequence[Path],
+    batches: int,
+    rounds: int,
+    seed: int,
+    progress: Callable[[int, int], None],
     clock: Clock,
-) -> Measured:  # fmt: skip
+) -> Measured:
     config, executor = engine.config, engine.executor
     profiler = StepProfiler(
-        executor, paths, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        seed=seed, clock=clock,
-    )  # fmt: skip
+        executor,
+        paths,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        seed=seed,
+        clock=clock,
+    )
     profiler.place_adapters()
     decodes, prefills = profiler.decode_plans(batches), profiler.prefill_plans(max(40, batches // 3))
     done, total = 0, rounds * (len(decodes) + len(prefills))
@@ -208,9 +220,9 @@ def _overhead_of(
         spent += clock() - began - (timed.seconds - before)
         if plan is None:  # it waited for a read
             continue
-        moving = sum(len(row.tokens) > 1 for row in plan.rows)
+        moving = sum(len(row.tokens) > 1 for row in plan.sequences)
         moving += sum(output.finish_reason is not None for output in outputs)
-        yield (len(plan.rows), moving), spent
+        yield (len(plan.sequences), moving), spent
         spent = 0.0
 
 

@@ -25,7 +25,7 @@ from ...memory.host.images import ThreadReads
 from ...memory.pages.pool import PageKind, PagePool
 from ..executors.base import Executor
 from ..requests.sampling_params import SamplingParams
-from ..requests.types import BASE_LORA_INDEX, ScheduledRow, StepPlan
+from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from .fit import Fit, fit
 from .models import Kernel, StepCost, StepWork
 from .work import STEP_TERMS, step_work, term_values
@@ -79,9 +79,15 @@ class StepProfiler:
     """Runs steps on an executor that it uses exclusively; it fills the arena as it likes."""
 
     def __init__(
-        self, executor: Executor, adapters: Sequence[Path], *, max_num_seqs: int, max_num_batched_tokens: int,
-        seed: int = 0, clock: Clock = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self,
+        executor: Executor,
+        adapters: Sequence[Path],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        seed: int = 0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
         """adapters: directories, of as many ranks as may be. clock: of steps. Raises AdapterFormatError, and
         MeasureError for none.
         """
@@ -248,7 +254,7 @@ class StepProfiler:
                 tokens = [self._random.randrange(self._executor.model.vocab_size) for _ in range(count)]
                 table, start = next(pages)
                 rows.append(
-                    ScheduledRow(
+                    ScheduledSequence(
                         f"row{len(rows)}", lora_index, tokens, start, table, _PARAMS, 0, True, tokens, start + count
                     )
                 )
@@ -299,9 +305,7 @@ def fit_steps(samples: Samples) -> Fit:
 def r2_of(cost: StepCost, samples: Samples) -> float:
     """Share of the variance of `samples` that `cost` explains."""
     middle = mean(samples.seconds)
-    left = sum(
-        (cost.seconds(work) - took) ** 2 for work, took in zip(samples.work, samples.seconds, strict=True)
-    )  # fmt: skip
+    left = sum((cost.seconds(work) - took) ** 2 for work, took in zip(samples.work, samples.seconds, strict=True))
     spread = sum((took - middle) ** 2 for took in samples.seconds)
     return 1.0 - left / spread if spread else 1.0
 

@@ -164,9 +164,7 @@ class Profile(_Strict):
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
-    return sorted(
-        entry.name.removesuffix(".json") for entry in _shipped().iterdir() if entry.name.endswith(".json")
-    )  # fmt: skip
+    return sorted(entry.name.removesuffix(".json") for entry in _shipped().iterdir() if entry.name.endswith(".json"))
 
 
 def load_profile(name: str | Path) -> Profile:

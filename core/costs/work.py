@@ -12,57 +12,73 @@ def step_work(plan: StepPlan, kernel: Kernel) -> StepWork:
     ranks = [adapter.rank for adapter in plan.adapters]
     merged = plan.merged
     if merged is None:
-        return _of_rows(plan, ranks, kernel)
+        return _of_sequences(plan, ranks, kernel)
     lora_index = plan.adapters.index(merged) if merged in plan.adapters else None
     if lora_index is not None:
         ranks[lora_index] = 0
-    work = _of_rows(plan, ranks, kernel)
-    if apart := [len(row.tokens) for row in plan.rows if row.lora_index != lora_index]:
+    work = _of_sequences(plan, ranks, kernel)
+    if apart := [len(sequence.tokens) for sequence in plan.sequences if sequence.lora_index != lora_index]:
         work.row_ranks += len(apart) * merged.rank
         work.token_ranks += sum(apart) * merged.rank
         work.adapter_ranks += merged.rank
     return work
 
 
-def _of_rows(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
+def _of_sequences(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
     """ranks: of the plan's adapters, 0 for one that is in the weights."""
-    rows, tokens = plan.rows, plan.num_tokens
+    sequences, tokens = plan.sequences, plan.num_tokens
     adapter_ranks = sum(ranks)
     ranks.append(0)  # the base model's slot is the last
     kv_tokens, longest, using, row_ranks = tokens, 0, 0, 0
-    for row in rows:
-        start = row.start
+    for sequence in sequences:
+        start = sequence.start
         kv_tokens += start
         if start > longest:
             longest = start
-        if rank := ranks[row.lora_index]:
+        if rank := ranks[sequence.lora_index]:
             using += 1
             row_ranks += rank
     if plan.bucket is not None:
         work = kernel.rank_work(using, row_ranks, max(ranks)) if using else 0
         return StepWork(plan.bucket, tokens, kv_tokens, longest, work, work, adapter_ranks)
     pairs, more_using, token_ranks = 0.0, 0, row_ranks
-    for row in rows:
-        count = len(row.tokens)
+    for sequence in sequences:
+        count = len(sequence.tokens)
         if count == 1:
             break  # chunks come first
-        pairs += count * (row.start + (count + 1) / 2)
-        if rank := ranks[row.lora_index]:
+        pairs += count * (sequence.start + (count + 1) / 2)
+        if rank := ranks[sequence.lora_index]:
             more_using += count - 1
             token_ranks += (count - 1) * rank
     largest = max(ranks)
-    if len(rows) > 64:
-        tokens = max(tokens, padded(len(rows)))
+    if len(sequences) > 64:
+        tokens = max(tokens, padded(len(sequences)))
     return StepWork(
-        tokens, len(rows), kv_tokens, longest, kernel.rank_work(using, row_ranks, largest),
-        kernel.rank_work(using + more_using, token_ranks, largest), adapter_ranks, pairs, True,
-    )  # fmt: skip
+        tokens,
+        len(sequences),
+        kv_tokens,
+        longest,
+        kernel.rank_work(using, row_ranks, largest),
+        kernel.rank_work(using + more_using, token_ranks, largest),
+        adapter_ranks,
+        pairs,
+        True,
+    )
 
 
 STEP_TERMS = (
-    "base", "ragged", "per_token", "per_row", "per_padding", "per_kv_token", "per_pair", "lora", "per_rank",
-    "per_token_rank", "per_adapter_rank",
-)  # fmt: skip
+    "base",
+    "ragged",
+    "per_token",
+    "per_row",
+    "per_padding",
+    "per_kv_token",
+    "per_pair",
+    "lora",
+    "per_rank",
+    "per_token_rank",
+    "per_adapter_rank",
+)
 """The fitted terms; `weights` follows from the knee, and the LM head's are not separated from the others."""
 
 
@@ -72,7 +88,15 @@ def term_values(work: StepWork, knee: float = 0.0) -> tuple[float, ...]:
     knee: tokens up to which reading the weights takes longer than multiplying with them.
     """
     return (
-        1.0, float(work.ragged), max(work.tokens, knee), work.rows, 0.0 if work.ragged else work.tokens - work.rows,
-        work.kv_tokens, work.pairs, 1.0 if work.adapter_ranks else 0.0, work.row_ranks, work.token_ranks,
+        1.0,
+        float(work.ragged),
+        max(work.tokens, knee),
+        work.rows,
+        0.0 if work.ragged else work.tokens - work.rows,
+        work.kv_tokens,
+        work.pairs,
+        1.0 if work.adapter_ranks else 0.0,
+        work.row_ranks,
+        work.token_ranks,
         work.adapter_ranks,
-    )  # fmt: skip
+    )

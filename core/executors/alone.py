@@ -18,7 +18,7 @@ def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
     A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
     """
     merged = StepResult()
-    for row in plan.rows:
+    for row in plan.sequences:
         adapters = [] if row.lora_index < 0 else [plan.adapters[row.lora_index]]
         bucket = None if row.is_ragged else 1
         alone = StepPlan(plan.step_id, [replace(row, lora_index=min(row.lora_index, 0))], adapters, bucket, plan.merged)

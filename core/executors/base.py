@@ -76,9 +76,9 @@ class StartedStep(Protocol):
     """A step that was launched."""
 
     def sample(self) -> None:
-        """Launch the sampling of a step ahead with rows that look back (`ScheduledRow.looks_back`); other steps have
-        been launched whole. Call it once the rows' requests have the tokens of the step before, and before the next
-        step is launched. Raises what `Executor.execute` raises.
+        """Launch the sampling of a step ahead with rows that look back (`ScheduledSequence.looks_back`); other steps
+        have been launched whole. Call it once the rows' requests have the tokens of the step before, and before the
+        next step is launched. Raises what `Executor.execute` raises.
         """
         ...
 

@@ -102,7 +102,7 @@ class CpuExecutor(ModelExecutor):
             self._forward = partial(self._offload.run, self.steps.forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        model, rows = self.decoder, plan.rows
+        model, rows = self.decoder, plan.sequences
         self._check(plan)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if not isinstance(model, NativeDecoderModel):
@@ -136,9 +136,9 @@ class CpuExecutor(ModelExecutor):
             logits = self.steps.forward(plan)
             if isinstance(model, DecoderModel):
                 model.gathered(logits)
-            for begin, end in prompt_logprob_slices(plan.rows, self.model.vocab_size):
+            for begin, end in prompt_logprob_slices(plan.sequences, self.model.vocab_size):
                 model.prompt_logits(begin, end)
-        return self._lora.late_requests(plan.rows) if plan.adapters else []
+        return self._lora.late_requests(plan.sequences) if plan.adapters else []
 
     def _check(self, plan: StepPlan) -> None:
         if plan.merged is not None:
@@ -151,7 +151,7 @@ class CpuExecutor(ModelExecutor):
         logits: RowLogits,
         chosen: Collection[int] = (),
     ) -> StepResult:
-        rows = plan.rows
+        rows = plan.sequences
         ends, grammars = self.model.eos_token_ids, self.model.grammars
         result = sample_tokens(rows, argmax, logits, self._sampling, ends, chosen, grammars)
         if any(row.wants_prompt_logprobs for row in rows):
@@ -201,17 +201,25 @@ class _Steps(Generic[A]):
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
         if plan.mode is not StepMode.BASE:
-            lora_indices, lengths = [row.lora_index for row in plan.rows], [len(row.tokens) for row in plan.rows]
+            lora_indices, lengths = (
+                [row.lora_index for row in plan.sequences],
+                [len(row.tokens) for row in plan.sequences],
+            )
             self._lora.set_step(plan.adapters, lora_indices, lengths, plan.merged)
             lora = self._lora
         batch = ragged_batch(
-            plan.rows, self._layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora, plan.merged is not None
+            plan.sequences,
+            self._layout.block_tokens,
+            PagePool.DUMMY,
+            self._eager_attention,
+            lora,
+            plan.merged is not None,
         )
         return self._model.forward(batch)
 
     def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
         """Fill the bucket's static buffers, then replay its captured step."""
-        rows = plan.rows
+        rows = plan.sequences
         views = self._buffers.fill(
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )

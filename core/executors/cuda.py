@@ -138,7 +138,7 @@ class CudaExecutor(ModelExecutor):
     def start(self, plan: StepPlan) -> _Started:
         """Launch a step. What is computed from its tokens on the device is in order whatever the host does."""
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            rows, steps = plan.rows, self.steps
+            rows, steps = plan.sequences, self.steps
             outputs = self._launch(plan, steps.asks_logits(rows))
             sample = partial(steps.sample, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else sample()
@@ -153,8 +153,8 @@ class CudaExecutor(ModelExecutor):
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             self._launch(plan, asks_logits)
-            self.steps.join_prompt_logprobs(plan.rows)
-            return self.steps.lora.late_requests(plan.rows) if plan.adapters else []
+            self.steps.join_prompt_logprobs(plan.sequences)
+            return self.steps.lora.late_requests(plan.sequences) if plan.adapters else []
 
     def advance(self) -> None:
         """Issue the next copies, and wait for nothing. Raises ExecutorLost if the device has failed."""
@@ -180,11 +180,11 @@ class CudaExecutor(ModelExecutor):
         if plan.bucket is None:
             logits, chosen = self._ragged(plan)
         else:
-            logits, chosen = self.steps.decode(plan.bucket, plan.rows, plan.adapters, plan.sources, plan.merged)
+            logits, chosen = self.steps.decode(plan.bucket, plan.sequences, plan.adapters, plan.sources, plan.merged)
         return self.steps.whole(logits) if asks_logits else logits, chosen
 
     def _ragged(self, plan: StepPlan) -> Outputs:
-        launch = partial(self.steps.ragged, plan.rows, plan.adapters, plan.sources, plan.merged)
+        launch = partial(self.steps.ragged, plan.sequences, plan.adapters, plan.sources, plan.merged)
         return launch() if self._offload is None else self._offload.launch(launch, plan)
 
     def _open_offload(self, driver: CupyDriver | None) -> CudaLoraOffload:

@@ -108,7 +108,7 @@ class CudaLoraOffload(LoraOffload):
         self.end_step(plan)
         if step_offload is None or not self._exchange.is_given_up:
             return []
-        return [row.request_id for row in plan.rows if row.lora_index in step_offload.offloaded_indices]
+        return [row.request_id for row in plan.sequences if row.lora_index in step_offload.offloaded_indices]
 
     def close(self) -> None:
         self._is_closed.set()

@@ -104,7 +104,9 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
             if isinstance(adapter.transfer, RankTransfer)
         }
         self._known.introduce_all(plan)
-        self._processes.send("step", plan_to_wire(plan, samples=False), self.first.steps.asks_logits(plan.rows), coming)
+        self._processes.send(
+            "step", plan_to_wire(plan, samples=False), self.first.steps.asks_logits(plan.sequences), coming
+        )
         step = _RankStep(self, self._launched(partial(self.first.start, plan)))
         self._open.append(step)
         return step

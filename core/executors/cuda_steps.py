@@ -35,7 +35,7 @@ from ..model.sampler import (
 )
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
-from ..requests.types import BASE_LORA_INDEX, ScheduledRow, StepResult
+from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult
 from . import cuda_memory
 from .cuda_gemm_backends import choose_gemm_backends
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
@@ -119,7 +119,7 @@ class CudaSteps:
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
-        self._last_asks: tuple[Sequence[ScheduledRow], _Asks] = (), _Asks(False, False, False)  # of the last rows
+        self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)  # of the last rows
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
         # ranks make a shadow at their own pace, but capture together: when a step that all have needs it
         is_ahead = self._captures and config.graph_capture == "ahead" and model.ranks is None
@@ -142,7 +142,7 @@ class CudaSteps:
 
     def ragged(
         self,
-        rows: list[ScheduledRow],
+        rows: list[ScheduledSequence],
         adapters: Sequence[Adapter],
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
@@ -176,7 +176,7 @@ class CudaSteps:
     def decode(
         self,
         bucket: int,
-        rows: list[ScheduledRow],
+        rows: list[ScheduledSequence],
         adapters: Sequence[Adapter],
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
@@ -208,7 +208,7 @@ class CudaSteps:
         return self._outputs(bucket)
 
     def sample(
-        self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
+        self, rows: Sequence[ScheduledSequence], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
         """Sample the tokens of the last step's rows, and compute the prompt log-probabilities asked for; the returned
         call waits for both.
@@ -243,27 +243,27 @@ class CudaSteps:
         """The last step's logits with all ranks' columns, on the first rank; all ranks must ask."""
         return self.decoder.gathered(logits)
 
-    def join_prompt_logprobs(self, rows: Sequence[ScheduledRow]) -> None:
+    def join_prompt_logprobs(self, rows: Sequence[ScheduledSequence]) -> None:
         """Do another rank's share of the scores that `sample` has the first one compute."""
         for begin, end in prompt_logprob_slices(rows, self.decoder.config.vocab_size):
             self.decoder.prompt_logits(begin, end)
 
-    def asks_logits(self, rows: Sequence[ScheduledRow]) -> bool:
+    def asks_logits(self, rows: Sequence[ScheduledSequence]) -> bool:
         """True if a row asks for more than the largest of its logits."""
         return self._asks_of(rows).logits
 
-    def look_back(self, rows: Sequence[ScheduledRow]) -> bool:
-        """True if a row's draw takes the tokens before it on the host; see `ScheduledRow.looks_back`."""
+    def look_back(self, rows: Sequence[ScheduledSequence]) -> bool:
+        """True if a row's draw takes the tokens before it on the host; see `ScheduledSequence.looks_back`."""
         return self._asks_of(rows).tokens
 
-    def _asks_of(self, rows: Sequence[ScheduledRow]) -> _Asks:
+    def _asks_of(self, rows: Sequence[ScheduledSequence]) -> _Asks:
         """Decode rows go from step to step, and what they ask for stays: it is found once for the same list."""
         if rows is not self._last_asks[0]:
             logits, prompt_logprobs = any(map(needs_logits, rows)), any(row.wants_prompt_logprobs for row in rows)
             self._last_asks = rows, _Asks(logits, prompt_logprobs, any(row.looks_back for row in rows))
         return self._last_asks[1]
 
-    def _places(self, rows: Sequence[ScheduledRow], sources: Sequence[int] | None) -> Sequence[int] | None:
+    def _places(self, rows: Sequence[ScheduledSequence], sources: Sequence[int] | None) -> Sequence[int] | None:
         """Places of rows' tokens in `_samplable`; None if the rows have theirs."""
         if sources is None or -1 not in sources:
             return sources
@@ -276,7 +276,7 @@ class CudaSteps:
             ranks.lead(self._chosen)
         token_ids.copy_(self._samplable.index_select(0, token_ids))
 
-    def _fill(self, bucket: int, rows: list[ScheduledRow], places: Sequence[int] | None = None) -> None:
+    def _fill(self, bucket: int, rows: list[ScheduledSequence], places: Sequence[int] | None = None) -> None:
         tokens = [row.tokens[0] for row in rows] if places is None else places
         views = self._buffers.fill(bucket, tokens, [row.start for row in rows], [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
@@ -398,7 +398,7 @@ class CudaSteps:
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
             rows.append(
-                ScheduledRow(str(len(rows)), BASE_LORA_INDEX, tokens, 0, pages, params, 0, True, tokens, length)
+                ScheduledSequence(str(len(rows)), BASE_LORA_INDEX, tokens, 0, pages, params, 0, True, tokens, length)
             )
         logits, chosen = self.ragged(rows, ())
         logits = self.whole(logits)

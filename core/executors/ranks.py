@@ -168,7 +168,7 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         self._known.introduce_all(plan)
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
-        kept = [index for index, row in enumerate(plan.rows) if needs_logits(row)]
+        kept = [index for index, row in enumerate(plan.sequences) if needs_logits(row)]
         step = "step", number, plan_to_wire(plan, samples=False), kept, coming
         result, late = self._processes.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:

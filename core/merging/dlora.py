@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from ...memory.adapters.adapter import Adapter
-from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
+from .mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
 
 ALPHA = math.nextafter(1.0, 0.0)
 """Threshold of Algorithm 1 to begin with: the artifact's 1.0, which it compares with ≥ where Algorithm 1 has >."""
@@ -41,14 +41,12 @@ class Batching(Protocol):
     def choose(self, state: ModeState, legal: Collection[Adapter] | None = None) -> ModeChoice: ...
 
 
-class DynamicBatching:
+class DynamicBatching(ModePolicy):
     """Algorithm 1: merged mode while one adapter has requests enough beside first come, first served.
 
     alpha: α_switch, above which |R_merge| / |B_fcfs| makes it merge. beta: β_switch, below which it unmerges.
     type: S.type in merged mode, None in unmerged mode, S.state.
     """
-
-    prices = None
 
     def __init__(self, alpha: float = ALPHA, beta: float = BETA) -> None:
         self.alpha = alpha
@@ -95,7 +93,7 @@ def throughputs(period: Sequence[Iteration], merge_seconds: float, unmerge_secon
     return merged, fcfs
 
 
-class AdaptiveThresholds:
+class AdaptiveThresholds(ModePolicy):
     """Algorithm 2: tunes the thresholds of Algorithm 1 by what the past period's steps would have been in either mode.
 
     A period ends when the mode changes, when another adapter has most requests, or after `PERIOD` steps. The paper
@@ -108,7 +106,7 @@ class AdaptiveThresholds:
 
     def __init__(self, batching: DynamicBatching, prices: ModePrices, period: int = PERIOD) -> None:
         self.batching = batching
-        self.prices = prices
+        self.prices = self._prices = prices
         self._length = period
         self._period: list[Iteration] = []
         self._of: tuple[Adapter | None, Adapter | None] = None, None  # S.type and R_merge's adapter in the period
@@ -131,12 +129,12 @@ class AdaptiveThresholds:
 
     def _iteration(self, state: ModeState, candidate: Adapter) -> Iteration:
         count = min(state.requests.get(candidate, 0), state.max_batch)
-        merged = self.prices.step_seconds({candidate: count}, candidate, state.context)
-        fcfs = self.prices.step_seconds(state.fcfs, None, state.context)
+        merged = self._prices.step_seconds({candidate: count}, candidate, state.context)
+        fcfs = self._prices.step_seconds(state.fcfs, None, state.context)
         return Iteration(count, merged, sum(state.fcfs.values()), fcfs)
 
     def _tune(self, merged: Adapter | None, candidate: Adapter | None) -> None:
-        switch = 0.0 if candidate is None else self.prices.merge_seconds(candidate)
+        switch = 0.0 if candidate is None else self._prices.merge_seconds(candidate)
         if merged is None:
             self._tune_alpha(*throughputs(self._period, switch, 0.0))
         else:
@@ -170,10 +168,10 @@ class ArtifactThresholds(AdaptiveThresholds):
         found = super()._iteration(state, candidate)
         if self.batching.type is not None or (self._period and candidate is self._of[1]):
             return found
-        return found._replace(merged_seconds=found.merged_seconds + self.prices.merge_seconds(candidate))
+        return found._replace(merged_seconds=found.merged_seconds + self._prices.merge_seconds(candidate))
 
     def _tune(self, merged: Adapter | None, candidate: Adapter | None) -> None:
-        switch = 0.0 if candidate is None else self.prices.merge_seconds(candidate)
+        switch = 0.0 if candidate is None else self._prices.merge_seconds(candidate)
         if merged is None:
             self._tune_beta(*throughputs(self._period, 0.0, switch))
         else:
@@ -181,14 +179,14 @@ class ArtifactThresholds(AdaptiveThresholds):
 
 
 @dataclass(eq=False)
-class _Tenant:
+class _Balance:
     """Credit of an adapter, or of the base model, and whether it starves."""
 
     credit: float
     is_starving: bool = False
 
 
-class Credits:
+class Credits(ModePolicy):
     """Algorithm 3: adapters served out of turn pay credit to the adapters that they displace.
 
     An adapter starves once its credit is above T_starve, and until it is below T_normal; while any adapter starves,
@@ -206,12 +204,12 @@ class Credits:
         self.prices = batching.prices
         self._starve, self._normal = starve, normal
         self._initial = initial
-        self._base = _Tenant(initial)
-        self._tenants: WeakKeyDictionary[Adapter, _Tenant] = WeakKeyDictionary()
+        self._base = _Balance(initial)
+        self._balances: WeakKeyDictionary[Adapter, _Balance] = WeakKeyDictionary()
 
     def credit(self, adapter: Adapter | None) -> float:
         """Return an adapter's credit, or the base model's."""
-        return self._tenant(adapter).credit
+        return self._balance(adapter).credit
 
     def choose(self, state: ModeState) -> ModeChoice:
         starving = [adapter for adapter in state.requests if self._starves(adapter)]
@@ -226,20 +224,20 @@ class Credits:
         return choice
 
     def _starves(self, adapter: Adapter | None) -> bool:
-        tenant = self._tenant(adapter)
-        if tenant.is_starving and tenant.credit < self._normal:
-            tenant.is_starving = False
-        elif tenant.credit > self._starve:
-            tenant.is_starving = True
-        return tenant.is_starving
+        balance = self._balance(adapter)
+        if balance.is_starving and balance.credit < self._normal:
+            balance.is_starving = False
+        elif balance.credit > self._starve:
+            balance.is_starving = True
+        return balance.is_starving
 
-    def _tenant(self, adapter: Adapter | None) -> _Tenant:
+    def _balance(self, adapter: Adapter | None) -> _Balance:
         if adapter is None:
             return self._base
-        tenant = self._tenants.get(adapter)
-        if tenant is None:
-            tenant = self._tenants[adapter] = _Tenant(self._initial)
-        return tenant
+        balance = self._balances.get(adapter)
+        if balance is None:
+            balance = self._balances[adapter] = _Balance(self._initial)
+        return balance
 
     def _price(self, state: ModeState, adapter: Adapter) -> float:
         """Return the credit that serving an adapter alone would move."""
@@ -252,9 +250,9 @@ class Credits:
         if not rows:
             return
         for adapter, count in gains.items():
-            self._tenant(adapter).credit += count / state.max_batch
+            self._balance(adapter).credit += count / state.max_batch
         for adapter, count in batch.items():
-            self._tenant(adapter).credit -= total * count / rows
+            self._balance(adapter).credit -= total * count / rows
 
 
 def waived(batch: Batch, fcfs: Batch) -> dict[Adapter | None, int]:

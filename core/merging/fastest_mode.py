@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ...memory.adapters.adapter import Adapter
-from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
+from ..config import EngineConfig
+from .mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
 
 MARGIN = 0.01
 """Share by which a mode's predicted rate must exceed the present one's; chosen, as predictions are less exact."""
@@ -22,7 +23,7 @@ a hundredth.
 """
 
 
-class FastestMode:
+class FastestMode(ModePolicy):
     """Chooses among unmerged mode, merged mode with all requests, and merged mode with the merged adapter's alone.
 
     Modes with existing weights are compared step by step, by predicted tokens a second: switching between them is free.
@@ -31,10 +32,14 @@ class FastestMode:
     """
 
     def __init__(self, prices: ModePrices) -> None:
-        self.prices = prices
+        self.prices = self._prices = prices
         self._lost: dict[Adapter, float] = {}  # tokens lost without the merged weights of each
         self._earned = math.inf  # tokens, lost before the merge under way was begun
         self._num_alone, self._probe = 0, PROBE  # steps in a row, and after how many one has all requests
+
+    def max_exclusion_seconds(self, config: EngineConfig) -> float:
+        """Return the bound on overtaking, too: this policy excludes requests for speed alone."""
+        return min(config.max_turn_seconds, config.max_overtake_seconds)
 
     def choose(self, state: ModeState) -> ModeChoice:
         if state.shadowed is not None and state.is_under_way:
@@ -74,7 +79,7 @@ class FastestMode:
         return together, ModeChoice(merged)
 
     def _rate(self, state: ModeState, batch: Batch, merged: Adapter | None) -> float:
-        return sum(batch.values()) / self.prices.step_seconds(batch, merged, state.context)
+        return sum(batch.values()) / self._prices.step_seconds(batch, merged, state.context)
 
     def _wanted(self, state: ModeState, rate: float) -> Adapter | None:
         """Return an adapter for which enough has been lost without merged weights. rate: without them."""
@@ -82,7 +87,7 @@ class FastestMode:
         for adapter in self._candidates(state):
             gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
             tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * state.step_seconds)
-            if tokens > EARNED * self.prices.merge_seconds(adapter) * rate:
+            if tokens > EARNED * self._prices.merge_seconds(adapter) * rate:
                 self._lost, self._earned = {}, tokens
                 return adapter
             if tokens:
@@ -96,7 +101,7 @@ class FastestMode:
         Before the first merge its cost is a guess; the first matrices give the real one. A merge begun on too low a
         guess is given up, and begun again when enough has been lost to pay for it.
         """
-        rest = self.prices.merge_seconds(adapter) * (1 - state.share_made)
+        rest = self._prices.merge_seconds(adapter) * (1 - state.share_made)
         if not state.fcfs or self._earned >= rest * self._rate(state, state.fcfs, None):
             return ModeChoice(adapter)
         self._lost[adapter] = self._earned

@@ -113,9 +113,13 @@ class LearnedPrices:
         work = work_of(batch, merged)
         one, rows, tokens, lora, row_ranks, adapter_ranks = self._units
         return [
-            1.0 / one, work.rows / rows, work.rows * context / tokens, (work.adapter_ranks > 0) / lora,
-            work.row_ranks / row_ranks, work.adapter_ranks / adapter_ranks,
-        ]  # fmt: skip
+            1.0 / one,
+            work.rows / rows,
+            work.rows * context / tokens,
+            (work.adapter_ranks > 0) / lora,
+            work.row_ranks / row_ranks,
+            work.adapter_ranks / adapter_ranks,
+        ]
 
 
 def nonnegative(squares: Sequence[Sequence[float]], sums: Sequence[float], start: Sequence[float]) -> list[float]:

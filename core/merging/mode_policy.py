@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ...memory.adapters.adapter import Adapter
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
 
 #: Numbers of requests by adapter; None: of the base model.
 Batch = Mapping[Adapter | None, int]
@@ -58,17 +61,26 @@ class ModeChoice(NamedTuple):
         return cls(adapter, frozenset((adapter,)))
 
 
-class ModePolicy(Protocol):
+class ModePolicy:
     """Chooses between unmerged mode and merged mode with one adapter, and may exclude other requests from steps.
 
-    An adapter is served unmerged, beside all others, if it can't be merged or until its merged weights are made.
-    prices: the costs by which it compares modes, which learn from steps; None if it compares none.
+    An adapter is served unmerged, together with all others, if it can't be merged or until its merged weights are made.
     """
 
-    @property
-    def prices(self) -> ModePrices | None: ...
+    prices: ModePrices | None = None
+    """The costs by which it compares modes; they learn from steps. None if it compares none."""
 
-    def choose(self, state: ModeState) -> ModeChoice: ...
+    def choose(self, state: ModeState) -> ModeChoice:
+        """Return the mode of the next step."""
+        raise NotImplementedError
+
+    def credit(self, adapter: Adapter | None) -> float | None:
+        """Return the credit of an adapter, or of the base model; None if the policy keeps no credits."""
+        return None
+
+    def max_exclusion_seconds(self, config: EngineConfig) -> float:
+        """Return the longest time that steps may exclude all requests of a tenant."""
+        return config.max_turn_seconds
 
 
 class ModePrices(Protocol):

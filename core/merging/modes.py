@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from ...memory.adapters.adapter import Adapter
 from ..config import EngineConfig
-from ..requests.types import CannotMerge, ScheduledRow, StepPlan
+from ..requests.types import CannotMerge, ScheduledSequence, StepPlan
 from ..scheduling.output_lengths import Growth
 from ..scheduling.scheduler import Scheduler
 from .dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
@@ -86,16 +86,13 @@ class Modes:
         self._scheduler = scheduler
         self.max_batch = config.max_num_seqs
         """Rows of a step."""
-        seconds = config.max_turn_seconds
-        if isinstance(policy, FastestMode):  # it overtakes others for speed alone
-            seconds = min(seconds, config.max_overtake_seconds)
-        self._patience = Patience(seconds, config.max_turn_steps)
+        self._patience = Patience(policy.max_exclusion_seconds(config), config.max_turn_steps)
         self._clock = clock
         self._began = math.nan  # of the step before, by which time goes by
         self._leaves_out = False  # a tenant, in the step before
         self._context = self._step_seconds = 0.0
         self._num_merges = 0
-        self._rows: list[ScheduledRow] = []  # of the last decode step, which go on while they are the same
+        self._sequences: list[ScheduledSequence] = []  # of the last decode step, which go on while they are the same
         self._batch: Batch = {}
         self.predicted_seconds = self.measured_seconds = self.wrong_seconds = 0.0
         """Sums over all decode steps with a prediction: predicted seconds, measured seconds, absolute errors."""
@@ -113,23 +110,28 @@ class Modes:
         self._observe_merge(merging.expected_seconds)
         choice = self.policy.choose(
             ModeState(
-                requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
-                self.max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
-                merging.share_made, self._step_seconds, not self._patience.is_over,
-                scheduler.running.count_by_adapter(), _count_beginning(scheduler),
+                requests,
+                fcfs,
+                [each for each in requests if each is not None and merging.may_merge(each)],
+                self.max_batch,
+                self._context,
+                merging.merged,
+                merging.shadowed,
+                merging.is_under_way,
+                merging.share_made,
+                self._step_seconds,
+                not self._patience.is_over,
+                scheduler.running.count_by_adapter(),
+                _count_beginning(scheduler),
             )
-        )  # fmt: skip
+        )
         self._apply(choice)
         only = choice.only if choice.merged is merging.merged and not self._patience.is_over else None
         if only is not None and all(adapter in only for adapter in requests):
             only = None
-        scheduler.only = only
+        scheduler.eligible_adapters = only
         self.num_left_out += only is not None
         self._leaves_out = only is not None and leaves_tenant_out(scheduler, only)
-
-    def credit(self, adapter: Adapter | None) -> float | None:
-        """Return the credit of an adapter, or of the base model; None where the policy keeps no credits."""
-        return self.policy.credit(adapter) if isinstance(self.policy, Credits) else None
 
     def _apply(self, choice: ModeChoice) -> None:
         merging = self._merging
@@ -150,13 +152,13 @@ class Modes:
         if merged is None or merged not in plan.adapters:
             return None
         lora_index = plan.adapters.index(merged)
-        own = sum([len(row.tokens) for row in plan.rows if row.lora_index == lora_index])
+        own = sum([len(sequence.tokens) for sequence in plan.sequences if sequence.lora_index == lora_index])
         return merged if 2 * own >= plan.num_tokens else None
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """Record the time of a decode step."""
-        if plan.rows is not self._rows:
-            self._rows, self._batch = plan.rows, batch_of(plan)
+        if plan.sequences is not self._sequences:
+            self._sequences, self._batch = plan.sequences, batch_of(plan)
         context = context_of(plan)
         if self._prices is not None:
             self._observe(self._prices, plan.merged, context, seconds)
@@ -194,7 +196,7 @@ def _has_late_turn(scheduler: Scheduler) -> bool:
     if len(scheduler.waiting.tenants) < 2:
         return False
     turns = scheduler.lifecycle.service.restart_turns()
-    return turns.top() is not None and turns.is_late
+    return turns.top() is not None and turns.is_overdue
 
 
 def _count_beginning(scheduler: Scheduler) -> int:
@@ -213,10 +215,10 @@ def _count_beginning(scheduler: Scheduler) -> int:
 def batch_of(plan: StepPlan) -> Batch:
     """Return how many rows of a step each adapter has, and the base model."""
     adapters: list[Adapter | None] = [*plan.adapters, None]  # the base model's slot is the last
-    lora_indices = Counter([row.lora_index for row in plan.rows])
+    lora_indices = Counter([sequence.lora_index for sequence in plan.sequences])
     return {adapters[lora_index]: count for lora_index, count in lora_indices.items()}
 
 
 def context_of(plan: StepPlan) -> float:
     """Return the mean of the tokens that a step's rows have in the KV cache."""
-    return sum([row.start for row in plan.rows]) / len(plan.rows)
+    return sum([sequence.start for sequence in plan.sequences]) / len(plan.sequences)

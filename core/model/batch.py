@@ -19,7 +19,7 @@ from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
-from ..requests.types import BASE_LORA_INDEX, ScheduledRow
+from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
 from .sampler import following_tokens
 
@@ -154,7 +154,7 @@ class LoraState:
         """Slots of adapters that missed the deadline: their rows are void."""
         return self._late.union(self._lora_indices[index] for index in self.segments.late)
 
-    def late_requests(self, rows: Sequence[ScheduledRow]) -> list[str]:
+    def late_requests(self, rows: Sequence[ScheduledSequence]) -> list[str]:
         """Return the requests with void rows: their adapter missed the deadline."""
         if not (self._late or self.segments.late):
             return []
@@ -297,7 +297,7 @@ def column_width(tokens: int) -> int:
 
 
 def ragged_batch(
-    rows: list[ScheduledRow],
+    rows: list[ScheduledSequence],
     block_tokens: int,
     dummy_page: int,
     attention: P,

@@ -23,7 +23,7 @@ from ...ops.upload import on_device
 from ..requests.grammars import Grammars
 from ..requests.logit_edits import edited, grammar_seconds
 from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
-from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledRow, StepResult, TokenLogprobs
+from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledSequence, StepResult, TokenLogprobs
 
 
 class Sampling(Protocol):
@@ -46,13 +46,13 @@ def _reshapes_logits(params: SamplingParams) -> bool:
     )  # fmt: skip
 
 
-def needs_logits(row: ScheduledRow) -> bool:
+def needs_logits(row: ScheduledSequence) -> bool:
     """True if more than the largest of the row's logits is asked for."""
     params = row.params
     return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
 
 
-def plain_row_params(row: ScheduledRow) -> RowSamplingParams | None:
+def plain_row_params(row: ScheduledSequence) -> RowSamplingParams | None:
     """Sampling parameters of a row that samples its token from the model's logits as they are; else None."""
     if not row.samples or not row.params.temperature or _reshapes_logits(row.params):
         return None
@@ -67,7 +67,7 @@ class RowLogits(NamedTuple):
 
 
 def sample_tokens(
-    rows: Sequence[ScheduledRow],
+    rows: Sequence[ScheduledSequence],
     argmax: Sequence[int],
     logits: RowLogits | None,
     sampling: Sampling,
@@ -111,7 +111,7 @@ class DeviceSampling:
 
     def __init__(
         self,
-        rows: Sequence[ScheduledRow],
+        rows: Sequence[ScheduledSequence],
         chosen: torch.Tensor,
         logits: torch.Tensor,
         eos_token_ids: Collection[int],
@@ -163,7 +163,7 @@ class _Asked:
     at: indices of the rows that have logits. chosen: of the rows with a token already.
     """
 
-    def __init__(self, rows: Sequence[ScheduledRow], at: Collection[int], chosen: Collection[int] = ()) -> None:
+    def __init__(self, rows: Sequence[ScheduledSequence], at: Collection[int], chosen: Collection[int] = ()) -> None:
         self._rows = rows
         params = {index: rows[index].params for index in at if rows[index].samples}
         self.sampled = [i for i, it in params.items() if i not in chosen and (it.temperature or _reshapes_logits(it))]
@@ -223,7 +223,7 @@ def _with_named(one: TokenLogprobs, ids: Sequence[int], less: Sequence[float]) -
     return TokenLogprobs(one.token_id, one.logprob, tuple(sorted(by_id.items(), key=lambda pair: -pair[1])))
 
 
-def _result(rows: Sequence[ScheduledRow], argmax: Sequence[int], tokens: Sequence[int]) -> StepResult:
+def _result(rows: Sequence[ScheduledSequence], argmax: Sequence[int], tokens: Sequence[int]) -> StepResult:
     """Return the tokens or errors of rows. argmax, tokens: of every row, -1 where there is none."""
     sampled, errors = {}, {}
     for row, best, token in zip(rows, argmax, tokens, strict=False):
@@ -236,7 +236,7 @@ def _result(rows: Sequence[ScheduledRow], argmax: Sequence[int], tokens: Sequenc
 
 
 def add_prompt_logprobs(
-    rows: Sequence[ScheduledRow],
+    rows: Sequence[ScheduledSequence],
     logits: Callable[[int, int], torch.Tensor],
     sampling: Sampling,
     vocab: int,
@@ -281,19 +281,19 @@ def _ranks(logits: torch.Tensor, tokens: Sequence[int]) -> list[int]:
     return ((logits > own).sum(1) + 1).tolist()
 
 
-def prompt_logprob_slices(rows: Sequence[ScheduledRow], vocab: int) -> Iterator[tuple[int, int]]:
+def prompt_logprob_slices(rows: Sequence[ScheduledSequence], vocab: int) -> Iterator[tuple[int, int]]:
     """The ranges of a step's prompt-logprob tokens that `add_prompt_logprobs` asks for."""
     count, step = sum(len(following_tokens(row)) for row in rows if row.wants_prompt_logprobs), logprob_rows(vocab)
     for begin in range(0, count, step):
         yield begin, min(begin + step, count)
 
 
-def following_tokens(row: ScheduledRow) -> list[int]:
+def following_tokens(row: ScheduledSequence) -> list[int]:
     """The prompt tokens that follow each of the row's first ones, which its prompt scores are of."""
     return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
 
 
-def _row_params(row: ScheduledRow) -> RowSamplingParams:
+def _row_params(row: ScheduledSequence) -> RowSamplingParams:
     params = row.params
     if params.temperature == 0:
         return _GREEDY

@@ -32,9 +32,13 @@ MAX_COMPILED_BYTES = 64 << 10
 #: Work and memory of a stranger's grammar, in llguidance's units: 50,000 units of its lexer's fuel, or 20,000 items of
 #: its parser, take a few milliseconds, and a state one or two kilobytes.
 _LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 10_000,
-    "max_grammar_size": 100_000, "verbose_errors": False,
-}  # fmt: skip
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
 
 #: Items of the parser for one byte, which bound the time of a token. An ambiguous rule compares each item with all
 #: others: 500 take up to 6 ms for a token, 2,000 take 100 ms. An optional property of an object takes four, each

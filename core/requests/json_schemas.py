@@ -12,10 +12,25 @@ MAX_OPTIONAL = 500
 """Most optional properties that may come next in an answer. Their number bounds the time of a token, and beyond it the
 parser would give up within the answer."""
 
-UNENFORCED = frozenset({
-    "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
-    "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef",
-})  # fmt: skip
+UNENFORCED = frozenset(
+    {
+        "contains",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "if",
+        "maxContains",
+        "minContains",
+        "not",
+        "propertyNames",
+        "then",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "uniqueItems",
+        "$dynamicRef",
+    }
+)
 """Keywords of JSON Schema that llguidance refuses."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")

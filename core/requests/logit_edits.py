@@ -13,7 +13,7 @@ from ...ops.sampling import ban
 from ...ops.upload import on_device
 from .grammar_work import GrammarPlace
 from .grammars import Grammars
-from .types import ScheduledRow
+from .types import ScheduledSequence
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -28,18 +28,18 @@ class LogitEdits:
     """
 
     def __init__(
-        self, row: ScheduledRow, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None
+        self, sequence: ScheduledSequence, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None
     ) -> None:
         """grammars: the model's; None where no request has one. Raises InvalidGrammar."""
-        params = row.params
+        params = sequence.params
         self._params = params
-        self._token_ids = row.token_ids
-        self._prompt = row.num_prompt_tokens
+        self._token_ids = sequence.token_ids
+        self._prompt = sequence.num_prompt_tokens
         self._done = self._prompt
         self._repeats = params.repetition_penalty != 1.0
         self._counts_output = bool(self._repeats or params.presence_penalty or params.frequency_penalty)
         bias = dict(params.logit_bias)
-        seen = set(row.token_ids[: self._prompt]) if self._repeats else set()
+        seen = set(sequence.token_ids[: self._prompt]) if self._repeats else set()
         ids = sorted(seen.union(bias))
         self._slot = {token: lora_index for lora_index, token in enumerate(ids)}
         room = max(64, 2 * len(ids))
@@ -61,9 +61,9 @@ class LogitEdits:
         self._ends = _bits(tuple(eos_token_ids), vocab) if self.place is not None and params.ignore_eos else None
         self.restricts = self.place is not None or listed is not None
 
-    def belongs_to(self, row: ScheduledRow) -> bool:
+    def belongs_to(self, sequence: ScheduledSequence) -> bool:
         """True if these are the changes of the row's request."""
-        return self._token_ids is row.token_ids and self._params is row.params
+        return self._token_ids is sequence.token_ids and self._params is sequence.params
 
     def advance(self) -> tuple[np.ndarray, np.ndarray]:
         """Update with the tokens generated since. Returns token ids `[n]` and their changes `[3, n]`."""
@@ -78,7 +78,7 @@ class LogitEdits:
 
     def banned(self, eos_token_ids: Collection[int], num_tokens: int) -> list[int]:
         """Return the token ids that are banned behind the first `num_tokens`; the last may not be known yet, unless
-        `ScheduledRow.looks_back`.
+        `ScheduledSequence.looks_back`.
         """
         params, output = self._params, num_tokens - self._prompt
         banned = self._banned
@@ -124,21 +124,23 @@ def _endings(bad_words: tuple[tuple[int, ...], ...]) -> list[tuple[int, dict[tup
     return sorted(found.items())
 
 
-def _edits_of(row: ScheduledRow, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None) -> LogitEdits:
+def _edits_of(
+    sequence: ScheduledSequence, vocab: int, eos_token_ids: Collection[int], grammars: Grammars | None
+) -> LogitEdits:
     """The row's edits, made when it has none that are its own."""
-    edits = row.state.edits
-    if not isinstance(edits, LogitEdits) or not edits.belongs_to(row):
-        edits = row.state.edits = LogitEdits(row, vocab, eos_token_ids, grammars)
+    edits = sequence.state.edits
+    if not isinstance(edits, LogitEdits) or not edits.belongs_to(sequence):
+        edits = sequence.state.edits = LogitEdits(sequence, vocab, eos_token_ids, grammars)
     return edits
 
 
-def grammar_seconds(rows: Iterable[ScheduledRow]) -> dict[str, float]:
+def grammar_seconds(sequences: Iterable[ScheduledSequence]) -> dict[str, float]:
     """Return `StepResult.grammar_seconds` of rows that were drawn."""
     found = {}
-    for row in rows:
-        edits = None if row.params.grammar is None else row.state.edits
+    for sequence in sequences:
+        edits = None if sequence.params.grammar is None else sequence.state.edits
         if isinstance(edits, LogitEdits) and edits.place is not None and (edits.place.seconds or edits.place.was_heavy):
-            found[row.request_id] = edits.place.seconds
+            found[sequence.request_id] = edits.place.seconds
             edits.place.was_heavy = edits.place.seconds > 0
     return found
 
@@ -146,7 +148,7 @@ def grammar_seconds(rows: Iterable[ScheduledRow]) -> dict[str, float]:
 @contextmanager
 def edited(
     logits: torch.Tensor,
-    rows: Sequence[tuple[int, ScheduledRow]],
+    rows: Sequence[tuple[int, ScheduledSequence]],
     eos_token_ids: Collection[int],
     grammars: Grammars | None = None,
 ) -> Iterator[None]:
@@ -160,16 +162,16 @@ def edited(
     flat = logits.view(-1)
     ids, changes, banned = [], [], []
     restricted: list[tuple[int, LogitEdits]] = []
-    for index, row in rows:
-        edits = _edits_of(row, vocab, eos_token_ids, grammars)
+    for index, sequence in rows:
+        edits = _edits_of(sequence, vocab, eos_token_ids, grammars)
         at, change = edits.advance()
         if edits.restricts:
             restricted.append((index, edits))
-            if row.params.logprobs is not None:
+            if sequence.params.logprobs is not None:
                 undo.append((logits[index], slice(None), logits[index].clone()))
         ids.append(at + index * vocab)
         changes.append(change)
-        banned += [index * vocab + token for token in edits.banned(eos_token_ids, row.kv_len)]
+        banned += [index * vocab + token for token in edits.banned(eos_token_ids, sequence.kv_len)]
     if restricted:
         ban(logits, _masks(restricted, vocab, grammars))
     if logits.device.type == "cpu":  # where these few numbers cost torch several times as long

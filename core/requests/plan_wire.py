@@ -9,9 +9,9 @@ from typing import Any
 from ...memory.adapters.adapter import Adapter
 from .grammar import Grammar
 from .sampling_params import SamplingParams
-from .types import ScheduledRow, StepPlan
+from .types import ScheduledSequence, StepPlan
 
-VERSION = 5
+VERSION = 6
 
 _PARAMS = tuple(one.name for one in fields(SamplingParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -32,9 +32,10 @@ def plan_to_wire(plan: StepPlan, *, samples: bool = True) -> dict[str, Any]:
         "adapters": [adapter_to_wire(adapter) for adapter in plan.adapters],
         "merged": None if plan.merged is None else adapter_to_wire(plan.merged),
         "sources": None if plan.sources is None else list(plan.sources),
-        "rows": [
-            _row_to_wire(row) | (_sampling_to_wire(row) if samples or row.wants_prompt_logprobs else {})
-            for row in plan.rows
+        "sequences": [
+            _sequence_to_wire(sequence)
+            | (_sampling_to_wire(sequence) if samples or sequence.wants_prompt_logprobs else {})
+            for sequence in plan.sequences
         ],
     }
 
@@ -47,38 +48,46 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
     """
     if data["v"] != VERSION:
         raise ValueError(f"the plan is of wire version {data['v']}, this engine reads {VERSION}; run equal versions")
-    rows = [_row_from_wire(row) for row in data["rows"]]
+    sequences = [_sequence_from_wire(sequence) for sequence in data["sequences"]]
     adapters = [find(adapter) for adapter in data["adapters"]]
     merged = None if data["merged"] is None else find(data["merged"])
-    return StepPlan(data["step_id"], rows, adapters, data["bucket"], merged, data["sources"])
+    return StepPlan(data["step_id"], sequences, adapters, data["bucket"], merged, data["sources"])
 
 
-def _row_to_wire(row: ScheduledRow) -> dict[str, Any]:
+def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
     return {
-        "request_id": row.request_id, "lora_index": row.lora_index, "tokens": list(row.tokens), "start": row.start,
-        "pages": list(row.pages), "samples": row.samples,
-    }  # fmt: skip
+        "request_id": sequence.request_id,
+        "lora_index": sequence.lora_index,
+        "tokens": list(sequence.tokens),
+        "start": sequence.start,
+        "pages": list(sequence.pages),
+        "samples": sequence.samples,
+    }
 
 
-def _sampling_to_wire(row: ScheduledRow) -> dict[str, Any]:
+def _sampling_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
     return {
-        "params": params_to_wire(row.params), "seed": row.seed, "token_ids": list(row.token_ids),
-        "num_prompt_tokens": row.num_prompt_tokens,
-    }  # fmt: skip
+        "params": params_to_wire(sequence.params),
+        "seed": sequence.seed,
+        "token_ids": list(sequence.token_ids),
+        "num_prompt_tokens": sequence.num_prompt_tokens,
+    }
 
 
-def _row_from_wire(row: Mapping[str, Any]) -> ScheduledRow:
-    if "params" not in row:
-        return ScheduledRow(**row, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
-    return ScheduledRow(**{**row, "params": params_from_wire(row["params"])})
+def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
+    if "params" not in sequence:
+        return ScheduledSequence(**sequence, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
+    return ScheduledSequence(**{**sequence, "params": params_from_wire(sequence["params"])})
 
 
 def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
     """Return an adapter as an entry of a plan."""
     return {
-        "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
+        "name": adapter.name,
+        "version": adapter.version,
+        "content_hash": adapter.manifest.content_hash,
         "pages": list(adapter.pages),
-    }  # fmt: skip
+    }
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:

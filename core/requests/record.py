@@ -9,7 +9,7 @@ from typing import Any
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,19 @@ def to_record(request: Request, now: float) -> dict[str, Any]:
     """
     adapter = request.adapter
     return {
-        "v": VERSION, "id": request.id, "tokens": list(request.token_ids),
-        "num_prompt_tokens": request.num_prompt_tokens, "params": params_to_wire(request.params),
-        "adapter": request.adapter_name, "content_hash": None if adapter is None else adapter.manifest.content_hash,
-        "tenant": request.tenant, "cache_salt": request.cache_salt, "call": request.call,
+        "v": VERSION,
+        "id": request.id,
+        "tokens": list(request.token_ids),
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "params": params_to_wire(request.params),
+        "adapter": request.adapter_name,
+        "content_hash": None if adapter is None else adapter.manifest.content_hash,
+        "tenant": request.tenant,
+        "cache_salt": request.cache_salt,
+        "choice_group": request.choice_group,
         "age": now - request.arrival_time,
         "num_paid_tokens": max(request.num_paid_tokens, request.num_computed_tokens),
-    }  # fmt: skip
+    }
 
 
 def from_record(data: Mapping[str, Any], now: float) -> Request:
@@ -49,8 +55,15 @@ def from_record(data: Mapping[str, Any], now: float) -> Request:
         raise ValueError(f"the record is of version {data['v']}, this engine reads {VERSION}; run equal versions")
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
     request = Request(
-        data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"], now - data["age"],
-        data["tenant"], data["cache_salt"], data["call"], num_paid_tokens=data["num_paid_tokens"],
-    )  # fmt: skip
+        data["id"],
+        tokens[:count],
+        params_from_wire(data["params"]),
+        data["adapter"],
+        now - data["age"],
+        data["tenant"],
+        data["cache_salt"],
+        data["choice_group"],
+        num_paid_tokens=data["num_paid_tokens"],
+    )
     request.token_ids += tokens[count:]
     return request

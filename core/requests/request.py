@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...memory.pages.prefix import Block, BlockTable
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
-    from .types import ScheduledRow
+    from .types import ScheduledSequence
 
 
 class RequestState(StrEnum):
@@ -60,13 +60,13 @@ class Request:
     arrival_time: float = 0.0
     tenant: str = ""
     cache_salt: str = ""
-    call: str = ""
+    choice_group: str = ""
     _: KW_ONLY
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     state: RequestState = RequestState.WAITING
-    place: int = 0  # queue position
-    is_further: bool = False  # came behind another answer of its call
+    queue_position: int = 0  # queue position
+    is_later_choice: bool = False  # came behind another answer of its call
     began_at: int = 0  # tokens that were cached when it was last admitted
     fairness_key: str = ""
     charged: float = 0.0  # cost that its tenant has been charged for what it runs now
@@ -80,8 +80,10 @@ class Request:
     block_table: BlockTable = field(init=False)  # while it runs
     room: int = 0  # tokens that its pages can hold
     kv_image: KvImage | None = None  # its KV in host memory, until that is back
-    coming: Transfer | None = None  # what brings that into its pages; it computes nothing until then
-    row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before its first
+    restoring: Transfer | None = None  # what brings that into its pages; it computes nothing until then
+    sequence: ScheduledSequence | None = (
+        None  # its row of decode steps, reused from step to step; None before its first
+    )
     sampler: SamplerState = field(default_factory=SamplerState)
     max_length: int = 0  # tokens, prompt included, at which it ends; set by the engine
     end_ids: frozenset[int] = frozenset()  # tokens that end it earlier
@@ -112,7 +114,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """True if it holds a seat, pages and its adapter's pin."""
+        """True if it holds a slot, pages and its adapter's pin."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def __repr__(self) -> str:

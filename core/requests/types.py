@@ -41,7 +41,7 @@ class SamplerState:
 
 
 @dataclass(slots=True)
-class ScheduledRow:
+class ScheduledSequence:
     """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
 
     lora_index: index into `StepPlan.adapters`, `BASE_LORA_INDEX` for the base model.
@@ -91,17 +91,16 @@ class ScheduledRow:
 class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
-    rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step. The list never changes:
-    the same list in a later plan has the same rows.
-    bucket: the captured batch size to pad to; None when a row is ragged, and the step runs unpadded.
-    merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
-    sources: of a step launched before the one before it was read: for each row, the row of the step before with the
-    token that it goes on from, and has instead of `PENDING`, or -1 if its tokens are known; None when all are known.
-    mode: the weights it runs with. `plan_wire` has its form for another process.
+    sequences: rows of decoding requests are reused: `Scheduler.update` moves them to the next step. The list never
+    changes: the same list in a later plan has the same rows. bucket: the captured batch size to pad to; None when a row
+    is ragged, and the step runs unpadded. merged: the adapter that the weights of a step in merged mode have in them;
+    it may have no rows. sources: of a step launched before the one before it was read: for each row, the row of the
+    step before with the token that it goes on from, and has instead of `PENDING`, or -1 if its tokens are known; None
+    when all are known. mode: the weights it runs with. `plan_wire` has its form for another process.
     """
 
     step_id: int
-    rows: list[ScheduledRow]
+    sequences: list[ScheduledSequence]
     adapters: list[Adapter]
     bucket: int | None = None
     merged: Adapter | None = None
@@ -109,8 +108,10 @@ class StepPlan:
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = self.rows
-        self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
+        sequences = self.sequences
+        self.num_tokens = (
+            len(sequences) if self.bucket is not None else sum([len(sequence.tokens) for sequence in sequences])
+        )
 
     @property
     def mode(self) -> StepMode:

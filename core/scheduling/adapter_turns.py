@@ -77,26 +77,26 @@ class AdapterTurns:
         if self.most is None or len(arrivals) <= self.most:
             return requests
         since = {adapter: self._since(adapter, arrival) for adapter, arrival in arrivals.items()}
-        chosen = self._choose(since, self.most, partial(self.givers, requests, order, now), now)
+        chosen = self._choose(since, self.most, partial(self.donors, requests, order, now), now)
         return [request for request in requests if request.adapter is None or request.adapter in chosen]
 
     def _choose(
-        self, since: Mapping[Adapter, float], most: int, givers: Callable[[], list[Adapter]], now: float
+        self, since: Mapping[Adapter, float], most: int, donors: Callable[[], list[Adapter]], now: float
     ) -> set[Adapter]:
         """Return `most` of the adapters. since: when each had a step last."""
         chosen = {adapter for adapter in since if adapter in self._last}
         others = sorted(since.keys() - chosen, key=lambda each: (since[each], each.name, each.version))
         num_free = max(0, most - len(chosen))
-        takers: list[Adapter | None] = [each for each in others[num_free:] if since[each] < now - self._patience]
-        if takers and (may_give := givers()):
-            self._leave_one(takers, since, now)
-            for giver, taker in zip(may_give, takers, strict=False):
-                if taker is not None:
-                    chosen.remove(giver)
-                    chosen.add(taker)
+        recipients: list[Adapter | None] = [each for each in others[num_free:] if since[each] < now - self._patience]
+        if recipients and (may_give := donors()):
+            self._leave_one(recipients, since, now)
+            for donor, recipient in zip(may_give, recipients, strict=False):
+                if recipient is not None:
+                    chosen.remove(donor)
+                    chosen.add(recipient)
         return chosen.union(others[:num_free])
 
-    def _leave_one(self, takers: list[Adapter | None], since: Mapping[Adapter, float], now: float) -> None:
+    def _leave_one(self, recipients: list[Adapter | None], since: Mapping[Adapter, float], now: float) -> None:
         """Put None among the adapters that take an index, longest wait first, where a waiting request has waited
         longer than the rest. One that does not take the index, as it lacks pages or its adapter, is passed by until the
         adapter that had no turn for it has had one.
@@ -107,10 +107,10 @@ class AdapterTurns:
         waits = [self._since(each.adapter, each.arrival_time) for each in first if each.adapter not in (None, *since)]
         oldest = min(waits, default=math.inf)
         if oldest < now - self._patience:
-            self._denied = takers[0]
-            takers.insert(sum(each is not None and since[each] <= oldest for each in takers), None)
+            self._denied = recipients[0]
+            recipients.insert(sum(each is not None and since[each] <= oldest for each in recipients), None)
 
-    def givers(self, requests: Sequence[Request], order: Order, now: float) -> list[Adapter]:
+    def donors(self, requests: Sequence[Request], order: Order, now: float) -> list[Adapter]:
         """Return the adapters of `requests` that may give their index, from the end of the order of rows."""
         num_adapters = len(self._running.by_adapter().keys() | self._waiting.by_adapter.keys())
         turn = self._round * min(1.0, (self.most or 1) / max(1, num_adapters))

@@ -40,7 +40,7 @@ class Lifecycle:
     _clock: Callable[[], float]
     requests: dict[str, Request] = field(default_factory=dict)
     lengths: OutputLengths = field(default_factory=OutputLengths)
-    failed: list[RequestOutput] = field(default_factory=list)
+    ended_outside_steps: list[RequestOutput] = field(default_factory=list)
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Lifecycle:
     def end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
         """End a request with an error, whichever queue it is in; its output is among `failed`."""
         self.finish(request, FinishReason.ERROR)
-        self.failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
+        self.ended_outside_steps.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _release(self, request: Request) -> None:
         """Free all that a request which has left the running ones holds, and charge its tenant for what it computed."""

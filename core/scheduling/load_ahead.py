@@ -55,10 +55,7 @@ class LoadAhead:
             if (error := store.images.error(adapter)) is not None:
                 found.append((request, error))
             elif adapter in self._unfit and store.unfit((adapter,)):
-                found.append((request, NoRoom(
-                    f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
-                    "pinned adapters; unpin some"
-                )))  # fmt: skip
+                found.append((request, _no_room(adapter)))
         store.images.forget_failures()
         self._unfit.clear()
         return found
@@ -109,6 +106,13 @@ class LoadAhead:
                 logger.error("loading %r ahead failed: %s", adapter, error)
                 self._refused.add(adapter)
             wanted += adapter.num_pages if adapter.is_idle else 0
+
+
+def _no_room(adapter: Adapter) -> NoRoom:
+    return NoRoom(
+        f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
+        "pinned adapters; unpin some"
+    )
 
 
 @dataclass(slots=True)

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
-from ..requests.types import BASE_LORA_INDEX, PENDING, ScheduledRow, StepPlan
+from ..requests.types import BASE_LORA_INDEX, PENDING, ScheduledSequence, StepPlan
 
 _BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
 #: Requests by adapter, in the order in which each adapter and each request of it come first.
-Groups = dict[Adapter | None, list[Request]]
+RequestsByAdapter = dict[Adapter | None, list[Request]]
 
 
-def group_by_adapter(requests: Iterable[Request]) -> Groups:
-    groups: Groups = {}
+def group_by_adapter(requests: Iterable[Request]) -> RequestsByAdapter:
+    groups: RequestsByAdapter = {}
     for request in requests:
         groups.setdefault(request.adapter, []).append(request)
     return groups
@@ -35,40 +35,42 @@ class Running(list[Request]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._groups: Groups | None = None
-        self.calls: dict[str, dict[Request, None]] = {}
+        self._groups: RequestsByAdapter | None = None
+        self.choice_groups: dict[str, dict[Request, None]] = {}
         """Requests of calls with n > 1, by call; `StepShares` reorders both levels to take turns."""
-        self.lone: dict[Request, None] = {}
+        self.single_requests: dict[Request, None] = {}
         """Requests alone in their call."""
         self.plan: StepPlan | None = None
         """The last step's plan, if every request decoded a token in it and none joined or left: its rows are reused."""
         self.tenants: dict[str, int] = {}
         """Number of running requests by tenant."""
-        self.dealt: list[Request] | None = None
+        self.chosen: list[Request] | None = None
         """The requests with a row, where there are more requests than rows; None once a request joins or leaves."""
 
     @property
-    def num_calls(self) -> int:
-        return len(self.calls) + len(self.lone)
+    def num_groups(self) -> int:
+        return len(self.choice_groups) + len(self.single_requests)
 
     def append(self, request: Request) -> None:
         list.append(self, request)
-        self.plan = self.dealt = self._groups = None
+        self.plan = self.chosen = self._groups = None
         self.tenants[request.fairness_key] = self.tenants.get(request.fairness_key, 0) + 1
-        (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
+        (self.choice_groups.setdefault(request.choice_group, {}) if request.choice_group else self.single_requests)[
+            request
+        ] = None
 
     def remove(self, request: Request) -> None:
         list.remove(self, request)
-        self.plan = self.dealt = self._groups = None
+        self.plan = self.chosen = self._groups = None
         self.tenants[request.fairness_key] -= 1
         if not self.tenants[request.fairness_key]:
             del self.tenants[request.fairness_key]
-        members = self.calls[request.call] if request.call else self.lone
+        members = self.choice_groups[request.choice_group] if request.choice_group else self.single_requests
         del members[request]
-        if request.call and not members:
-            del self.calls[request.call]
+        if request.choice_group and not members:
+            del self.choice_groups[request.choice_group]
 
-    def by_adapter(self) -> Groups:
+    def by_adapter(self) -> RequestsByAdapter:
         """Return the requests grouped by adapter; callers must not change it."""
         if self._groups is None:
             self._groups = group_by_adapter(self)
@@ -79,13 +81,13 @@ class Running(list[Request]):
         return {adapter: len(group) for adapter, group in self.by_adapter().items()}
 
 
-class Group(OrderedDict[Request, None]):
+class AdapterQueue(OrderedDict[Request, None]):
     """Waiting requests of one tenant for one adapter, in order; `firsts` has the first answer of each call."""
 
     def __init__(self, adapter: Adapter | None) -> None:
         super().__init__()
         self.adapter = adapter
-        self.firsts: OrderedDict[Request, None] = OrderedDict()
+        self.first_choices: OrderedDict[Request, None] = OrderedDict()
 
 
 class WaitingQueue(OrderedDict[Request, None]):
@@ -97,19 +99,19 @@ class WaitingQueue(OrderedDict[Request, None]):
     def __init__(self) -> None:
         super().__init__()
         self._last = 0
-        self._last_call = ""  # of the newest request: the answers of a call come one after another
-        self.tenants: dict[str, dict[Adapter | None, Group]] = {}
+        self._last_choice_group = ""  # of the newest request: the answers of a call come one after another
+        self.tenants: dict[str, dict[Adapter | None, AdapterQueue]] = {}
         self.num_of: dict[Adapter | None, int] = {}
         """Number of requests by adapter (None: the base model), including held-back requests."""
         self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
         """Tenants with candidates for an adapter, or for the base model."""
         self._new_tenants: dict[str, None] = {}
-        self._held: dict[Request, None] = {}
+        self._held_back: dict[Request, None] = {}
         self._absent: Adapter | None = None  # an adapter without pages, when one was last looked for
 
     def has(self, tenant: str) -> bool:
         """True if a tenant has a waiting request, held back or not."""
-        return tenant in self.tenants or any(request.fairness_key == tenant for request in self._held)
+        return tenant in self.tenants or any(request.fairness_key == tenant for request in self._held_back)
 
     def count(self, tenant: str) -> int:
         """Return the number of a tenant's waiting requests, without held-back ones; from any thread."""
@@ -120,17 +122,17 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._number(request)
         self[request] = None
         self._count(request)
-        request.is_further = request.call != "" and request.call == self._last_call
-        self._last_call = request.call
+        request.is_later_choice = request.choice_group != "" and request.choice_group == self._last_choice_group
+        self._last_choice_group = request.choice_group
         for line in self._lines(request):
             line[request] = None
 
     def append_first(self, request: Request) -> None:
         """Add a request that has run before: ahead of all new requests, in order of arrival among such requests."""
-        if not request.place:  # it ran elsewhere
+        if not request.queue_position:  # it ran elsewhere
             self._number(request)
-        if request.place > 0:
-            request.place -= _BEFORE_ALL
+        if request.queue_position > 0:
+            request.queue_position -= _BEFORE_ALL
         _insert(self, request)
         self._count(request)
         self._rejoin(request)
@@ -140,31 +142,31 @@ class WaitingQueue(OrderedDict[Request, None]):
         self.num_of[request.adapter] -= 1
         if not self.num_of[request.adapter]:
             del self.num_of[request.adapter]
-        if request in self._held:
-            del self._held[request]
+        if request in self._held_back:
+            del self._held_back[request]
         else:
             self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
         """Keep a request in the queue, but not among the candidates for admission, until it is released."""
-        if request not in self._held:
+        if request not in self._held_back:
             self._leave_group(request)
-            self._held[request] = None
+            self._held_back[request] = None
 
     def release(self, request: Request) -> None:
         """Make a held-back request a candidate again, at its position in its group, unless it has left the queue."""
-        if request in self._held:
-            del self._held[request]
+        if request in self._held_back:
+            del self._held_back[request]
             self._rejoin(request)
 
-    def take_new_tenants(self) -> list[str]:
+    def pop_new_tenants(self) -> list[str]:
         """Return the tenants that have become waiting since the last call, in order of arrival."""
         new, self._new_tenants = self._new_tenants, {}
         return list(new)
 
-    def has_firsts(self) -> bool:
+    def has_first_choices(self) -> bool:
         """True if the first answer of a call is a candidate."""
-        return any(group.firsts for groups in self.tenants.values() for group in groups.values())
+        return any(group.first_choices for groups in self.tenants.values() for group in groups.values())
 
     def has_absent(self) -> bool:
         """True if a request waits for an adapter without pages; one such is remembered, as it mostly waits on."""
@@ -179,7 +181,7 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def _number(self, request: Request) -> None:
         self._last += 1
-        request.place = self._last
+        request.queue_position = self._last
 
     def _count(self, request: Request) -> None:
         self.num_of[request.adapter] = self.num_of.get(request.adapter, 0) + 1
@@ -196,15 +198,15 @@ class WaitingQueue(OrderedDict[Request, None]):
             self._new_tenants[request.fairness_key] = None
         group = groups.get(request.adapter)
         if group is None:
-            group = groups[request.adapter] = Group(request.adapter)
+            group = groups[request.adapter] = AdapterQueue(request.adapter)
             self.by_adapter.setdefault(request.adapter, {})[request.fairness_key] = None
-        return (group,) if request.is_further else (group, group.firsts)
+        return (group,) if request.is_later_choice else (group, group.first_choices)
 
     def _leave_group(self, request: Request) -> None:
         groups = self.tenants[request.fairness_key]
         group = groups[request.adapter]
         del group[request]
-        group.firsts.pop(request, None)
+        group.first_choices.pop(request, None)
         if not group:
             del groups[request.adapter]
             tenants = self.by_adapter[request.adapter]
@@ -218,50 +220,52 @@ class WaitingQueue(OrderedDict[Request, None]):
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
     """Insert a request by its position; few earlier ones are expected."""
-    before = list(itertools.takewhile(lambda other: other.place < request.place, requests))
+    before = list(itertools.takewhile(lambda other: other.queue_position < request.queue_position, requests))
     requests[request] = None
     for earlier in (request, *reversed(before)):
         requests.move_to_end(earlier, last=False)
 
 
-def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], buckets: DecodeBuckets) -> StepPlan:
+def plan_step(
+    step_id: int, groups: RequestsByAdapter, counts: Mapping[Request, int], buckets: DecodeBuckets
+) -> StepPlan:
     """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default.
 
     Prefill rows come first; rows of one slot are adjacent within each kind (Punica §6).
     """
     if None in groups:
         groups = {None: groups[None], **groups}  # base-model rows come first
-    prefills: list[ScheduledRow] = []
-    decodes: list[ScheduledRow] = []
+    prefills: list[ScheduledSequence] = []
+    decodes: list[ScheduledSequence] = []
     is_ragged = False
     for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
-            row = request.row
-            if row is None:
-                row = _new_row(request, counts.get(request, 1))
-                is_ragged = is_ragged or row.is_ragged
-                (decodes if len(row.tokens) == 1 else prefills).append(row)
+            sequence = request.sequence
+            if sequence is None:
+                sequence = _new_sequence(request, counts.get(request, 1))
+                is_ragged = is_ragged or sequence.is_ragged
+                (decodes if len(sequence.tokens) == 1 else prefills).append(sequence)
             else:
-                decodes.append(row)
-            row.lora_index = lora_index
+                decodes.append(sequence)
+            sequence.lora_index = lora_index
     bucket = None if is_ragged else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
 
 
 @contextmanager
-def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -> Iterator[list[Request]]:
+def as_if_finished(plan: StepPlan, find: Callable[[ScheduledSequence], Request | None]) -> Iterator[list[Request]]:
     """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
     draw, until the context ends. Its value: the requests that draw one.
 
     find: returns the request of a row, None if that is stale.
     """
     drawn, moved = [], []
-    for row in plan.rows:
-        if (request := find(row)) is not None:
-            moved.append((request, len(row.tokens)))
-            request.num_computed_tokens += len(row.tokens)
-            if row.samples:
+    for sequence in plan.sequences:
+        if (request := find(sequence)) is not None:
+            moved.append((request, len(sequence.tokens)))
+            request.num_computed_tokens += len(sequence.tokens)
+            if sequence.samples:
                 drawn.append(request)
                 request.token_ids += PENDING
     try:
@@ -273,34 +277,43 @@ def as_if_done(plan: StepPlan, find: Callable[[ScheduledRow], Request | None]) -
             request.token_ids.pop()
 
 
-def go_on(plan: StepPlan, ahead: StepPlan) -> None:
+def continue_from(plan: StepPlan, ahead: StepPlan) -> None:
     """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws.
 
     A row is of the same request as a row of `plan` if it has the same pages: a stale row's are no request's any more.
     """
-    rows = plan.rows
-    if ahead.rows is rows:
-        ahead.sources = range(len(rows))
-        for row in rows:
-            row.start += 1
-            row.tokens = PENDING
+    sequences = plan.sequences
+    if ahead.sequences is sequences:
+        ahead.sources = range(len(sequences))
+        for sequence in sequences:
+            sequence.start += 1
+            sequence.tokens = PENDING
         return
-    places = {id(row.pages): place for place, row in enumerate(rows) if row.samples}
-    ahead.sources = sources = [places.get(id(row.pages), -1) for row in ahead.rows]
-    for row, place in zip(ahead.rows, sources, strict=True):
+    places = {id(sequence.pages): place for place, sequence in enumerate(sequences) if sequence.samples}
+    ahead.sources = sources = [places.get(id(sequence.pages), -1) for sequence in ahead.sequences]
+    for sequence, place in zip(ahead.sequences, sources, strict=True):
         if place >= 0:
-            before = rows[place]
-            row.start, row.tokens = before.start + len(before.tokens), PENDING
+            before = sequences[place]
+            sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
 
 
-def _new_row(request: Request, count: int) -> ScheduledRow:
+def _new_sequence(request: Request, count: int) -> ScheduledSequence:
     """Return a new row for a request; if it decodes, the request keeps the row for its next steps."""
     start, token_ids = request.num_computed_tokens, request.token_ids
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
-    row = ScheduledRow(
-        request.id, BASE_LORA_INDEX, tokens, start, request.block_table.pages, request.params, request.seed, samples,
-        token_ids, request.num_prompt_tokens, request.sampler,
-    )  # fmt: skip
+    sequence = ScheduledSequence(
+        request.id,
+        BASE_LORA_INDEX,
+        tokens,
+        start,
+        request.block_table.pages,
+        request.params,
+        request.seed,
+        samples,
+        token_ids,
+        request.num_prompt_tokens,
+        request.sampler,
+    )
     if count == 1 and samples:
-        request.row = row
-    return row
+        request.sequence = sequence
+    return sequence

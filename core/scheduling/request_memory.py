@@ -100,7 +100,7 @@ class RequestMemory:
             self._restore(request, image, len(blocks))
         elif image is not None:
             self._drop_image(request, image)
-        if request.coming is None:
+        if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
 
     def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
@@ -115,7 +115,7 @@ class RequestMemory:
 
         Blocks that others use stay where they are, and are looked for in the prefix cache when the request comes back.
         """
-        if request.coming is not None:
+        if request.restoring is not None:
             return True
         num_tokens, pages = request.num_computed_tokens, request.block_table.pages
         if not num_tokens or not self.may_swap():
@@ -138,10 +138,10 @@ class RequestMemory:
         done, failed = self.swapped.finish_copies()
         lost = []
         for request in list(self.arriving):
-            if request.coming in done:
-                request.coming = request.kv_image = None
+            if request.restoring in done:
+                request.restoring = request.kv_image = None
                 self.arriving.remove(request)
-            elif request.coming in failed:
+            elif request.restoring in failed:
                 lost.append(request)
         for request in lost:
             assert request.kv_image is not None
@@ -158,7 +158,7 @@ class RequestMemory:
         """Copy a request's image into its pages behind its cached prefix; without it, if that can't be."""
         pages = request.block_table.pages[num_blocks : image.blocks.stop]
         try:
-            request.coming = self.swapped.restore(image, pages, num_blocks - image.blocks.start)
+            request.restoring = self.swapped.restore(image, pages, num_blocks - image.blocks.start)
         except ExecutorLost:
             raise
         except Exception:
@@ -166,7 +166,7 @@ class RequestMemory:
             self._drop_image(request, image)
             return
         request.num_computed_tokens = image.num_tokens
-        if request.coming is None:
+        if request.restoring is None:
             request.kv_image = None
         else:
             self.arriving.append(request)
@@ -227,14 +227,14 @@ class RequestMemory:
 
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""
-        if request.coming is not None:
+        if request.restoring is not None:
             assert request.kv_image is not None
             self.arriving.remove(request)
             self.swapped.cancel(request.kv_image, request.block_table)
-            request.coming = None
+            request.restoring = None
         request.block_table.free()
         del request.block_table
-        request.last_block = request.row = None
+        request.last_block = request.sequence = None
         if request.adapter is not None:
             self._store.release(request.adapter)
 

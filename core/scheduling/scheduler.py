@@ -1,7 +1,10 @@
 """Token-budget continuous batching with chunked prefill.
 
-A step takes from every running request the tokens that have no KV yet (one for a decoding request), then admits
+A step computes the tokens of every running request that have no KV yet (one of a decoding request), then admits
 waiting requests in queue order while tokens, slots and pages last. No tensors here.
+
+Tests: tests/core/scheduling/test_scheduling.py, tests/core/test_engine.py, tests/core/test_async_steps.py,
+tests/simulation.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
+from typing import Any
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -19,24 +23,25 @@ from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
 from ..requests.request import Request, RequestState
-from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
-from .draft import Draft, may_compute
 from .grammar_budget import GrammarBudget
+from .index_lending import is_eligible
 from .lifecycle import Lifecycle, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .queues import Running, WaitingQueue, as_if_done, go_on, group_by_adapter, num_missing, plan_step
+from .queues import Running, WaitingQueue, as_if_finished, continue_from, group_by_adapter, num_missing, plan_step
 from .request_memory import RequestMemory
 from .service import QueuePolicy, Service, TokenCounters
+from .step_builder import StepBuilder
 from .step_shares import StepShares
 
 
 class Scheduler:
     """Plans steps of the running and the waiting requests, and applies their results.
 
-    Requests come and go by its `lifecycle`; `RequestMemory` allocates and frees what they hold. A subclass, such as the
-    simulator's, may override what is documented here, and name its own `admission_type` and `lifecycle_type`.
+    Its `lifecycle` adds and ends requests; `RequestMemory` allocates and frees their memory. A subclass, such as the
+    simulator's, may override the public methods, and name its own `admission_type` and `lifecycle_type`.
     """
 
     admission_type: type[Admission] = Admission
@@ -56,7 +61,7 @@ class Scheduler:
         self._store = store
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
-        self._ahead = LoadAhead(limits, store, memory)
+        self._load_ahead = LoadAhead(limits, store, memory)
         self.waiting = WaitingQueue()
         self.running = Running()
         policy = queue or TokenCounters(limits.weights)
@@ -69,10 +74,10 @@ class Scheduler:
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
         self._loading: list[Request] = []  # running while their adapter is still being loaded
-        self.only: Collection[Adapter | None] | None = None
-        """Adapters (None: the base model) with requests that may run; excluded requests keep their pages. None: all.
+        self.eligible_adapters: Collection[Adapter | None] | None = None
+        """Adapters (None: the base model) whose requests may run; other requests keep their pages. None: all.
 
-        `schedule` resets it to None if none of these requests can run.
+        `schedule` resets it to None if none of their requests can run.
         """
         self.num_steps = 0
         self.step_sizes = [0] * (len(STEP_SIZES) + 1)
@@ -81,8 +86,15 @@ class Scheduler:
         self.num_generated_tokens = 0
 
     def has_work(self) -> bool:
-        """True while a request is in progress, or KV or an adapter is being copied, whatever has become of requests."""
-        return any((self._requests, self.lifecycle.failed, self._memory.swapped.copies, self._store.loads.under_way))
+        """True while a request is in progress, or while KV or an adapter is being copied, even for an ended request."""
+        return any(
+            (
+                self._requests,
+                self.lifecycle.ended_outside_steps,
+                self._memory.swapped.copies,
+                self._store.loads.under_way,
+            )
+        )
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -96,10 +108,10 @@ class Scheduler:
         self.lifecycle.room.check(self.waiting, tenant, count)
 
     def add(self, request: Request) -> None:
-        """Queue a validated request; one that has run on another engine goes first."""
+        """Queue a validated request. One that has run on another engine goes first."""
         self.lifecycle.add(request)
         if request.adapter is not None and len(self.waiting) <= self._limits.lookahead:
-            self._ahead.read(self._admission.coming())
+            self._load_ahead.read(self._admission.read_order())
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""
@@ -109,135 +121,151 @@ class Scheduler:
         return request is not None
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
+        """Plan the next step; None when nothing can run. The block tables already cover the new tokens."""
         self._finish_ended()
         plan = self._plan_next(self.num_steps + 1)
-        if plan is None and self.only is not None:
-            self.only = None
+        if plan is None and self.eligible_adapters is not None:
+            self.eligible_adapters = None
             plan = self._plan_next(self.num_steps + 1)
         return plan
 
-    def foresee(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after `plan`, which is under way, before its tokens are known; None if the step depends on
-        more than these, if `plan` has results that must be read first, or if a request would be preempted for the step.
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after `plan`, which still runs, before its tokens are known.
 
-        A request that hits EOS leaves a stale row, which `update` drops; one that reaches `max_length` is left out.
-        Requests that begin are running ones either way. `take_back` undoes the rest.
+        It schedules as if `plan` had finished. A sequence that hits EOS is stale, and `update` discards it; one that
+        reaches `max_length` is left out. `rollback` discards the new plan; requests that it admitted keep running.
+
+        Returns None if the step depends on more than the tokens, if results of `plan` must be read first, or if a
+        request would be preempted for the step.
         """
         memory = self._memory
-        if self.only is not None or self._loading or memory.arriving or memory.swapped.copies:
+        if self.eligible_adapters is not None or self._loading or memory.arriving or memory.swapped.copies:
             return None
         self._finish_ended()
-        if self._all_go_on(plan):
-            ahead = self._draft(plan.step_id + 1, self.running, all_decode=True, is_ahead=True)
-        elif plan.bucket is None and any(
-            row.wants_prompt_logprobs for row in plan.rows
-        ):  # from what the next step overwrites
-            return None
+        if self._all_continue(plan):
+            ahead = self._build(plan.step_id + 1, self.running, all_decode=True, is_async=True)
+        elif plan.bucket is None and any(sequence.wants_prompt_logprobs for sequence in plan.sequences):
+            return None  # they are read from buffers that the next step overwrites
         else:
-            with as_if_done(plan, self._find) as sampled:
+            with as_if_finished(plan, self._find) as sampled:
                 ends = [each for each in sampled if len(each.token_ids) >= each.max_length]
-                if ends and self.waiting:  # a successor should not wait a step more
-                    return None
-                ahead = self._plan_next(plan.step_id + 1, ends, is_ahead=True)
+                if ends and self.waiting:
+                    return None  # a waiting request should not wait for one more step
+                ahead = self._plan_next(plan.step_id + 1, ends, is_async=True)
         if ahead is not None:
-            go_on(plan, ahead)
+            continue_from(plan, ahead)
         return ahead
 
-    def _all_go_on(self, plan: StepPlan) -> bool:
-        """True if all running requests decode in `plan`, which is under way, and in the step after it, too, for which
-        they have pages now. Planning then asks nothing of them that `plan` changes.
+    def _all_continue(self, plan: StepPlan) -> bool:
+        """True if all running requests decode in `plan`, which still runs, and in the step after it.
+
+        They have pages for that step now. Planning then depends on nothing that `plan` changes.
         """
         running, last = self.running, self.running.plan
-        if running.calls or self.grammars.heavy or last is None or last.rows is not plan.rows:
+        if running.choice_groups or self.grammars.heavy or last is None or last.sequences is not plan.sequences:
             return False
         ends = [request for request in running if request.num_computed_tokens + 2 >= request.max_length]
         return not ends and self.grow_decodes(1)
 
-    def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_ahead: bool = False) -> StepPlan | None:
-        """Plan a step of the running requests but `ending`, and of waiting ones. is_ahead, None: as of `_draft`."""
-        candidates = self._candidates(ending, is_ahead=is_ahead)
+    def _plan_next(self, step_id: int, ending: Collection[Request] = (), *, is_async: bool = False) -> StepPlan | None:
+        """Plan a step of the running requests, except `ending`, and of waiting ones. is_async, None: see `_build`."""
+        candidates = self._candidates(ending, is_async=is_async)
         all_decode = candidates is self.running and self.grow_decodes()
-        return self._draft(step_id, candidates, all_decode=all_decode, is_ahead=is_ahead)
+        return self._build(step_id, candidates, all_decode=all_decode, is_async=is_async)
 
-    def _draft(
-        self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_ahead: bool
+    def _build(
+        self, step_id: int, candidates: Sequence[Request], *, all_decode: bool, is_async: bool
     ) -> StepPlan | None:
         """Plan a step of running requests, the `candidates`, and of waiting ones; None if nothing can run.
 
-        is_ahead: the step before it is under way. None also if a request would be preempted, or wait for its adapter.
+        is_async: the step before it still runs. Then None also if a request would be preempted, or wait for its
+        adapter.
         """
         if all_decode and not self.waiting:
             return self._plan(step_id, {}, True)
-        draft = Draft(
-            self._limits, self._service, self.lifecycle, self._turns, self.running, candidates, self._clock(),
-            self.only, all_decode, is_ahead,
-        )  # fmt: skip
+        builder = StepBuilder(
+            limits=self._limits,
+            lifecycle=self.lifecycle,
+            turns=self._turns,
+            running=self.running,
+            candidates=candidates,
+            now=self._clock(),
+            eligible_adapters=self.eligible_adapters,
+            all_decode=all_decode,
+            is_async=is_async,
+        )
         if not all_decode:
-            self.take_running(draft, candidates)
+            self.schedule_running(builder, candidates)
         if self.waiting:
-            self._take_waiting(draft)
+            self._admit_waiting(builder)
         plan = None
-        if not (is_ahead and (draft.was_short or self._loading)):
-            plan = self._plan(step_id, draft.counts, draft.all_decode)
+        if not (is_async and (builder.was_short or self._loading)):
+            plan = self._plan(step_id, builder.tokens.counts, builder.all_decode)
         if plan is None:
-            self._shares.take_back()
+            self._shares.rollback()
         return plan
 
-    def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
-        """Take running requests; a subclass may leave some out."""
-        draft.take_running(candidates, self.waiting.tenants)
+    def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
+        """Schedule running requests; a subclass may leave some out."""
+        builder.tokens.schedule_running(candidates, self.waiting.tenants)
 
     def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
         running = self.running
         last = running.plan if all_decode else None
         if last is not None:
-            return StepPlan(step_id, last.rows, last.adapters, last.bucket)
+            return StepPlan(step_id, last.sequences, last.adapters, last.bucket)
         groups = running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
             return None
         plan = plan_step(step_id, groups, counts, self._buckets)
         running.plan = plan if all_decode and not counts else None
-        if running.calls and plan.bucket is None and any(each.row is None and not each.call for each in counts):
+        if (
+            running.choice_groups
+            and plan.bucket is None
+            and any(each.sequence is None and not each.choice_group for each in counts)
+        ):
             self._shares.ignore()
         return plan
 
-    def _find(self, row: ScheduledRow) -> Request | None:
-        """Return the request of a row; None if it has ended, or was preempted, since the row was planned."""
-        request = self._requests.get(row.request_id)
-        if request is None or request.row is row:
+    def _find(self, sequence: ScheduledSequence) -> Request | None:
+        """Return the request of a sequence; None if it has ended, or was preempted, since the plan was made."""
+        request = self._requests.get(sequence.request_id)
+        if request is None or request.sequence is sequence:
             return request
-        return request if request.is_running and request.block_table.pages is row.pages else None
+        return request if request.is_running and request.block_table.pages is sequence.pages else None
 
-    def take_back(self) -> None:
-        """Give up the plan of `foresee`, which moved rows on: the next plan makes rows anew."""
-        self._shares.take_back()
+    def rollback(self) -> None:
+        """Discard the plan of `plan_ahead`. It has advanced the sequences, hence the next plan makes new ones."""
+        self._shares.rollback()
         self.running.plan = None
         for request in self.running:
-            request.row = None
+            request.sequence = None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
 
-        Of a step that was planned ahead, rows of requests that have ended or were preempted meanwhile are dropped.
+        Stale sequences of an async step are discarded: their requests have ended or were preempted since it was
+        planned.
         """
-        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        info = self.last_step = StepInfo(plan.step_id, len(plan.sequences), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
         if self._turns.most is not None:
             self._turns.note_step(plan.adapters, self._clock())
-        requests, outputs = self._requests, []
+        requests, outputs, num_generated = self._requests, [], 0
         has_extras = result.unready or result.errors or result.prompt_logprobs
-        is_ahead = plan.sources is not None
-        for row in plan.rows:
-            request = requests.get(row.request_id)
-            if request is None or (is_ahead and request.row is not row and self._find(row) is None):
+        is_async = plan.sources is not None
+        for sequence in plan.sequences:
+            request = requests.get(sequence.request_id)
+            if request is None or (is_async and request.sequence is not sequence and self._find(sequence) is None):
                 continue
             if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
-            output = self._advance(request, row, result, info)
+            output = self._advance(request, sequence, result, info)
             if output is not None:
                 outputs.append(output)
+                num_generated += 1
+        self.num_generated_tokens += num_generated
         if result.unready:
             self._send_back_late(result)
         if result.grammar_seconds or self.grammars.heavy:
@@ -251,7 +279,7 @@ class Scheduler:
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
         """Count running and waiting requests by adapter (None: the base model): all of them, and the first `most`.
 
-        Adapters are in the order of their first requests, as far as these are among the first `most`. Takes time
+        Adapters with a request among the first `most` come first, in the order of their first requests. The time is
         proportional to `most` and the number of adapters, however many requests wait.
         """
         running, waiting = self.running.count_by_adapter(), self.waiting.num_of
@@ -262,9 +290,9 @@ class Scheduler:
         }
         return requests, first
 
-    def take_failed(self) -> list[RequestOutput]:
+    def pop_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""
-        failed, self.lifecycle.failed = self.lifecycle.failed, []
+        failed, self.lifecycle.ended_outside_steps = self.lifecycle.ended_outside_steps, []
         return failed
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
@@ -276,41 +304,41 @@ class Scheduler:
     # -- choosing
 
     def _finish_ended(self) -> None:
-        """Apply what has ended since the last step: copies, loads, and shared prefills."""
+        """Apply the copies, loads and shared prefills that have ended since the last step."""
         if self._memory.swapped.copies:
-            for request in self._memory.finish_copies():  # its KV is lost and must be recomputed
+            for request in self._memory.finish_copies():  # their KV is lost and must be recomputed
                 self.lifecycle.send_back(request, RequestState.SWAPPED)
         if self._loading or self._store.loads.under_way:
             self._finish_loads()
         if self.waiting or self._admission.late:
-            self._admission.release_held()
+            self._admission.release_held_back()
 
     def _finish_loads(self) -> None:
         """End requests of adapters that failed to load; mark requests of adapters now complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:
                 self.lifecycle.end(request, *load_error(request, error))
-            if adapter.pages:  # else it was replaced, and gone with its last request
+            if adapter.pages:  # else it was replaced, and evicted with its last request
                 self._store.evict(adapter)
         loading = [request for request in self._loading if request.state is RequestState.LOADING]
         self._loading = [request for request in loading if is_loading(request)]
         for request in loading:
             request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
 
-    def _candidates(self, ending: Collection[Request] = (), *, is_ahead: bool = False) -> list[Request]:
-        """Return the running requests that may have a row of the next step: `running` itself if all of them may.
+    def _candidates(self, ending: Collection[Request] = (), *, is_async: bool = False) -> list[Request]:
+        """Return the running requests that may have a sequence in the next step: `running` itself if all of them may.
 
-        A request with KV still being copied back is left out, and one that `only` excludes, or whose adapter has no
-        turn. is_ahead: a step is still under way, which ends `ending`.
+        It leaves out requests whose KV is being restored, requests of adapters that are not eligible or have no turn,
+        and `ending`: the requests that end in the step that still runs (is_async).
         """
-        running, only = self.running, self.only
+        running, eligible = self.running, self.eligible_adapters
         sharing: list[Request] = running
-        if running.calls:
-            sharing = self._shares.choose(running, self.waiting, is_ahead=is_ahead) or running
+        if running.choice_groups:
+            sharing = self._shares.choose(running, self.waiting, is_async=is_async) or running
         else:
-            self._shares.dealt.clear()
-        if only is not None or self._memory.arriving or ending:
-            sharing = [each for each in sharing if may_compute(each, only) and each not in ending]
+            self._shares.pending.clear()
+        if eligible is not None or self._memory.arriving or ending:
+            sharing = [each for each in sharing if is_eligible(each, eligible) and each not in ending]
         if self.grammars.heavy:
             sharing = self.grammars.choose(sharing) or sharing
         if self._turns.most is not None:
@@ -318,48 +346,48 @@ class Scheduler:
         if len(sharing) <= self._limits.max_num_seqs:
             return sharing
         if sharing is not running:
-            return self._service.deal(sharing)
-        if running.dealt is None:
-            running.dealt = self._service.deal(running)
-        return running.dealt
+            return self._service.choose(sharing)
+        if running.chosen is None:
+            running.chosen = self._service.choose(running)
+        return running.chosen
 
     def grow_decodes(self, ahead: int = 0) -> bool:
-        """Fast path: True if every running request decodes one token and has a page for it.
+        """Fast path: allocate pages so that every running request can decode one token; True if that is done.
 
-        False, and nothing done, if any must prefill, or if tokens or pages run short. ahead: steps under way before it.
+        False, and nothing is done, if any must prefill, or if tokens or pages run short. ahead: number of unfinished
+        steps before it.
         """
         running = self.running
         if len(running) > self._max_tokens or self._memory.arriving:
             return False
-        if running.plan is None and not all(num_missing(each) == 1 for each in running if each.row is None):
+        if running.plan is None and not all(num_missing(each) == 1 for each in running if each.sequence is None):
             return False
         short = [request for request in running if request.room <= request.num_computed_tokens + ahead]
         return not short or self._memory.grow_each(short)
 
-    def _take_waiting(self, draft: Draft) -> None:
+    def _admit_waiting(self, builder: StepBuilder) -> None:
         """Admit waiting requests and prefetch adapters for the queue."""
         lifecycle, swapped = self.lifecycle, self._memory.swapped
         if lacks_adapters := self.waiting.has_absent():
-            for request, error in self._ahead.hopeless(self.waiting):
+            for request, error in self._load_ahead.hopeless(self.waiting):
                 lifecycle.end(request, *load_error(request, error))
         before = lifecycle.num_preemptions
-        if not draft.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
-            draft.begin_admission()
-            self._admission.admit(draft)
-            self._loading += [request for request in draft.begun if request.state is RequestState.LOADING]
+        if not builder.was_short and not (swapped.copies and swapped.frees_pages):  # else pages are free after a copy
+            builder.begin_admission()
+            self._admission.admit(builder)
+            self._loading += [request for request in builder.admitted if request.state is RequestState.LOADING]
         if lacks_adapters:
-            self._ahead.read(self._admission.coming())
-            self._ahead.load(self.waiting)
-        full = draft.num_rows > self._limits.max_num_seqs or lifecycle.num_preemptions > before
-        if (
-            full or draft.descheduled or (draft.all_decode and self._memory.arriving)
-        ):  # admitted just now, without a row
-            draft.yield_rows()
-        if not draft.was_short:
-            draft.add_to_chunks()
+            self._load_ahead.read(self._admission.read_order())
+            self._load_ahead.load(self.waiting)
+        is_over = builder.num_sequences > self._limits.max_num_seqs or lifecycle.num_preemptions > before
+        has_restoring = builder.all_decode and self._memory.arriving  # admitted just now, and in no step yet
+        if is_over or builder.descheduled or has_restoring:
+            builder.keep_max_num_seqs()
+        if not builder.was_short:
+            builder.tokens.extend_truncated(builder.descheduled)
 
     def _send_back_late(self, result: StepResult) -> None:
-        """Send requests for adapters that missed their deadline back to the queue until the load is complete.
+        """Send requests back to the queue whose adapters missed their deadline, until these are loaded.
 
         They keep neither slots nor pages, and the adapter's own pages may be evicted.
         """
@@ -373,7 +401,7 @@ class Scheduler:
     # -- a step's result
 
     def _apply_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
-        """Apply a row's error and prompt log-probabilities; False if the row produced nothing."""
+        """Apply a request's error and prompt logprobs; False if its sequence produced nothing."""
         if request.id in result.unready:
             return False
         if error := result.errors.get(request.id):
@@ -390,35 +418,47 @@ class Scheduler:
         self.num_step_tokens += steps * tokens
         self.step_sizes[bisect_left(STEP_SIZES, tokens)] += steps
 
-    def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
-        """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
-        computed = request.num_computed_tokens = request.num_computed_tokens + len(row.tokens)
+    def _advance(
+        self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo
+    ) -> RequestOutput | None:
+        """Apply a sequence to its request: append the sampled token, end the request if done, return its output."""
+        computed = request.num_computed_tokens = request.num_computed_tokens + len(sequence.tokens)
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
-        if not row.samples:
+        if not sequence.samples:
             return None
-        token = result.tokens[row.request_id]
+        token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
-        self.num_generated_tokens += 1
-        if (reused := request.row) is not None:  # for the next step
+        if (reused := request.sequence) is not None:  # for the next step
             reused.tokens, reused.start = [token], computed
         reason = stop_token = None
         if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token
         elif computed + 1 >= request.max_length:
             reason = FinishReason.LENGTH
-        logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
-        prompt_logprobs = queue_seconds = None
-        num_cached_tokens = 0
-        if len(request.token_ids) == request.num_prompt_tokens + 1:
-            num_cached_tokens = request.num_cached_tokens
-            if request.params.prompt_logprobs is not None:
-                prompt_logprobs = tuple(request.prompt_logprobs)
-            if request.start_time is not None:
-                queue_seconds = request.start_time - request.arrival_time
+        logprobs = result.logprobs.get(sequence.request_id) if result.logprobs else None
+        is_first = computed == request.num_prompt_tokens
+        if reason is None and logprobs is None and not is_first:  # nearly every token
+            return RequestOutput(sequence.request_id, (token,), step=info)
         if reason is not None:
             self.lifecycle.finish(request, reason)
         return RequestOutput(
-            row.request_id, (token,), reason, stop_token, None, info, num_cached_tokens,
-            (logprobs,) if logprobs else (), prompt_logprobs, None, queue_seconds, request.num_preemptions,
-        )  # fmt: skip
+            request_id=request.id,
+            token_ids=(token,),
+            finish_reason=reason,
+            stop_token_id=stop_token,
+            step=info,
+            logprobs=(logprobs,) if logprobs else (),
+            num_preemptions=request.num_preemptions,
+            **(_reported_once(request) if is_first else {}),
+        )
+
+
+def _reported_once(request: Request) -> dict[str, Any]:
+    """Return the fields of a request's first output that no later output has."""
+    wants_logprobs = request.params.prompt_logprobs is not None
+    return {
+        "num_cached_tokens": request.num_cached_tokens,
+        "prompt_logprobs": tuple(request.prompt_logprobs) if wants_logprobs else None,
+        "queue_seconds": None if request.start_time is None else request.start_time - request.arrival_time,
+    }

@@ -108,13 +108,13 @@ class TokenCounters(QueuePolicy):
                 self.counters[tenant] = counter
 
 
-Rank = tuple[bool, float, float]
+TurnKey = tuple[bool, float, float]
 """Sort key of a waiting tenant: False if it is overdue for its turn, its standing (0 if it is overdue), and the number
 of its last turn or of its arrival.
 """
 
 
-class Line:
+class SortedTenants:
     """Tenants sorted by a key, and how many of the first have been skipped.
 
     A change is a binary search and a move in memory, some microseconds for ten thousand tenants.
@@ -172,11 +172,11 @@ class Turns:
         self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
         self._waiting = waiting
         self._standing = standing
-        self._since = Line()  # by number, time and step of the last turn
-        self._line = Line()  # by standing, and number of arrival; out of date until it comes to the top
+        self._since = SortedTenants()  # by number, time and step of the last turn
+        self._line = SortedTenants()  # by standing, and number of arrival; out of date until it comes to the top
         self._count = itertools.count()
-        self._late_before = (-math.inf, -math.inf)
-        self.is_late = False
+        self._overdue_before = (-math.inf, -math.inf)
+        self.is_overdue = False
         """True if the tenant that `top` returned last is overdue."""
 
     def record_turn(self, tenant: str, now: float, step: int) -> None:
@@ -196,7 +196,7 @@ class Turns:
 
     def restart(self, now: float, step: int) -> None:
         """Begin with the first tenant again. now, step: the current time in seconds, and step number."""
-        self._late_before = now - self._max_seconds, step - self._max_steps
+        self._overdue_before = now - self._max_seconds, step - self._max_steps
         self._since.restart()
         self._line.restart()
         self._take_new(now, step)
@@ -209,28 +209,28 @@ class Turns:
 
     def top(self) -> str | None:
         """Return the next tenant; None if all have been skipped."""
-        while (tenant := self._since.top()) is not None and self._is_late(tenant):
+        while (tenant := self._since.top()) is not None and self._is_overdue(tenant):
             if tenant in self._waiting.tenants:
-                self.is_late = True
+                self.is_overdue = True
                 return tenant
             self._since.drop(tenant)
-        self.is_late = False
+        self.is_overdue = False
         return self._settled(self._line.top)
 
     def pass_over(self) -> None:
         """Skip the tenant that `top` returned, until `restart`."""
-        (self._since if self.is_late else self._line).skip()
+        (self._since if self.is_overdue else self._line).skip()
 
-    def rank(self, tenant: str) -> Rank:
+    def key_of(self, tenant: str) -> TurnKey:
         """Return a waiting tenant's sort key in the order of turns."""
-        if tenant in self._since.keys and self._is_late(tenant):
+        if tenant in self._since.keys and self._is_overdue(tenant):
             return False, 0.0, self._since.keys[tenant][0]
         key = self._line.keys.get(tenant)  # None if it returns to the queue in this very step
         return True, self._standing(tenant), math.inf if key is None else key[1]
 
-    def _is_late(self, tenant: str) -> bool:
+    def _is_overdue(self, tenant: str) -> bool:
         _, seconds, step = self._since.keys[tenant]
-        return seconds <= self._late_before[0] or step <= self._late_before[1]
+        return seconds <= self._overdue_before[0] or step <= self._overdue_before[1]
 
     def _settled(self, pick: Callable[[], str | None]) -> str | None:
         """Return the tenant that is picked from the line, once it waits and its standing is up to date."""
@@ -246,7 +246,7 @@ class Turns:
 
     def _take_new(self, now: float, step: int) -> None:
         """Enter the tenants that have begun to wait."""
-        for tenant in self._waiting.take_new_tenants():
+        for tenant in self._waiting.pop_new_tenants():
             number = next(self._count)
             if tenant not in self._since.keys:
                 self._since.put(tenant, (number, now, step))
@@ -259,8 +259,8 @@ class SomeTurns:
     def __init__(self, turns: Turns, waiting: WaitingQueue, tenants: Iterable[str]) -> None:
         self._turns = turns
         self._waiting = waiting
-        self._line = Line({tenant: turns.rank(tenant) for tenant in tenants})
-        self.is_late = False
+        self._line = SortedTenants({tenant: turns.key_of(tenant) for tenant in tenants})
+        self.is_overdue = False
 
     def top(self) -> str | None:
         """Return the next tenant; None if all have been skipped."""
@@ -268,10 +268,10 @@ class SomeTurns:
         while (tenant := line.top()) is not None:
             if tenant not in self._waiting.tenants:
                 line.drop(tenant)
-            elif (rank := self._turns.rank(tenant)) != line.keys[tenant]:  # it was charged for its turn
+            elif (rank := self._turns.key_of(tenant)) != line.keys[tenant]:  # it was charged for its turn
                 line.put(tenant, rank)
             else:
-                self.is_late = not rank[0]
+                self.is_overdue = not rank[0]
                 break
         return tenant
 
@@ -302,13 +302,13 @@ class Service:
         """running, waiting: the queues; the scheduler changes them. now: the time, and the number of steps so far, by
         which turns go.
         """
-        self.max_rows = limits.max_num_seqs
+        self.max_num_seqs = limits.max_num_seqs
         self.policy = policy
         self.turns = Turns(limits, waiting, policy.standing)
         self._running = running
         self._waiting = waiting
         self._now = now
-        self._held: dict[str, float] = {}  # cost of running requests, by tenant
+        self._running_cost: dict[str, float] = {}  # cost of running requests, by tenant
         self._ended: dict[str, tuple[float, float]] = {}  # decayed cost of ended requests, and its time
 
     def restart_turns(self) -> Turns:
@@ -327,24 +327,24 @@ class Service:
         """Charge the tenant of an admitted request, expected to end with `length` tokens computed, also for a turn."""
         self.policy.charge(request, length)
         self.turns.record_turn(request.fairness_key, *self._now())
-        self._held[request.fairness_key] = self._held.get(request.fairness_key, 0.0) + request.charged
+        self._running_cost[request.fairness_key] = self._running_cost.get(request.fairness_key, 0.0) + request.charged
 
     def end(self, request: Request) -> None:
         """Charge the tenant of a request that has left the running ones for what it computed, instead."""
         tenant, now = request.fairness_key, self._now()[0]
-        self._held[tenant] -= request.charged
+        self._running_cost[tenant] -= request.charged
         self.policy.settle(request)
         self.turns.note(tenant)
         if tenant not in self._running.tenants:
-            del self._held[tenant]
-        self._ended[tenant] = self._lately(tenant, now) + request.charged, now
-        if len(self._ended) > 2 * self.max_rows + 64:  # drop the smallest costs
-            kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self.max_rows - 32 :]
+            del self._running_cost[tenant]
+        self._ended[tenant] = self._recent_cost(tenant, now) + request.charged, now
+        if len(self._ended) > 2 * self.max_num_seqs + 64:  # drop the smallest costs
+            kept = sorted(self._ended, key=lambda each: self._recent_cost(each, now))[-self.max_num_seqs - 32 :]
             self._ended = {each: self._ended[each] for each in kept}
 
-    def of(self, tenant: str) -> float:
+    def served_cost(self, tenant: str) -> float:
         """Return a tenant's served cost."""
-        return self._held.get(tenant, 0.0) + self._lately(tenant, self._now()[0])
+        return self._running_cost.get(tenant, 0.0) + self._recent_cost(tenant, self._now()[0])
 
     def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
         """Return requests in the order in which they keep rows and pages: `begun` ones, the first of each tenant,
@@ -352,7 +352,7 @@ class Service:
 
         In a tenant prompts come first, so that a prompt that has begun is computed to its end; the newest is last.
         """
-        served = self._of_each(requests)
+        served = self._served_costs(requests)
         counts: Counter[str] = Counter()
         keys: dict[Request, tuple[bool, bool, float, int]] = {}
         for request in sorted(requests, key=lambda each: (each not in begun, num_missing(each) == 1)):
@@ -361,11 +361,11 @@ class Service:
             counts[tenant] += 1
         return sorted(keys, key=keys.__getitem__)
 
-    def deal(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
+    def choose(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
         """Return the `max_rows` of `requests` that share a step. requests: in order of admission. begun: requests that
         keep their row in any case.
         """
-        kept = set(self.order(requests, begun)[: self.max_rows])
+        kept = set(self.order(requests, begun)[: self.max_num_seqs])
         return [request for request in requests if request in kept]
 
     def last(self, requests: Sequence[Request]) -> Request:
@@ -374,16 +374,18 @@ class Service:
 
         Never the oldest, as long as there is another, so that preemptions can't cycle.
         """
-        served = self._of_each(requests)
+        served = self._served_costs(requests)
         if len(served) == 1:
             return requests[-1]
         counts = Counter(request.fairness_key for request in requests)
         keys = {tenant: (counts[tenant] > 1, cost) for tenant, cost in served.items()}
         return requests[max(range(1, len(requests)), key=lambda index: (keys[requests[index].fairness_key], index))]
 
-    def _of_each(self, requests: Sequence[Request]) -> dict[str, float]:
-        return {tenant: self.of(tenant) for tenant in dict.fromkeys(request.fairness_key for request in requests)}
+    def _served_costs(self, requests: Sequence[Request]) -> dict[str, float]:
+        return {
+            tenant: self.served_cost(tenant) for tenant in dict.fromkeys(request.fairness_key for request in requests)
+        }
 
-    def _lately(self, tenant: str, now: float) -> float:
+    def _recent_cost(self, tenant: str, now: float) -> float:
         cost, then = self._ended.get(tenant, (0.0, now))
         return cost * math.exp((then - now) / WINDOW_SECONDS)

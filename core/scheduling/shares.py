@@ -12,11 +12,11 @@ from .output_lengths import Growth
 from .queues import Running, WaitingQueue
 from .request_memory import RequestMemory
 
-TAKEN_SHARE = 0.04
+RESTORE_SHARE = 0.04
 """Part of the time that may go into restoring requests preempted for a tenant's share, over `TAKING_SECONDS`. Chosen:
 below the twentieth of an engine's throughput that shares may cost.
 """
-TAKING_SECONDS = 10.0
+RESTORE_WINDOW_SECONDS = 10.0
 
 
 def max_min_level(
@@ -55,16 +55,16 @@ class PageShares:
         self._costs = costs
         self._of: Growth | None = None
         self._level = 0.0  # share of a tenant of weight 1 in the step of that growth
-        self.taker: Request | None = None
+        self.recipient: Request | None = None
         """The last request that pages were taken for, until it begins."""
-        self._givers: set[str] = set()  # tenants that it took them from
-        self._taken_at = self._next_taking = -math.inf
+        self._donors: set[str] = set()  # tenants that it took them from
+        self._preempted_at = self._next_preemption = -math.inf
 
-    def givers(self, now: float) -> set[str]:
+    def donors(self, now: float) -> set[str]:
         """Return the tenants that begin nothing yet, unless owed a turn: `taker` waits for their pages."""
-        return self._givers if now < self._taken_at + self._patience else set()
+        return self._donors if now < self._preempted_at + self._patience else set()
 
-    def allow(self, request: Request, running: Running, growth: Growth) -> bool:
+    def is_within_share(self, request: Request, running: Running, growth: Growth) -> bool:
         """True if a tenant stays within its share when a request begins. growth: of `running`."""
         if growth is not self._of:
             self._of, self._level = growth, self._find_level(running, growth)
@@ -84,20 +84,20 @@ class PageShares:
 
         from_end: returns such requests of some tenants, the last in the order first.
         """
-        if now < self._next_taking or not self.allow(request, running, growth):
+        if now < self._next_preemption or not self.is_within_share(request, running, growth):
             return []
         pages, left = growth.by_tenant.copy(), dict(running.tenants)
-        givers = {
+        donors = {
             tenant
             for tenant, count in left.items()
             if count > 1 and tenant != request.fairness_key and pages[tenant] > self._share(tenant)
         }
-        if not givers:
+        if not donors:
             return []
         lacking = growth.final_pages(request) + growth.total - self._memory.num_available_pages
         victims: list[Request] = []
         own_pages = dict(zip(running, growth.finals, strict=True))
-        for victim in from_end(givers):
+        for victim in from_end(donors):
             tenant, own = victim.fairness_key, own_pages[victim]
             if victim is running[0] or left[tenant] < 2 or pages[tenant] - own < self._share(tenant):
                 continue
@@ -113,8 +113,8 @@ class PageShares:
         """Record that `victims` are preempted for a request."""
         costs, pages = self._costs, sum(victim.room for victim in victims) // self._memory.block_tokens
         seconds = pages * (costs.swapped_page if self._memory.may_swap() else costs.prefix_page)
-        self._next_taking = max(self._next_taking, now - TAKING_SECONDS) + seconds / TAKEN_SHARE
-        self.taker, self._givers, self._taken_at = request, {victim.fairness_key for victim in victims}, now
+        self._next_preemption = max(self._next_preemption, now - RESTORE_WINDOW_SECONDS) + seconds / RESTORE_SHARE
+        self.recipient, self._donors, self._preempted_at = request, {victim.fairness_key for victim in victims}, now
 
     def _share(self, tenant: str) -> float:
         return self._level * self._weights.get(tenant, 1.0)

@@ -18,7 +18,7 @@ MAX_DEBT = 64
 LONGEST_STEP = 4
 """Most time that the answers of the larger calls should add to one step, in steps without them."""
 
-PLACES = 8
+FIRST_ENTRIES = 8
 """Answers of the larger calls in their first step."""
 
 NUM_SAMPLES = 8
@@ -39,71 +39,73 @@ class StepShares:
     its state.
     """
 
-    def __init__(self, max_rows: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_num_seqs: int, clock: Callable[[], float]) -> None:
         """max_rows: of a step."""
-        self._max_rows = max_rows
+        self._max_num_seqs = max_num_seqs
         self._clock = clock
         self._without: deque[float] = deque(maxlen=NUM_SAMPLES)  # seconds of steps without the larger calls
         self._usual = 0.0  # the least of them: in others the server may still have sent what steps before brought
         self._debt = 0.0  # seconds
         self._excess = 0.0  # seconds that the last step with them took beyond the time that pays for itself
-        self._places = PLACES  # of the larger calls in a step with them
+        self._max_entries = FIRST_ENTRIES  # of the larger calls in a step with them
         self._num_with = NUM_SAMPLES * WINDOW  # steps since the last one without
-        self.dealt: deque[int | None] = deque()
+        self.pending: deque[int | None] = deque()
         """Of each step since `_began`: places of the larger calls; None if its time is no measure."""
         self._began = 0.0  # the time from which on these steps take theirs
 
-    def choose(self, running: Running, waiting: WaitingQueue, *, is_ahead: bool = False) -> list[Request] | None:
+    def choose(self, running: Running, waiting: WaitingQueue, *, is_async: bool = False) -> list[Request] | None:
         """Return the requests of the next step, None for all running ones. Call it while calls with n > 1 run.
 
         With every row taken, one is left to a call that waits for its first. The result exceeds a step's rows where the
-        requests alone in their calls do. is_ahead: the step chosen last is still under way; its time is a guess.
+        requests alone in their calls do. is_async: the step chosen last is still under way; its time is a guess.
         """
-        free = self._max_rows
-        if len(running) >= free and running.num_calls < free and waiting.has_firsts():
+        free = self._max_num_seqs
+        if len(running) >= free and running.num_groups < free and waiting.has_first_choices():
             free -= 1
-        fewest = 1 if running.lone else min(map(len, running.calls.values()))
-        larger = sum(len(members) for members in running.calls.values() if len(members) > fewest)
+        fewest = 1 if running.single_requests else min(map(len, running.choice_groups.values()))
+        larger = sum(len(members) for members in running.choice_groups.values() if len(members) > fewest)
         if not larger:
             self._without.clear()
             self._num_with = NUM_SAMPLES * WINDOW
-            self.dealt.clear()
-            return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
-        self._settle(is_ahead)
+            self.pending.clear()
+            return (
+                None if len(running) <= free else self._select(running, 0, max(1, free - len(running.single_requests)))
+            )
+        self._settle(is_async)
         places = max(1, free - (len(running) - larger))
-        debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self.dealt])
+        debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self.pending])
         if debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
             self._num_with = 0
-            self.dealt.append(0)
-            return self._deal(running, fewest, places, without=True)
+            self.pending.append(0)
+            return self._select(running, fewest, places, without=True)
         self._num_with += 1
-        dealt = min(self._places, larger, places)
-        self.dealt.append(dealt)
-        return None if dealt == larger else self._deal(running, fewest, dealt)
+        dealt = min(self._max_entries, larger, places)
+        self.pending.append(dealt)
+        return None if dealt == larger else self._select(running, fewest, dealt)
 
     def ignore(self) -> None:
         """Ignore the time of the step chosen last: it also computes a prompt of another call."""
-        if self.dealt:
-            self.dealt[-1] = None
+        if self.pending:
+            self.pending[-1] = None
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """The step chosen last is not run."""
-        if self.dealt:
-            self.dealt.pop()
+        if self.pending:
+            self.pending.pop()
 
-    def _settle(self, is_ahead: bool) -> None:
+    def _settle(self, is_async: bool) -> None:
         """Account for the steps that have ended, all but one under way, with equal parts of the time since `_began`."""
-        if is_ahead and not self.dealt:
-            self.dealt.append(None)  # it was not chosen here
-        now, dealt = self._clock(), self.dealt
-        if ended := len(dealt) - is_ahead:
+        if is_async and not self.pending:
+            self.pending.append(None)  # it was not chosen here
+        now, dealt = self._clock(), self.pending
+        if ended := len(dealt) - is_async:
             parts = [dealt.popleft() for _ in range(ended)]
             for each in parts:
-                self._tenant((now - self._began) / ended, None if None in parts else each)
-        if ended or not is_ahead:
+                self._charge((now - self._began) / ended, None if None in parts else each)
+        if ended or not is_async:
             self._began = now
 
-    def _tenant(self, seconds: float, dealt: int | None) -> None:
+    def _charge(self, seconds: float, dealt: int | None) -> None:
         """Charge the larger calls for a step, and fit their rows to its time."""
         if dealt is None:
             seconds = self._usual
@@ -117,17 +119,17 @@ class StepShares:
             return
         self._excess = excess
         if seconds > (1 + LONGEST_STEP) * usual:
-            self._places = max(1, dealt // 2)
-        elif dealt == self._places and seconds < (1 + LONGEST_STEP / 2) * usual:
-            self._places = min(2 * self._places, self._max_rows)
+            self._max_entries = max(1, dealt // 2)
+        elif dealt == self._max_entries and seconds < (1 + LONGEST_STEP / 2) * usual:
+            self._max_entries = min(2 * self._max_entries, self._max_num_seqs)
 
-    def _deal(self, running: Running, fewest: int, places: int, without: bool = False) -> list[Request]:
+    def _select(self, running: Running, fewest: int, places: int, without: bool = False) -> list[Request]:
         """Return all requests of calls with `fewest` answers or less, and `places` of the larger calls', in turns.
 
         without: none of the larger call that is first in turn, and at most `fewest` of each other.
         """
-        calls = running.calls
-        chosen, counts = list(running.lone), {}
+        calls = running.choice_groups
+        chosen, counts = list(running.single_requests), {}
         for call, members in calls.items():
             if len(members) > fewest:
                 counts[call] = 0

@@ -20,9 +20,9 @@ from typing import Generic, TypeVar
 from ..files.error import AdapterFormatError
 from .budget import HostBudget
 from .image import HostImage, ReadGivenUp
-from .reads import InlineReads, Reads, ReadStalled, ReadWatch, ThreadReads
+from .reads import Reads, ReadStalled, ReadWatch, ThreadReads
 
-__all__ = ["HostImages", "InlineReads", "ReadCounts", "Reads", "ThreadReads"]
+__all__ = ["HostImages", "ReadCounts", "Reads", "ThreadReads"]
 
 logger = logging.getLogger(__name__)
 

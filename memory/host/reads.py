@@ -45,21 +45,6 @@ class Reads(Protocol):
     def shutdown(self) -> None: ...
 
 
-class InlineReads(Reads):
-    """Reads at once, on the caller's thread: the read has ended when `submit` returns."""
-
-    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(read())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self) -> None:
-        """Nothing is under way."""
-
-
 #: Seconds between looks at copies that are awaited with no read under way: chosen, a small part of a step.
 LOOK_SECONDS = 5e-4
 

@@ -20,11 +20,12 @@ from .timer import Timer
 
 
 class Floors(NamedTuple):
-    """The least seconds of a step at the measured limits. adapters: the part of `decode` that reading them takes."""
+    """The least seconds of a step at the measured limits."""
 
     prefill: float
     decode: float
     adapters: float
+    """The part of `decode` that reading them takes."""
     prefill_flops: float
     step_bytes: float
 

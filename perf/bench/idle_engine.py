@@ -20,7 +20,7 @@ from ...core.model.lora_state_cuda import CudaLoraState
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...graphs.device import CudaDevice
-from ...memory.host.images import InlineReads
+from ..inline_reads import InlineReads
 from . import random_model
 from .sizes import Geometry
 

@@ -1,6 +1,6 @@
 """Time of `schedule()` under load, with a fake executor in place of tensors.
 
-Many running and waiting requests over many registered adapters: with every seat taken, and in three ways with seats
+Many running and waiting requests over many registered adapters: with every slot taken, and in three ways with slots
 free but nothing that may be admitted. Prints milliseconds, the median:
 `python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
 """
@@ -31,7 +31,7 @@ _LAYERS = 4
 _RANK = 16
 _PROMPT = 128
 
-#: full: every seat is taken. pages: no waiting request fits into the pages that the running ones leave. limit: the
+#: full: every slot is taken. pages: no waiting request fits into the pages that the running ones leave. limit: the
 #: number of adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends.
 STATES = ("full", "pages", "limit", "reads")
 
@@ -64,7 +64,7 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
     engine, executor = _busy_engine(state, load, samples)
     scheduler = engine.scheduler
     waiting = 0
-    while waiting != len(scheduler.waiting):  # tenants with fewer seats than others begin more
+    while waiting != len(scheduler.waiting):  # tenants with fewer slots than others begin more
         waiting = len(scheduler.waiting)
         engine.step()
     took = []
@@ -72,8 +72,8 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
-        if plan is None or len(plan.rows) < load.running or len(scheduler.waiting) != waiting:
-            rows = 0 if plan is None else len(plan.rows)
+        if plan is None or len(plan.sequences) < load.running or len(scheduler.waiting) != waiting:
+            rows = 0 if plan is None else len(plan.sequences)
             raise RuntimeError(f"{state}: {rows} rows ran and {len(scheduler.waiting)} of {load.waiting} requests wait")
         scheduler.update(plan, executor.execute(plan))
     engine.close()
@@ -148,7 +148,7 @@ class FakeExecutor:
         self.shadow = self.swaps = self.start = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(tokens={row.request_id: 1 for row in plan.rows if row.samples})
+        return StepResult(tokens={row.request_id: 1 for row in plan.sequences if row.samples})
 
     def close(self) -> None:
         pass

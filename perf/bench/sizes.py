@@ -125,11 +125,12 @@ _LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A named geometry. rope: fields of config.json that the geometry does not give."""
+    """A named geometry."""
 
     name: str
     geometry: Geometry
     rope: dict[str, Any]
+    """Fields of config.json that the geometry does not give."""
 
     def write_config(self, directory: Path, dtype: str) -> Path:
         """Make `directory` a checkpoint without weights. Returns it."""

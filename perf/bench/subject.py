@@ -20,7 +20,7 @@ from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import RequestOutput
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Tier
-from ...memory.host.images import InlineReads
+from ..inline_reads import InlineReads
 from .context import Context
 
 #: Largest rank that the engine is started for.

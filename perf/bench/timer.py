@@ -18,11 +18,12 @@ _MOST_CALLS = 200  # of a measurement
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one call: the median of `count`. captured: whether replays of a graph were timed."""
+    """Seconds of one call: the median of `count`."""
 
     seconds: float
     count: int
     captured: bool = False
+    """Whether replays of a graph were timed."""
 
 
 def in_turns(work: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -40,21 +40,20 @@ ELSEWHERE = 2.0
 
 
 class Rule(BaseModel):
-    """Rules for comparing values.
-
-    kind: exact values do not vary; ratios compare things of one machine with each other; measured ones are of a device.
-    floor: share by which the median may be worse anyway. cap: share that noise, however large, can't excuse.
-    noise: how many standard deviations, estimated from the repeats, are noise. local: only compared with a baseline of
-    the same device, in a suite that is portable otherwise.
-    """
+    """Rules for comparing values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Kind
+    """Exact values do not vary; ratios compare things of one machine with each other; measured ones are of a device."""
     floor: float = Field(default=0.05, ge=0)
+    """Share by which the median may be worse anyway."""
     cap: float = Field(default=0.5, gt=0)
+    """Share that noise, however large, can't excuse."""
     noise: float = Field(default=3.0, ge=0)
+    """How many standard deviations, estimated from the repeats, are noise."""
     local: bool = False
+    """Only compared with a baseline of the same device, in a suite that is portable otherwise."""
 
 
 class MetricEntry(Rule):
@@ -69,36 +68,35 @@ class TableEntry(Rule):
     """Values of every row of a list.
 
     A row is known by its `key` columns; by default by all that are text or yes/no.
-
-    values: columns to compare (default: all numbers). better: for all columns, or by column. name: what the
-    metrics' names begin with.
     """
 
     name: str = ""
+    """What the metrics' names begin with."""
 
     at: Pointer
     key: list[str] | None = None
     values: list[str] | None = None
+    """Columns to compare (default: all numbers)."""
     better: Better | dict[str, Better] = "same"
+    """For all columns, or by column."""
 
 
 class Suite(BaseModel):
-    """A kind of result.
-
-    match: pointers that only results of this suite have. device: where the result names what it was measured on;
-    without, every machine gives the same values. portable: other devices may be compared, too, with floors and caps
-    `ELSEWHERE` times as large. variant: where the result says which of several loads it is. same: what else must be as
-    in the baseline, such as the load's size.
-    """
+    """A kind of result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     about: str
     match: list[Pointer] = []
+    """Pointers that only results of this suite have."""
     device: Pointer | None = None
+    """Where the result names what it was measured on; without, every machine gives the same values."""
     portable: bool = False
+    """Other devices may be compared, too, with floors and caps `ELSEWHERE` times as large."""
     variant: Pointer | None = None
+    """Where the result says which of several loads it is."""
     same: list[Pointer] = []
+    """What else must be as in the baseline, such as the load's size."""
     metrics: list[MetricEntry] = []
     tables: list[TableEntry] = []
     name: str = ""

@@ -29,41 +29,41 @@ _WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.asyn
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Resources of a compiled kernel. matrix: its matrix instruction, if it has one. wide_loads: of 16 bytes.
-
-    loads_before: length of the longest chain of loads that a load through `pointer` waits for; 0 without a pointer.
-    barriers: places where the warps of a program wait for each other. bytes_in_flight: most bytes that the programs on
-    one multiprocessor load in one basic block each. is_early: it may touch what the launch before it writes while that
-    launch still runs.
-    """
+    """Resources of a compiled kernel."""
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     matrix: str
+    """Its matrix instruction, if it has one."""
     wide_loads: int
+    """Of 16 bytes."""
     loads_before: int
+    """Length of the longest chain of loads that a load through `pointer` waits for; 0 without a pointer."""
     barriers: int
+    """Places where the warps of a program wait for each other."""
     bytes_in_flight: int
+    """Most bytes that the programs on one multiprocessor load in one basic block each."""
     is_early: bool
+    """It may touch what the launch before it writes while that launch still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A kernel that is compiled for `capability` (90: Hopper) as a launch would with pointers and strides that 16
     divides.
-
-    signature: Triton's type per argument that is no constant, `*bf16`, `i32`; names ending in `_stride` are strides.
-    pointer: the argument that `loads_before` is for. ready: pointers to what no launch before this one writes.
     """
 
     kernel: Any
     signature: Mapping[str, str]
+    """Triton's type per argument that is no constant, `*bf16`, `i32`; names ending in `_stride` are strides."""
     constants: Mapping[str, int]
     capability: int
     options: Mapping[str, int | bool]
     pointer: str = ""
+    """The argument that `loads_before` is for."""
     ready: Collection[str] = ()
+    """Pointers to what no launch before this one writes."""
 
     @property
     def _types(self) -> dict[str, str]:

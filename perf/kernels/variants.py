@@ -41,17 +41,19 @@ _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
 class Elementwise(NamedTuple):
-    """A launch that reads no adapter. module: of `ops`. own: arguments that point to the variant's dtype; others: with
-    their types. pointer: the argument through which weights, or keys, are read, and multiplied on tensor cores.
-    """
+    """A launch that reads no adapter."""
 
     module: str
+    """Of `ops`."""
     kernel: str
     constants: dict[str, int]
     options: dict[str, int | bool]
     own: tuple[str, ...]
+    """Arguments that point to the variant's dtype."""
     others: dict[str, str]
+    """With their types."""
     pointer: str = ""
+    """The argument through which weights, or keys, are read, and multiplied on tensor cores."""
 
 
 def _strides(*names: str) -> dict[str, str]:

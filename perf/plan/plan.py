@@ -46,22 +46,23 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """What was searched for and found.
-
-    model: as the commands name it. engine: fields of its configuration that were given. most: replicas at most. note:
-    of the GPU. made_by: the command.
-    """
+    """What was searched for and found."""
 
     fleet: Fleet
     model: str
+    """As the commands name it."""
     engine: dict[str, str]
+    """Fields of its configuration that were given."""
     tried: Sequence[Tried]
     best: Tried | None
     most: int
+    """Replicas at most."""
     seeds: int
     predicted: bool
     note: str
+    """Of the GPU."""
     made_by: str
+    """The command."""
 
     @property
     def origin(self) -> str:

@@ -20,10 +20,7 @@ _PCIE_5, _PCIE_4 = 64e9, 32e9  # 16 lanes, one way
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Published figures: bytes of memory, its bytes per second, dense bf16 FLOP/s, bytes per second from the host.
-
-    note: what a reader of a prediction has to know of this one.
-    """
+    """Published figures: bytes of memory, its bytes per second, dense bf16 FLOP/s, bytes per second from the host."""
 
     name: str
     memory: float
@@ -32,6 +29,7 @@ class Gpu:
     link: float
     source: str
     note: str = ""
+    """What a reader of a prediction has to know of this one."""
 
 
 GPUS = {

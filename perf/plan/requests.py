@@ -24,10 +24,11 @@ class PlanError(WorkloadError):
 
 @dataclass(frozen=True)
 class Requests:
-    """In order of arrival, from 0 on. ranks: of the adapters that they ask for."""
+    """In order of arrival, from 0 on."""
 
     items: tuple[TraceRequest, ...]
     ranks: dict[str, int]
+    """Of the adapters that they ask for."""
 
     @property
     def span(self) -> float:

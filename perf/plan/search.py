@@ -50,21 +50,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What all candidates share. rank: of adapters of which the trace tells none. engine: fields of `EngineConfig`.
-
-    scale: multiplies the trace's rate. least: replicas at least, where their number follows the load; None: it stays.
-    boot_seconds: until one more serves.
-    """
+    """What all candidates share."""
 
     trace: Path
     profile: Profile
     slo: Slo
     targets: tuple[str, ...]
     engine: dict[str, Any] = field(default_factory=dict)
+    """Fields of `EngineConfig`."""
     rank: int | None = None
+    """Of adapters of which the trace tells none."""
     scale: float = 1.0
+    """Multiplies the trace's rate."""
     least: int | None = None
+    """Replicas at least, where their number follows the load; None: it stays."""
     boot_seconds: float = 0.0
+    """Until one more serves."""
 
     def requests(self) -> Requests:
         return load_requests(self.trace, self.rank)

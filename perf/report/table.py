@@ -58,13 +58,15 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One mark. value: what was measured, of several the worst; None when nothing was. where: the case that gave it."""
+    """One mark."""
 
     name: str
     value: float | None
+    """What was measured, of several the worst; None when nothing was."""
     mark: float
     at_most: bool = False
     where: str = "-"
+    """The case that gave it."""
 
     @property
     def met(self) -> bool | None:

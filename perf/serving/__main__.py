@@ -57,11 +57,12 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Served:
-    """Models of the server, of which the load uses `adapters`. card: the base model's."""
+    """Models of the server, of which the load uses `adapters`."""
 
     base: str
     adapters: list[str]
     card: dict[str, Any]
+    """The base model's."""
 
 
 def _measure(args: argparse.Namespace, url: str) -> dict[str, Any]:

@@ -15,16 +15,16 @@ from .prompts import TokenPrompts, shorten
 
 @dataclass(slots=True)
 class PlannedRequest:
-    """One request.
-
-    at: seconds since the load began. body: what is sent. question: where the answer is known. shortened: whether the
-    workload's lengths did not fit in the model's context.
-    """
+    """One request."""
 
     at: float
+    """Seconds since the load began."""
     body: dict[str, Any]
+    """What is sent."""
     question: Question | None = None
+    """Where the answer is known."""
     shortened: bool = False
+    """Whether the workload's lengths did not fit in the model's context."""
 
     @property
     def model(self) -> str:

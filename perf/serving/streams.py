@@ -25,14 +25,15 @@ _KEPT = 64  # bytes, more than an event's beginning, or the end, which may be in
 
 @dataclass(frozen=True)
 class Answered:
-    """Streams that were read. seconds: until the last one's end. firsts: seconds until the first event of each, the
-    shortest first. gaps: between two events of a stream, in seconds.
-    """
+    """Streams that were read."""
 
     seconds: float
+    """Until the last one's end."""
     events: int
     firsts: list[float]
+    """Seconds until the first event of each, the shortest first."""
     gaps: list[float]
+    """Between two events of a stream, in seconds."""
 
 
 class Stream(asyncio.Protocol):

@@ -53,13 +53,12 @@ def means(records: Records) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A policy's requests of a round as a cluster served them. known, before: they and the ones before, for a
-    simulation.
-    """
+    """A policy's requests of a round as a cluster served them."""
 
     policy: str
     known: list[TraceRequest]
     before: list[TraceRequest]
+    """They and the ones before, for a simulation."""
     speed: float
     seen: dict[str, Any]
 

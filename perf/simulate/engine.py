@@ -37,17 +37,16 @@ _NONE: frozenset[int] = frozenset()
 
 @dataclass(slots=True)
 class StepPrice:
-    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
-
-    stall: the part of `first` that waits for adapters. late: slots of adapters that don't come in time. single: it must
-    not be repeated at this price.
-    """
+    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it."""
 
     first: float
     growth: float = 0.0
     stall: float = 0.0
+    """The part of `first` that waits for adapters."""
     late: frozenset[int] = _NONE
+    """Slots of adapters that don't come in time."""
     single: bool = False
+    """It must not be repeated at this price."""
 
     def total(self, count: int) -> float:
         """Seconds of `count` steps in a row."""
@@ -119,7 +118,7 @@ class SimExecutor:
         """Return the price of executing a plan now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
-        costs, rows = self.costs, plan.rows
+        costs, rows = self.costs, plan.sequences
         computing = costs.step.seconds(step_work(plan, costs.kernel))
         growth, prompts = 0.0, 0
         if plan.bucket is not None:
@@ -151,7 +150,9 @@ class SimExecutor:
         self.num_merged_steps += plan.merged is not None
         self.adapters.stalled_seconds += price.stall
         if price.late:
-            return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.lora_index in price.late})
+            return StepResult(
+                _TOKENS, unready={row.request_id for row in plan.sequences if row.lora_index in price.late}
+            )
         return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count, first_end=first_end)
 
     def _spend(self, seconds: float) -> None:
@@ -197,7 +198,7 @@ class SimExecutor:
         stall = transfer.stall(now, computing)
         if cost is None or stall <= 0:
             return stall
-        tokens = sum(len(row.tokens) for row in plan.rows if row.lora_index == lora_index)
+        tokens = sum(len(row.tokens) for row in plan.sequences if row.lora_index == lora_index)
         returned = tokens * self._product_bytes * self.costs.link.per_byte
         arrival = transfer.arrival(now)
         found = stalls(arrival, computing, cost.seconds(tokens, plan.adapters[lora_index].rank), returned)

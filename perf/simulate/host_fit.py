@@ -32,15 +32,16 @@ TERMS = tuple(field.name for field in fields(HostWork))
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A load that was served. rest: seconds of it, see `rest_of`. spent: of processors, by process, above what they
-    need without requests. ttft: mean.
-    """
+    """A load that was served."""
 
     trace: Sequence[TraceRequest]
     rest: float
+    """Seconds of it, see `rest_of`."""
     steps: float
     spent: dict[str, float]
+    """Of processors, by process, above what they need without requests."""
     ttft: float
+    """Mean."""
 
     def terms(self) -> tuple[float, ...]:
         """What each of `TERMS` is multiplied by."""

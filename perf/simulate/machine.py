@@ -118,17 +118,15 @@ _NO_WORK = HostWork()
 
 @dataclass(frozen=True, slots=True)
 class Works:
-    """Processor seconds of a cluster's processes: of a replica, beside the steps that a profile has.
-
-    latency: seconds that each request waits for beside that, such as for timers and sockets. processors: of the
-    machine.
-    """
+    """Processor seconds of a cluster's processes: of a replica, beside the steps that a profile has."""
 
     client: HostWork = _NO_WORK
     api_server: HostWork = _NO_WORK
     replica: HostWork = _NO_WORK
     latency: float = 0.0
+    """Seconds that each request waits for beside that, such as for timers and sockets."""
     processors: float = math.inf
+    """Of the machine."""
 
     def slower(self, profile: Profile) -> Profile:
         """Return the profile of an engine with steps that take as long as with the replica's work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...core.costs.models import CostModel, MergeCost, StepWork
-from ...core.merging.mode_policy import Batch, ModeChoice, ModePrices, ModeState, work_of
+from ...core.merging.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState, work_of
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.layout import ModuleDims, PageLayout
 
@@ -94,15 +94,13 @@ class ProfilePrices(ModePrices):
         """Nothing is learned."""
 
 
-class MergedOnly:
+class MergedOnly(ModePolicy):
     """Serves one adapter until it has no requests left, then the first eligible one of `ModeState.fcfs`.
 
     oldest: that of the oldest request of all, in every step, as the authors' code has it (LLMServe/dLoRA-artifact,
-    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' seats, so steps must have a limit of rows apart
+    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' slots, so steps must have a limit of rows apart
     from these (`SimScheduler.limit_rows`).
     """
-
-    prices = None
 
     def __init__(self, *, oldest: bool = False) -> None:
         self._oldest = oldest

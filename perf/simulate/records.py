@@ -9,20 +9,21 @@ import numpy as np
 
 
 class Served(NamedTuple):
-    """One request that was answered. Times in seconds.
-
-    ttft, e2e: from arrival to the first and the last token. queue: from arrival to admission. cold: of e2e, what steps
-    of its replica waited for adapters, its own or others'. tokens: of the answer. tenant: the request's.
-    """
+    """One request that was answered. Times in seconds."""
 
     arrival: float
     ttft: float
     e2e: float
+    """From arrival to the first and the last token."""
     queue: float
+    """From arrival to admission."""
     cold: float
+    """Of e2e, what steps of its replica waited for adapters, its own or others'."""
     tokens: int
+    """Of the answer."""
     replica: int = 0
     tenant: str | None = None
+    """The request's."""
 
 
 class Records:

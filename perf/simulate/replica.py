@@ -41,38 +41,37 @@ class Phase(StrEnum):
 
 
 class Progress(NamedTuple):
-    """Progress of a request elsewhere: its tokens so far, and when the first of them and its admission came.
-
-    cold: seconds of its time there in which steps waited for adapters.
-    """
+    """Progress of a request elsewhere: its tokens so far, and when the first of them and its admission came."""
 
     tokens: int = 0
     first_token: float | None = None
     start: float | None = None
     cold: float = 0.0
+    """Seconds of its time there in which steps waited for adapters."""
 
 
 NOTHING = Progress()
 
 
 class Left(NamedTuple):
-    """A request that a replica has given up, to go on elsewhere. to: the replica, None: wherever it is routed.
-
-    seconds: until it comes there.
-    """
+    """A request that a replica has given up, to go on elsewhere."""
 
     request: TraceRequest
     progress: Progress
     to: int | None = None
+    """The replica, None: wherever it is routed."""
     seconds: float = 0.0
+    """Until it comes there."""
 
 
 class Held(NamedTuple):
-    """A request that has come and not ended. num_tokens: of prompt and answer so far. has_begun: it has KV."""
+    """A request that has come and not ended."""
 
     request: TraceRequest
     num_tokens: int
+    """Of prompt and answer so far."""
     has_begun: bool
+    """It has KV."""
 
 
 class Replica:
@@ -224,7 +223,7 @@ class Replica:
     @property
     def num_rows(self) -> int:
         """Rows of the step that is under way; 0 without one."""
-        return 0 if self._plan is None else len(self._plan.rows)
+        return 0 if self._plan is None else len(self._plan.sequences)
 
     def held(self) -> list[Held]:
         """Return what a planner knows of the requests that have come and not ended."""
@@ -289,10 +288,10 @@ class Replica:
         if plan is None:
             self._kv_tokens = state.longest_tokens = 0
         else:
-            starts = [row.start for row in plan.rows]
+            starts = [row.start for row in plan.sequences]
             self._kv_tokens, state.longest_tokens = plan.num_tokens + sum(starts), max(starts)
             if isinstance(plan, RepeatedPlan):
-                self._growth = len(plan.rows) / self.executor.price(plan).first
+                self._growth = len(plan.sequences) / self.executor.price(plan).first
         state.kv_tokens = self._kv_tokens
         if self._queue and not isinstance(plan, RepeatedPlan):
             self._queue = {key: each for key, each in self._queue.items() if each.request.start_time is None}
@@ -338,17 +337,16 @@ class Replica:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has come and not ended. stalled: the replica's stalled seconds when it came.
-
-    first_token: when it was drawn.
-    """
+    """A request that has come and not ended."""
 
     item: TraceRequest
     request: SimRequest
     rank: int
     stalled: float
+    """The replica's stalled seconds when it came."""
     before: Progress
     first_token: float | None
+    """When it was drawn."""
 
     def progress_at(self, stalled: float) -> Progress:
         """stalled: the replica's stalled seconds now."""

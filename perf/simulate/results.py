@@ -54,25 +54,25 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two rows of an order. held: seeds in which they come in it. gap: high − low, of each seed's two runs."""
+    """Two rows of an order."""
 
     low: str
     high: str
     held: int
+    """Seeds in which they come in it."""
     gap: Spread
+    """High - low, of each seed's two runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An order of rows, and in how many of the `seeds` it holds: no pair comes in the other order, or as equals.
-
-    seeds: 1 where no row depends on one.
-    """
+    """An order of rows, and in how many of the `seeds` it holds: no pair comes in the other order, or as equals."""
 
     order: Order
     pairs: list[Pair]
     held: int
     seeds: int
+    """1 where no row depends on one."""
 
     def holds_in(self, share: float) -> bool:
         """True if it holds in that share of the seeds."""
@@ -122,21 +122,22 @@ class Strip:
 
 @dataclass(frozen=True)
 class Results:
-    """A study's options and results.
-
-    seeds: of the runs. spreads: each row's metrics.
-    failed: by row, requests that were refused or ended with an error, with all seeds, and all requests; rows without
-    any are left out, and points of the region are rows of their own. region: empty unless it was asked for.
-    """
+    """A study's options and results."""
 
     study: Study
     quick: bool
     scale: float
     seeds: list[int | None]
+    """Of the runs."""
     spreads: dict[str, dict[str, Spread]]
+    """Each row's metrics."""
     orders: list[Verdict]
     failed: dict[str, tuple[int, int]]
+    """By row, requests that were refused or ended with an error, with all seeds, and all requests; rows without any
+    are left out, and points of the region are rows of their own.
+    """
     region: list[Strip]
+    """Empty unless it was asked for."""
 
     def holds_in(self, share: float) -> bool:
         """True if no request failed, and every order holds in that share of the seeds."""
@@ -241,9 +242,10 @@ def interval(count: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Task:
-    """One simulation. origin: what errors begin with."""
+    """One simulation."""
 
     origin: str
+    """What errors begin with."""
     setup: Setup
 
 

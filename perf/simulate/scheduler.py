@@ -15,27 +15,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
-from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledRow, StepPlan, StepResult
+from ...core.requests.types import BASE_LORA_INDEX, RequestOutput, ScheduledSequence, StepPlan, StepResult
 from ...core.scheduling.admission import Admission
-from ...core.scheduling.draft import Draft, Place, QueueOrder
 from ...core.scheduling.lifecycle import Lifecycle
+from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.queues import Running
 from ...core.scheduling.request_memory import RequestMemory
 from ...core.scheduling.scheduler import Scheduler
+from ...core.scheduling.step_builder import SlotSource, StepBuilder
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 
 
 @dataclass(slots=True)
 class RepeatedPlan(StepPlan):
-    """A decode step of all running requests that may run several times, each row going on with the token it drew.
-
-    repeat: steps before the scheduler would decide anything else of itself. until: none of them may begin at or after
-    this time, by the engine's clock.
-    """
+    """A decode step of all running requests that may run several times, each row going on with the token it drew."""
 
     repeat: int = 1
+    """Steps before the scheduler would decide anything else of itself."""
     until: float = math.inf
+    """None of them may begin at or after this time, by the engine's clock."""
 
 
 @dataclass(slots=True)
@@ -136,15 +135,15 @@ class SimAdmission(Admission):
         self._current_order: QueueOrder | None = None
         self._has_passed_over = False
 
-    def admit(self, draft: Draft) -> None:
+    def admit(self, builder: StepBuilder) -> None:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
         self._most_rows = math.inf if self.most_rows is None else self.most_rows
         if self.most_prompts is not None:
-            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in draft.running)
-            self._most_rows = min(self._most_rows, draft.num_rows + self.most_prompts - prompts)
-        super().admit(draft)
-        for request in draft.begun:
+            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in builder.running)
+            self._most_rows = min(self._most_rows, builder.num_sequences + self.most_prompts - prompts)
+        super().admit(builder)
+        for request in builder.admitted:
             self._unnoted.pop(request, None)
             if request.adapter is not None and request.adapter.transfer is not None:
                 self._count_cold(request)
@@ -152,22 +151,22 @@ class SimAdmission(Admission):
         if self._unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
 
-    def find_slot(self, draft: Draft) -> Place | None:
-        return super().find_slot(draft) if draft.num_rows < self._most_rows else None
+    def find_slot(self, builder: StepBuilder) -> SlotSource | None:
+        return super().find_slot(builder) if builder.num_sequences < self._most_rows else None
 
-    def open_queue(self, draft: Draft, place: Place) -> None:
-        super().open_queue(draft, place)
-        self._current_order = draft.order
+    def open_queue(self, builder: StepBuilder, slot_source: SlotSource) -> None:
+        super().open_queue(builder, slot_source)
+        self._current_order = builder.order
 
-    def may_join(self, request: Request, draft: Draft) -> bool:
-        may_join = super().may_join(request, draft)
-        self._has_passed_over |= not may_join
-        return may_join
+    def is_eligible(self, request: Request, builder: StepBuilder) -> bool:
+        is_eligible = super().is_eligible(request, builder)
+        self._has_passed_over |= not is_eligible
+        return is_eligible
 
-    def has_room(self, request: Request, blocks: list[Block], draft: Draft) -> bool:
-        has_room = super().has_room(request, blocks, draft)
-        self.awaits_growth = not has_room and self._memory.fits(request, blocks)
-        return has_room
+    def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
+        fits = super().fits(request, blocks, builder)
+        self.awaits_growth = not fits and self._memory.fits(request, blocks)
+        return fits
 
     def stays_shut_until(self, running: Running) -> float | None:
         """Return when the queue's order changes, if no request in it can be admitted before a running one ends.
@@ -192,7 +191,7 @@ class SimAdmission(Admission):
         return until
 
     def _note_cold(self) -> None:
-        """Seats are free and requests wait: count each that needs an adapter still to be read."""
+        """Slots are free and requests wait: count each that needs an adapter still to be read."""
         for request in list(self._unnoted):
             adapter = request.adapter
             if request not in self._waiting:
@@ -237,8 +236,8 @@ class SimScheduler(Scheduler):
     def limit_rows(self, most: int | None) -> None:
         """Let no step have more than `most` rows, which the oldest requests take; the others keep their KV and no row.
 
-        So it is in dLoRA's artifact, where seats are only limited by memory. Here a request that a mode leaves out
-        would else keep others from its seat.
+        So it is in dLoRA's artifact, where slots are only limited by memory. Here a request that a mode leaves out
+        would else keep others from its slot.
         """
         self._admission.most_rows = most
 
@@ -258,19 +257,19 @@ class SimScheduler(Scheduler):
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
         # Nothing is repeated where another request takes a decoding one's row; then the plan is not to be reused.
-        if plan is None or self.running.plan is None or len(plan.rows) != self._num_decoding:
+        if plan is None or self.running.plan is None or len(plan.sequences) != self._num_decoding:
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 
-    def take_running(self, draft: Draft, candidates: Sequence[Request]) -> None:
-        most, only = self._admission.most_rows, self.only
+    def schedule_running(self, builder: StepBuilder, candidates: Sequence[Request]) -> None:
+        most, only = self._admission.most_rows, self.eligible_adapters
         if most is not None and (self.waiting or len(candidates) > most):
             waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
             if len(self.running) >= self._limits.max_num_seqs:  # no waiting request may begin, however old
                 waiting = ()
             oldest = set(self._oldest(candidates, waiting, most))
             candidates = [request for request in candidates if request in oldest]
-        super().take_running(draft, candidates)
+        super().schedule_running(builder, candidates)
 
     def grow_decodes(self, ahead: int = 0) -> bool:
         most = self._admission.most_rows
@@ -304,7 +303,7 @@ class SimScheduler(Scheduler):
             most = most_steps(self._memory, self._memory.block_tokens, self.running, most, wanted)
         if most == 1:
             return plan
-        return RepeatedPlan(plan.step_id, plan.rows, plan.adapters, plan.bucket, repeat=most, until=until)
+        return RepeatedPlan(plan.step_id, plan.sequences, plan.adapters, plan.bucket, repeat=most, until=until)
 
     def _may_load_ahead(self) -> bool:
         """True if a waiting request's adapter may soon be there to be loaded ahead."""
@@ -317,12 +316,12 @@ class SimScheduler(Scheduler):
         """Apply the result of a step, or of several equal ones, of which the last one's outputs are returned."""
         if isinstance(result, RepeatedResult):
             self._turns.note_step(plan.adapters, result.first_end)
-            self._catch_up(plan.rows, result)
+            self._catch_up(plan.sequences, result)
         outputs = super().update(plan, result)
         self._all_drew = sum(output.finish_reason is None for output in outputs) == len(self.running)
         return outputs
 
-    def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
+    def _catch_up(self, rows: Sequence[ScheduledSequence], result: RepeatedResult) -> None:
         """Advance the requests of a repeated plan to the last of its steps."""
         steps = result.count - 1
         tokens, known, requests = [TOKEN] * steps, self._requests, []
@@ -343,8 +342,8 @@ def _prompts_first(plan: StepPlan) -> StepPlan:
 
     The decode rows are decided again after it, as the rows of any plan that was not run.
     """
-    rows = [row for row in plan.rows if len(row.tokens) > 1]
-    if not rows or len(rows) == len(plan.rows):
+    rows = [row for row in plan.sequences if len(row.tokens) > 1]
+    if not rows or len(rows) == len(plan.sequences):
         return plan
     lora_indices = {
         lora_index: index

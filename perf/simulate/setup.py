@@ -24,24 +24,26 @@ class StudyError(WorkloadError):
 class Router(Strict):
     """The policy that routes requests: "first", a name of `POLICIES` with _ or - between its words, or a baseline:
     "round-robin", in turn the replicas that hold the adapter; "hrw-slots", "loraserve" (`placed`).
-
-    slo: seconds per token, for policies that keep to one. mean_output_tokens: of an answer; without it, policies that
-    estimate learn it from the answers that have ended. sees_ranks, prices_prefill: a control takes them away; without
-    ranks every adapter has the mean of the workload's requests, without prices prompts take no time. slots: adapters of
-    a replica, for hrw-slots. choices: it chooses among so many replicas that are drawn for each request; default: all.
-    staleness: seconds between two reports of the replicas, 0: it knows everything. counts_own: between them it counts
-    what it sends, as a cluster's one front.
     """
 
     policy: str
     slo: PositiveFloat | None = None
+    """Seconds per token, for policies that keep to one."""
     mean_output_tokens: PositiveFloat | None = None
+    """Of an answer; without it, policies that estimate learn it from the answers that have ended."""
     slots: PositiveInt | None = None
+    """Adapters of a replica, for hrw-slots."""
     choices: PositiveInt | None = None
+    """It chooses among so many replicas that are drawn for each request; default: all."""
     staleness: float = Field(default=0.0, ge=0)
+    """Seconds between two reports of the replicas, 0: it knows everything."""
     counts_own: bool = False
+    """Between them it counts what it sends, as a cluster's one front."""
     sees_ranks: bool = True
     prices_prefill: bool = True
+    """A control takes them away; without ranks every adapter has the mean of the workload's requests, without prices
+    prompts take no time.
+    """
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Router:
@@ -65,10 +67,12 @@ class Router(Strict):
 
 
 class Migrate(Strict):
-    """Requests move between replicas. planner: see `server.cluster.placement`. settings: fields of its settings."""
+    """Requests move between replicas."""
 
     planner: Literal["newest", "greedy", "ilp", "rounding"]
+    """See `server.cluster.placement`."""
     settings: dict[str, float] = {}
+    """Fields of its settings."""
 
     def parsed(self) -> MigrationSettings:
         return MigrationSettings.of(f"{name}={value:g}" for name, value in self.settings.items())
@@ -80,17 +84,17 @@ class Migrate(Strict):
 
 
 class Preload(Strict):
-    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only later
-    requests are served.
-
-    rule: "burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the adapters that were asked
-    for; "popular", the same ones everywhere, most requests first; "none". kv_share: of the pages, which no adapter
-    is preloaded into.
+    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only
+    later requests are served.
     """
 
     rule: Literal["burst-tolerance", "known", "popular", "none"]
+    """"burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the adapters that were asked
+    for; "popular", the same ones everywhere, most requests first; "none".
+    """
     fit_seconds: PositiveFloat
     kv_share: float = Field(default=0.5, ge=0, lt=1)
+    """Of the pages, which no adapter is preloaded into."""
 
 
 class Flash(Strict):
@@ -103,14 +107,13 @@ class Flash(Strict):
 
 
 class Scale(Strict):
-    """Replicas follow the load between `least` and the setup's number, with which it begins (`Scaling`).
-
-    boot_seconds: until a replica that is started serves. steady_seconds: for which a hint must hold.
-    """
+    """Replicas follow the load between `least` and the setup's number, with which it begins (`Scaling`)."""
 
     least: PositiveInt
     boot_seconds: float = Field(default=30.0, ge=0)
+    """Until a replica that is started serves."""
     steady_seconds: PositiveFloat = STEADY_SECONDS
+    """For which a hint must hold."""
 
 
 class Limit(Strict):
@@ -132,48 +135,57 @@ class Limit(Strict):
 
 
 class Setup(Strict):
-    """Setup of one row's simulation.
-
-    profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
-    with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
-    many clients, each of which sends the next one after an answer; otherwise at the workload's arrivals. warmup: first
-    seconds; the metrics leave out their requests. flood: a tenant; the others' metrics leave out its requests; only the
-    requests for one in `flood_keeps` of its adapters come, while the others' stay the same. slo: seconds per token, the
-    prompt's time included. stream, mix, most_prompts, most_rows, keep_idle, tells_tenants: `Replica`'s; assist: when
-    the CPU computes LoRA of adapters on their way. placement: for each replica, or the first few,
-    numbers of adapters that it has in the arena from the start, the most popular being 0. preload, migration, flash,
-    scaling, limit: see `Preload` and so on. mode: a policy of modes that only studies compare with, in place of the
-    engine's (`MergedOnly`). mode_prices: what the engine's compares modes by. static: batches of one adapter in place
-    of the engine (`static_batches`). directory: of the study's file, from which relative paths of the profile and of
-    traces count.
-    """
+    """Setup of one row's simulation."""
 
     profile: str
+    """Name or path."""
     terms: dict[str, float] = {}
+    """Other values for terms of its cost models, as "link.per_byte"."""
     targets: list[str] = list(MODULES)
+    """Projections with adapters."""
     replicas: PositiveInt = 1
     router: Router = Router(policy="first")
+    """The cluster."""
     engine: dict[str, Any] = {}
+    """Fields of `EngineConfig`."""
     workload: dict[str, Any]
     clients: PositiveInt | None = None
+    """Requests come from this many clients, each of which sends the next one after an answer; otherwise at the
+    workload's arrivals.
+    """
     warmup: float = Field(default=0.0, ge=0)
+    """First seconds; the metrics leave out their requests."""
     flood: str | None = None
+    """A tenant; the others' metrics leave out its requests; only the requests for one in `flood_keeps` of its
+    adapters come, while the others' stay the same.
+    """
     flood_keeps: PositiveInt = 1
     slo: PositiveFloat | None = None
+    """Seconds per token, the prompt's time included."""
     placement: list[list[int]] = []
+    """For each replica, or the first few, numbers of adapters that it has in the arena from the start, the most
+    popular being 0.
+    """
     preload: Preload | None = None
     migration: Migrate | None = None
     flash: Flash | None = None
     scaling: Scale | None = None
     limit: Limit | None = None
+    """See `Preload` and so on."""
     stream: bool = True
     mix: bool = True
     most_prompts: PositiveInt | None = None
     most_rows: PositiveInt | None = None
     keep_idle: bool = True
     tells_tenants: bool = True
+    """`Replica`'s."""
     assist: Literal["never", "always", "chosen"] = "chosen"
+    """When the CPU computes LoRA of adapters on their way."""
     mode: Literal["merged-only"] | None = None
+    """A policy of modes that only studies compare with, in place of the engine's (`MergedOnly`)."""
     static: bool = False
+    """Batches of one adapter in place of the engine (`static_batches`)."""
     mode_prices: Literal["learned", "profile"] = "learned"
+    """What the engine's compares modes by."""
     directory: Path | None = None
+    """Of the study's file, from which relative paths of the profile and of traces count."""

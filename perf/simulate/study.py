@@ -45,34 +45,34 @@ from .setup import Setup, StudyError
 
 
 class Row(Strict):
-    """One line of the table. set: dotted fields in place of the setup's. paper: metric → number, or words.
-
-    reference: name of the row that `…_increase` metrics are relative to.
-    """
+    """One line of the table."""
 
     name: str = Field(min_length=1)
     group: str = ""
     set: dict[str, Any] = {}
+    """Dotted fields in place of the setup's."""
     paper: dict[str, float | str] = {}
+    """Metric → number, or words."""
     reference: str | None = None
+    """Name of the row that `…_increase` metrics are relative to."""
 
 
 class Order(Strict):
-    """An order of rows that is claimed without numbers: from the least value to the largest.
-
-    order: rows; in a figure a number is a bound, in the row's unit. metric: of a study's rows. source: where it is
-    claimed, "ours" for what the study itself is to show. within: by which share a row may be above the next one all the
-    same: 0.02 claims that it is at most 2 % worse. least, most: the first row is the least, or the most, and nothing is
-    claimed of the others among themselves. alike: all are the same within the share.
-    """
+    """An order of rows that is claimed without numbers: from the least value to the largest."""
 
     order: list[str | float] = Field(min_length=2)
+    """Rows; in a figure a number is a bound, in the row's unit."""
     source: str = Field(min_length=2)
+    """Where it is claimed, "ours" for what the study itself is to show."""
     metric: str = ""
+    """Of a study's rows."""
     within: float = Field(default=0.0, ge=0)
+    """By which share a row may be above the next one all the same: 0.02 claims that it is at most 2 % worse."""
     least: bool = False
     most: bool = False
+    """The first row is the least, or the most, and nothing is claimed of the others among themselves."""
     alike: bool = False
+    """All are the same within the share."""
 
     @property
     def rows(self) -> list[str]:
@@ -88,16 +88,15 @@ class Order(Strict):
 
 
 class Axis(Strict):
-    """Fields that are varied, all else alike, to see where orders hold.
-
-    fields: dotted, of the setup; with several, all change together. factors: of each row's own value; whole numbers
-    stay whole, and of a rate's curve the rates are multiplied. values: in place of it.
-    """
+    """Fields that are varied, all else alike, to see where orders hold."""
 
     name: str = Field(min_length=1)
     fields: list[str] = Field(min_length=1)
+    """Dotted, of the setup; with several, all change together."""
     factors: list[PositiveFloat] = []
+    """Of each row's own value; whole numbers stay whole, and of a rate's curve the rates are multiplied."""
     values: list[Any] = []
+    """In place of it."""
 
     @model_validator(mode="after")
     def _factors_or_values(self) -> Axis:
@@ -122,13 +121,10 @@ class Axis(Strict):
 
 
 class Study(Strict):
-    """A file, parsed. name: the file's. seeds: how many runs each row has, with seeds from 0 on; quick_seeds: how many
-    in the quick version. With one, the workload's own seed counts. quick_rows: a regular expression; the quick
-    version has the rows with a name that it is found in. region: see `Axis`. needs: files that are no part of
-    the package, by name, and how to get each; they lie in `directory`.
-    """
+    """A file, parsed."""
 
     name: str
+    """The file's."""
     title: str
     source: str
     why: str
@@ -136,12 +132,17 @@ class Study(Strict):
     setup: dict[str, Any]
     quick: dict[str, Any] = {}
     seeds: PositiveInt = 10
+    """How many runs each row has, with seeds from 0 on."""
     quick_seeds: PositiveInt = 3
+    """How many in the quick version. With one, the workload's own seed counts."""
     quick_rows: str = ""
+    """A regular expression; the quick version has the rows with a name that it is found in."""
     rows: list[Row] = Field(min_length=1)
     expect: list[Order] = []
     region: list[Axis] = []
+    """See `Axis`."""
     needs: dict[str, str] = {}
+    """Files that are no part of the package, by name, and how to get each; they lie in `directory`."""
     directory: Path | None = None
 
     @property

@@ -43,11 +43,13 @@ class UniformTokens(Strict):
 
 
 class LognormalTokens(Strict):
-    """A lognormal, cut at `most`. sigma: standard deviation of its logarithm. mean: after the cut."""
+    """A lognormal, cut at `most`."""
 
     law: Literal["lognormal"]
     mean: float = Field(gt=1)
+    """After the cut."""
     sigma: PositiveFloat
+    """Standard deviation of its logarithm."""
     most: PositiveInt
 
     @model_validator(mode="after")

@@ -22,16 +22,16 @@ from .trace import Csv, TraceError
 
 
 class Chosen(NamedTuple):
-    """Adapters of the coming requests.
-
-    take: indices of the next n, int64; fewer where a trace ends. names: of the indices; None: the workload numbers
-    them. ranks: of the indices, where a trace tells. tenants: of the requests, where a trace tells.
-    """
+    """Adapters of the coming requests."""
 
     take: Callable[[int], np.ndarray]
+    """Indices of the next n, int64; fewer where a trace ends."""
     names: list[str] | None = None
+    """Of the indices; None: the workload numbers them."""
     ranks: dict[int, int] | None = None
+    """Of the indices, where a trace tells."""
     tenants: list[str | None] | None = None
+    """Of the requests, where a trace tells."""
 
 
 class Law(Strict):
@@ -67,13 +67,12 @@ class Identical(Law):
 
 
 class Weighted(Law):
-    """Laws with a weight per adapter.
-
-    exact: instead of independent draws, deal out the very shares (`counts`) in random order, as Punica's benchmark
-    does; needs the number of requests.
-    """
+    """Laws with a weight per adapter."""
 
     exact: bool = False
+    """Instead of independent draws, deal out the very shares (`counts`) in random order, as Punica's benchmark does;
+    needs the number of requests.
+    """
 
     @abstractmethod
     def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:

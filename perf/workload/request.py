@@ -11,17 +11,18 @@ NS = 1_000_000_000
 
 
 class TraceRequest(NamedTuple):
-    """One request. A workload is an iterator of these in order of arrival, ids counting up from 0.
-
-    arrival: seconds since the start of the workload. adapter: None is the base model. prompt_tokens: length of the
-    prompt. output_tokens: length of the answer, the first token included. rank: the adapter's, None if unknown; 0 for
-    the base model. tenant: None if unknown.
-    """
+    """One request. A workload is an iterator of these in order of arrival, ids counting up from 0."""
 
     id: int
     arrival: float
+    """Seconds since the start of the workload."""
     adapter: str | None
+    """None is the base model."""
     prompt_tokens: int
+    """Length of the prompt."""
     output_tokens: int
+    """Length of the answer, the first token included."""
     rank: int | None = None
+    """The adapter's, None if unknown; 0 for the base model."""
     tenant: str | None = None
+    """None if unknown."""

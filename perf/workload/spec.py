@@ -29,22 +29,24 @@ class WorkloadSpec(Strict):
     Each part draws from a random stream of its own, so changing one leaves the others as they are, and a longer
     workload begins with the requests of a shorter one. Iterating a specification gives its requests in order of
     arrival, and iterating it again the same ones.
-
-    duration: seconds; requests that would come later are left out. requests: how many there are at most. One of the two
-    ends the workload, unless a replayed trace does. In place of `arrivals`, `popularity` and `lengths` a file may have
-    `trace`, of which all of these are replayed. tenants: tenants and their weights; one is drawn for each adapter, and
-    one for each request for the base model; default: the tenants in the popularity's trace, else none. Without set
-    ranks, adapters have the ranks in the popularity's trace.
     """
 
     seed: int = Field(default=0, ge=0)
     duration: PositiveFloat | None = None
+    """Seconds; requests that would come later are left out."""
     requests: PositiveInt | None = None
+    """How many there are at most. One of the two ends the workload, unless a replayed trace does. In place of
+    `arrivals`, `popularity` and `lengths` a file may have `trace`, of which all of these are replayed.
+    """
     arrivals: Arrivals
     popularity: Popularity
     lengths: AnyLengths
     adapters: Adapters = Adapters()
     tenants: dict[str, PositiveFloat] | None = Field(default=None, min_length=1)
+    """Tenants and their weights; one is drawn for each adapter, and one for each request for the base model;
+    default: the tenants in the popularity's trace, else none. Without set ranks, adapters have the ranks in the
+    popularity's trace.
+    """
 
     @model_validator(mode="after")
     def _ends(self) -> WorkloadSpec:

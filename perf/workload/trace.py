@@ -22,9 +22,10 @@ class TraceError(WorkloadError):
 
 
 class TraceRow(NamedTuple):
-    """One row of a trace; None where the trace does not say. arrival: seconds, from any moment on."""
+    """One row of a trace; None where the trace does not say."""
 
     arrival: float | None = None
+    """Seconds, from any moment on."""
     adapter: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -33,17 +34,16 @@ class TraceRow(NamedTuple):
 
 
 class Csv(Strict):
-    """Requests with a column for each field, of the field's name or of its name in `names`; others are not read.
-
-    path: a relative one in a specification file counts from that file. arrival: seconds from any moment, or a time like
-    2023-11-16 18:17:03.98. An empty adapter is the base model; an empty rank or tenant is none. sort: rows are in
-    another order, as `chorus serve --record` writes them when their requests end.
-    """
+    """Requests with a column for each field, of the field's name or of its name in `names`; others are not read."""
 
     format: Literal["csv"]
     path: Path
+    """A relative one in a specification file counts from that file. arrival: seconds from any moment, or a time like
+    2023-11-16 18:17:03.98. An empty adapter is the base model; an empty rank or tenant is none.
+    """
     names: dict[str, str] = {}
     sort: bool = False
+    """Rows are in another order, as `chorus serve --record` writes them when their requests end."""
 
     @field_validator("path")
     @classmethod

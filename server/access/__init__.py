@@ -1,1 +1,1 @@
-"""Rights and bounds of clients: keys, hosts, addresses and limits."""
+"""Access control and limits of clients: keys, hosts, addresses and request limits."""

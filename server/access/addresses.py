@@ -1,4 +1,4 @@
-"""Addresses of clients: what counts as one place, which belong to proxies, and how many connections each has."""
+"""Client addresses: how they are grouped, which belong to proxies, and how many connections each has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @lru_cache(4096)
 def parse_address(text: str) -> IpAddress | None:
-    """The address, as IPv4 where it is one in IPv6's form; None for what is none."""
+    """The parsed address, with IPv4-mapped IPv6 as IPv4; None if it is not an address."""
     try:
         known = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -22,7 +22,9 @@ def parse_address(text: str) -> IpAddress | None:
 
 @lru_cache(4096)
 def place_of(address: str) -> str:
-    """The name that a client without a key goes by. A /64 is one place: one machine may use all of its addresses."""
+    """The tenant name of a client without a key. A /64 network is one client: one machine may use all of its
+    addresses.
+    """
     known = parse_address(address)
     if known is None:
         return f"at-{address}"
@@ -30,10 +32,10 @@ def place_of(address: str) -> str:
 
 
 def forwarded_client(peer: str, forwarded: str, proxies: Networks) -> str:
-    """The client's address by X-Forwarded-For: the last one there that no trusted proxy has.
+    """The client's address from X-Forwarded-For: the last one there that is not a trusted proxy's.
 
-    Each trusted proxy has added the address of its own peer at the end. What is no address ends the search: the proxy
-    that sent it counts as the client.
+    Each trusted proxy appended the address of its own peer. The search ends at an entry that is not an address: the
+    proxy that sent it counts as the client.
     """
     for hop in reversed(forwarded.split(",")):
         text = hop.strip()
@@ -76,12 +78,12 @@ class ConnectionLimiter:
         return place
 
     def leave(self, place: str | None) -> None:
-        """Count a connection no more."""
+        """Uncount a connection."""
         if place is not None:
             self._counts[place] -= 1
             if not self._counts[place]:
                 del self._counts[place]
 
     def is_over(self, place: str | None) -> bool:
-        """True if a client address has more connections than it may."""
+        """True if a client address has more connections than allowed."""
         return place is not None and self._counts[place] > self._limit

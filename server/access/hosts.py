@@ -1,4 +1,6 @@
-"""Names under which the server answers, so that a web page can't reach it by a name of the page's own making."""
+"""Host names under which the server answers, so a web page can't reach it through a name that the page's owner
+controls.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 class Hosts:
-    """The Host headers that are served: by default the loopback names and the address that the server is bound to.
+    """The accepted Host headers: by default the loopback names and the address that the server is bound to.
 
-    Bound to every address it answers to any of them and to the machine's name, and where keys guard it to any name at
-    all: what a foreign page lacks is then the key. allowed: names to serve instead; `*` is any, `*.example.com` any
-    below it. origins: of web pages elsewhere that may call the server, too; `*` is any.
+    A server that is bound to all addresses accepts any of them and the machine's name. If keys guard it, it accepts any
+    name, because a foreign page has no key. allowed: names to accept instead; `*` is any name, `*.example.com` any
+    below it. origins: web pages elsewhere that may also call the server; `*` is any.
     """
 
     def __init__(
@@ -50,11 +52,7 @@ class Hosts:
         address = parse_address(name)
         if address is not None and (self._any_address or address.is_loopback):
             return True
-        return (
-            name in self._names
-            or name == "localhost"
-            or name.endswith((".localhost", *self._suffixes))
-        )  # fmt: skip
+        return name in self._names or name == "localhost" or name.endswith((".localhost", *self._suffixes))
 
     def admits(self, origin: str, header: str | None) -> bool:
         """True if pages of this origin may call the server under this Host header."""
@@ -69,12 +67,12 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(1024)
 def host_name(header: str | None) -> str | None:
-    """The name or address in a Host header, without its port; None for what is none."""
+    """The name or address in a Host header, without its port; None if the header is invalid."""
     if not header or len(header) > 300:
         return None
     try:
         parts = urlsplit(f"//{header}")
-        name, _ = parts.hostname, parts.port  # a port that is none raises
+        name, _ = parts.hostname, parts.port  # an invalid port raises
     except ValueError:
         return None
     if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
@@ -83,7 +81,7 @@ def host_name(header: str | None) -> str | None:
 
 
 def is_same_origin(origin: str, host: str | None) -> bool:
-    """True if an Origin header names the very host and port that the request was sent to."""
+    """True if an Origin header names exactly the host and port that the request was sent to."""
     scheme, separator, rest = origin.partition("://")
     if not separator or host is None or scheme not in ("http", "https"):
         return False
@@ -92,5 +90,5 @@ def is_same_origin(origin: str, host: str | None) -> bool:
 
 
 def plain(name: str) -> str:
-    """A host's name or address as it is compared: in small letters, without brackets and a last dot."""
+    """A host's name or address in normal form: lower case, without brackets and without a trailing dot."""
     return name.strip().strip("[]").rstrip(".").lower()

@@ -1,4 +1,4 @@
-"""API keys: the rights of their holders, and the tenant that each one belongs to.
+"""API keys, the rights of their holders, and the tenant that each belongs to.
 
 Tests: tests/server/access/test_grants.py
 """
@@ -25,25 +25,25 @@ log = logging.getLogger(__name__)
 audit = logging.getLogger("chorus.audit")
 
 TENANT = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""A tenant's name."""
+"""Pattern of a tenant's name."""
 
 MIN_KEY_CHARACTERS = 8
 MAX_KEY_CHARACTERS = 512
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks at the key files."""
+"""Seconds between two checks of the key files."""
 
 
 _GENERATED = re.compile(r"ck-([0-9a-f]{16})-[0-9a-f]{64}")
-"""A key that `new_key` has made, and the id by which its hash is found."""
+"""Pattern of a key made by `new_key`, with the id that finds its hash."""
 
 HASHED = re.compile(r"sha256:[0-9a-f]{16}:[0-9a-f]{64}")
-"""A generated key as key files keep it: its id, and the hash of all of it."""
+"""Pattern of a generated key in a key file: its id and the hash of the whole key."""
 
 
 class Right(StrEnum):
-    """Right that a route asks for. ADMIN: an admin key where the server has any, else a key. OPERATOR: an admin key
-    where the server has any key at all.
+    """The right that a route requires. ADMIN: an admin key if the server has any, else any key. OPERATOR: an admin key
+    if the server has any keys at all.
     """
 
     OPEN = "open"
@@ -54,22 +54,23 @@ class Right(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """The sender of a request. tenant: the name that the key was given, or a short one that can't be turned back into
-    it; "" without a key. sees_tenants: may see the names of other tenants. grant: what it may use.
-    """
+    """The sender of a request."""
 
     tenant: str = ""
+    """The name that was given with the key, or a short hash that does not reveal it; "" without a key."""
     may_change_adapters: bool = True
     sees_tenants: bool = True
+    """The sender may see the names of other tenants."""
     grant: Grant = ALL
+    """The models that the sender may use, and how much."""
 
     def has(self, right: Right) -> bool:
-        """True if it may use routes that ask for a right."""
+        """True if the sender may use routes that require a right."""
         return {Right.ADMIN: self.may_change_adapters, Right.OPERATOR: self.sees_tenants}.get(right, True)
 
 
 class NamedKey(NamedTuple):
-    """A key, or what a key file keeps of it, and the name of its tenant; None: one is made of the key's hash."""
+    """A key, or its entry in a key file, and the name of its tenant; None: a name is made from the key's hash."""
 
     key: str
     tenant: str | None = None
@@ -77,15 +78,15 @@ class NamedKey(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Its public part; empty for a key that `new_key` has not made."""
+        """The key's public part; empty for a key that `new_key` has not made."""
         return self.key.split(":")[1] if HASHED.fullmatch(self.key) else ""
 
 
 class Keys:
-    """The keys of one server, kept as hashes.
+    """The keys of one server, stored as hashes.
 
-    API keys guard every route but the open ones. Where there are admin keys, only they may change adapters; otherwise
-    every API key may. An admin key is an API key, too. InvalidKey for a key of two tenants.
+    API keys guard all routes except the open ones. If there are admin keys, only they may change adapters; otherwise
+    every API key may. An admin key is also an API key. Raises InvalidKey for one key of two tenants.
     """
 
     def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
@@ -96,7 +97,7 @@ class Keys:
         for one in api_keys:
             self._add(one, given, admins)
         self.guarded = bool(given)
-        """True if a key is needed at all."""
+        """True if requests need a key."""
         for one in admin_keys:
             if one.grant.limited:
                 raise InvalidKey("an admin key may use every adapter; leave out adapters= and base=no")
@@ -113,7 +114,7 @@ class Keys:
                 self._known.append(known)
 
     def _add(self, one: NamedKey, given: dict[str, NamedKey], admins: set[str]) -> None:
-        """Take a key to the ones given so far, by their digests. Raises InvalidKey for one that contradicts another."""
+        """Add a key, by its digests, to those added before. Raises InvalidKey if it contradicts one of them."""
         digest, tenant, weight = _digest(one), one.tenant, one.grant.weight
         known = given.get(digest, one)
         if tenant and known.tenant not in (None, "", tenant):
@@ -131,36 +132,37 @@ class Keys:
         return sorted({identity.tenant for _, identity in (*self._known, *self._by_id.values())})
 
     def replace(self, others: Keys) -> None:
-        """Take the place of these keys: requests to come are held against `others`."""
+        """Replace these keys: later requests are checked against `others`."""
         vars(self).update(vars(others))
 
     def identify(self, authorization: str | None) -> RequestIdentity:
-        """The caller with this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
+        """The caller with this Authorization header. Raises an ApiError if the key is wrong or missing."""
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
-        given = _digest(NamedKey(key)) if key and not HASHED.fullmatch(key) else ""  # a hash is no key
+        # the hash of a key is not itself a key
+        given = _digest(NamedKey(key)) if key and not HASHED.fullmatch(key) else ""
         generated = _GENERATED.fullmatch(key)
         by_id = self._by_id.get(generated[1]) if generated else None
         found: RequestIdentity | None = None
         candidates = self._known if by_id is None else (*self._known, by_id)
-        for known, identity in candidates:  # all of them: how long it takes tells nothing about which one it is
+        for known, identity in candidates:  # compare all of them, so the time taken does not reveal which one matches
             if hmac.compare_digest(known, given):
                 found = identity
         if found is not None:
             return found
-        if not self.guarded:  # keys that SDKs send because they must send one mean nothing here
+        if not self.guarded:  # this server needs no keys: ignore the dummy keys that SDKs must send
             return self._open
         if authorization is None:
             message = "an API key is needed; send it as 'Authorization: Bearer KEY'"
         else:
-            message = "the API key is not known here; send one of this server's as 'Authorization: Bearer KEY'"
+            message = "this server does not know the API key; send one of its keys as 'Authorization: Bearer KEY'"
         raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 class KeyWatch:
-    """A daemon thread that reads keys anew when one of their files changes, or on `reload`.
+    """A daemon thread that reloads keys when one of their files changes, or on `reload`.
 
-    Files that can't be used leave the keys as they are.
+    If the files can't be used, the keys stay as they are.
     """
 
     def __init__(self, keys: Keys, read: Callable[[], Keys], files: Sequence[Path]) -> None:
@@ -180,12 +182,12 @@ class KeyWatch:
         self._wake.set()
 
     def reload(self) -> None:
-        """Read the keys anew, soon; from any thread, and from a signal's handler."""
+        """Reload the keys soon; may be called from any thread and from a signal handler."""
         self._asked = True
         self._wake.set()
 
     def look(self) -> None:
-        """Read the keys if that was asked for, or if a file has changed and nothing was written since the last look."""
+        """Reload the keys if requested, or if a file changed and was not written again since the last check."""
         stamp, asked = self._stamp(), self._asked
         self._asked = False
         has_settled = stamp == self._seen
@@ -196,15 +198,17 @@ class KeyWatch:
         try:
             keys = self._read()
         except InvalidKey as error:
-            log.error("the keys stay as they were: %s", error)
+            log.error("the keys were not reloaded and stay as they were: %s", error)
             return
         before = set(self._keys.tenants)
         self._keys.replace(keys)
         now = set(keys.tenants)
         audit.info(
-            "the keys were read anew; %d tenants, new: %s, gone: %s",
-            len(now), ", ".join(sorted(now - before)) or "none", ", ".join(sorted(before - now)) or "none",
-        )  # fmt: skip
+            "reloaded the keys: %d tenants, new: %s, removed: %s",
+            len(now),
+            ", ".join(sorted(now - before)) or "none",
+            ", ".join(sorted(before - now)) or "none",
+        )
 
     def _run(self) -> None:
         while not self._stopped:
@@ -217,24 +221,26 @@ class KeyWatch:
 
 
 def check_key(key: str) -> str:
-    """The key without blanks around it. Raises InvalidKey for one that no header carries, or that is too short."""
+    """The key without surrounding blanks. Raises InvalidKey if it is too short or can't be sent in a header."""
     key = key.strip()
     if not MIN_KEY_CHARACTERS <= len(key) <= MAX_KEY_CHARACTERS:
-        raise InvalidKey(f"a key has {MIN_KEY_CHARACTERS} to {MAX_KEY_CHARACTERS} characters, this one has {len(key)}")
+        raise InvalidKey(
+            f"a key must have {MIN_KEY_CHARACTERS} to {MAX_KEY_CHARACTERS} characters, this one has {len(key)}"
+        )
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise InvalidKey("a key is printable ASCII without blanks")
+        raise InvalidKey("a key must be printable ASCII without blanks")
     return key
 
 
 def read_keys(path: Path) -> list[NamedKey]:
-    """The keys of a file, one a line, each with an optional tenant's name behind it and its rights. Raises InvalidKey.
+    """The keys of a file, one key per line, optionally followed by a tenant name and rights. Raises InvalidKey.
 
-    Empty lines and lines that begin with # are skipped. Several keys may be one tenant's.
+    Empty lines and lines that begin with # are skipped. A tenant may have several keys.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise InvalidKey(f"the key file {path} can't be read: {reason}") from None
     keys: dict[str, NamedKey] = {}
     for number, line in enumerate(lines, 1):
@@ -243,12 +249,12 @@ def read_keys(path: Path) -> list[NamedKey]:
         try:
             named = _named(line)
             if named.key in keys:
-                raise InvalidKey("this key stands in the file twice; leave one of the lines out")
+                raise InvalidKey("this key is in the file twice; remove one of the lines")
         except InvalidKey as error:
             raise InvalidKey(f"line {number} of the key file {path}: {error}") from None
         keys[named.key] = named
     if not keys:
-        raise InvalidKey(f"the key file {path} has no key")
+        raise InvalidKey(f"the key file {path} has no key; write one key per line")
     return list(keys.values())
 
 
@@ -258,13 +264,13 @@ def _named(line: str) -> NamedKey:
         return NamedKey(check_key(key))
     if not TENANT.fullmatch(names[0]):
         raise InvalidKey(
-            "behind a key comes the name of its tenant, one word of up to 128 letters, digits and ._:/+=@-"
+            "a key may be followed by the name of its tenant, one word of up to 128 letters, digits and ._:/+=@-"
         )
     return NamedKey(check_key(key), names[0], Grant.parse(names[1:]))
 
 
 def new_key() -> tuple[str, str]:
-    """A key of 256 random bits, and what a key file keeps of it."""
+    """A key of 256 random bits, and its entry for a key file."""
     key = f"ck-{secrets.token_hex(8)}-{secrets.token_hex(32)}"
     return key, f"sha256:{key.split('-')[1]}:{_digest(NamedKey(key))}"
 

@@ -1,4 +1,4 @@
-"""Limits of one request, and the checks of its JSON before anything is made of it."""
+"""Limits of one request, and checks of its JSON before the JSON is parsed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COUNTED = {
     "logprob_token_ids": "max_logprobs",
     "tools": "max_tools",
 }
-"""Fields that hold several, with the limit to their number."""
+"""Fields with several entries, and the limit on their number."""
 
 
 class RequestLimits(BaseModel):
-    """Limits beyond which a request is refused with a 400. The server's settings extend it."""
+    """Limits of requests; a request beyond one is refused with a 400. The server's settings inherit them."""
 
     max_logprobs: int = Field(
         default=20, ge=0, le=MAX_LOGPROBS, description="maximum log-probabilities per token in a request"
@@ -66,7 +66,7 @@ class RequestLimits(BaseModel):
 
 
 def check_json(body: bytes, max_values: int) -> None:
-    """Raises an ApiError for a text with more values, or deeper ones, than are taken. Takes a few passes over it."""
+    """Raises an ApiError for JSON with too many values or too deep nesting. Takes a few passes over the text."""
     at_most = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
     if at_most <= MAX_DEPTH:
         return
@@ -81,17 +81,19 @@ def check_json(body: bytes, max_values: int) -> None:
     for bracket in outside.translate(None, NOT_BRACKETS):
         depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:
-            raise ApiError(400, f"the body's JSON is nested more than {MAX_DEPTH} deep")
+            raise ApiError(400, f"the body's JSON is nested more than {MAX_DEPTH} levels deep")
 
 
 def _too_many(limit: int) -> ApiError:
-    return ApiError(400, f"the body's JSON has more than the {limit} values this server takes", code="too_many_values")
+    return ApiError(
+        400, f"the body's JSON has more than the {limit} values that this server accepts", code="too_many_values"
+    )
 
 
 def check_counts(body: dict[str, Any], limits: RequestLimits) -> None:
-    """Raises an ApiError for a field with too many entries, before anything is made of them."""
+    """Raises an ApiError for a field with too many entries, before the entries are processed."""
     for name, limit in COUNTED.items():
         entries = body.get(name)
         most = getattr(limits, limit)
         if isinstance(entries, list | dict) and len(entries) > most:
-            raise ApiError(400, f"{name} has {len(entries)} entries, this server takes {most}", param=name)
+            raise ApiError(400, f"{name} has {len(entries)} entries, this server accepts {most}", param=name)

@@ -1,4 +1,4 @@
-"""Tokens that tenants have spent, in a file of fixed size that processes share."""
+"""Tokens that tenants have used, in a fixed-size file that processes share."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ SLOTS = 8
 
 _SLOT = struct.Struct("<IId")
 _BUCKET_BYTES = SLOTS * _SLOT.size
-_TICKS = 100  # of a second, in which times are written
+_TICKS = 100  # stored times are multiples of this part of a second
 _WRAP = 1 << 32
 
 
 class Spent(NamedTuple):
-    """Tokens that had not come back at a time of the clock."""
+    """Used tokens at a time of the clock, not counting those that had come back."""
 
     used: float
     at: float
 
 
 class SpentSlots:
-    """A slot of 16 bytes for each tenant: a tag of its name, a time, and the tokens that had not come back then.
+    """A slot of 16 bytes for each tenant: a tag of its name, a time, and the used tokens at that time.
 
-    A tenant's hash names its bucket; in a bucket that is full the slot that was written longest ago is taken over. An
-    update writes one slot in place, under the lock of its bucket: nothing is ever truncated, and the file's blocks are
-    allocated once. A slot that makes no sense counts as nothing spent.
+    The hash of a tenant's name selects its bucket; in a full bucket the slot that was written longest ago is reused. An
+    update writes one slot in place, under the bucket's lock. Nothing is ever truncated, and the file's blocks are
+    allocated once. An invalid slot counts as nothing used.
     """
 
     def __init__(self, file: Path, clock: Callable[[], float]) -> None:
-        """clock: the same in all processes, from any moment on. Raises OSError."""
+        """clock: the same in all processes; its zero may be any moment. Raises OSError."""
         self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._clock = clock
         self.num_unreadable = 0
-        """Slots that made no sense, and buckets that were not there."""
+        """Slots with invalid contents, and buckets that were missing."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._file, 0, BUCKETS * _BUCKET_BYTES)
         elif os.fstat(self._file).st_size < BUCKETS * _BUCKET_BYTES:
             os.ftruncate(self._file, BUCKETS * _BUCKET_BYTES)
 
     def add(self, tenant: str, tokens: int, per_minute: int) -> Spent:
-        """Add tokens to what a tenant has spent, and return that. Raises OSError."""
+        """Add to a tenant's used tokens, and return the sum. Raises OSError."""
         tag, begin = _place(tenant)
         with self._locked(begin):
             now = int(self._clock() * _TICKS)
             bucket = os.pread(self._file, _BUCKET_BYTES, begin)
-            if len(bucket) < _BUCKET_BYTES:  # someone has cut the file
+            if len(bucket) < _BUCKET_BYTES:  # the file was truncated by someone
                 self.num_unreadable += 1
                 bucket = bucket.ljust(_BUCKET_BYTES, b"\0")
             slots = list(_SLOT.iter_unpack(bucket))
@@ -65,7 +65,7 @@ class SpentSlots:
         return Spent(used, now / _TICKS)
 
     def _find(self, slots: list[tuple[int, int, float]], tag: int, now: int, per_minute: int) -> tuple[int, float]:
-        """Return a tenant's slot, or one for it, and what it has spent by now."""
+        """Return the tenant's slot, or one to use for it, and its used tokens by now."""
         for index, (owner, then, used) in enumerate(slots):
             if owner != tag:
                 continue
@@ -87,6 +87,6 @@ class SpentSlots:
 
 
 def _place(tenant: str) -> tuple[int, int]:
-    """Return a tenant's tag, which is not 0, and where its bucket begins."""
+    """Return the tenant's tag, which is not 0, and the offset of its bucket."""
     tag, bucket = struct.unpack("<II", blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest())
     return tag or 1, bucket % BUCKETS * _BUCKET_BYTES

@@ -1,1 +1,1 @@
-"""The routes: what requests mean, and what is answered."""
+"""The HTTP routes: parsing of requests and formats of responses."""

@@ -1,4 +1,4 @@
-"""The routes about the server: is it well, what does it serve, what has it counted."""
+"""Routes about the server: health, models, limits, metrics."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ audit = logging.getLogger("chorus.audit")
 
 PLAIN, OPENMETRICS = "text/plain", "application/openmetrics-text"
 FORMATS: dict[str, Write] = {PLAIN: generate_latest, OPENMETRICS: partial(generate_openmetrics, escaping="allow-utf-8")}
-"""Formats of metrics, and what writes them. With the library's own escaping the colon in vLLM's names would be lost."""
+"""Formats of metrics, and their writers. The library's own escaping would lose the colon in vLLM's names."""
 
 VERSIONS = {PLAIN: "0.0.4", OPENMETRICS: "1.0.0"}
 OPENMETRICS_END = b"# EOF\n"
-"""The last line of OpenMetrics; Prometheus' own text has none."""
+"""The last line of OpenMetrics; Prometheus' own format has none."""
 
 SCRAPE_SECONDS = 2.0
-"""Seconds that a scrape waits for the engine before it shows what the previous one saw."""
+"""Seconds that a scrape waits for the engine before it shows the previous values."""
 
 
 class Api:
@@ -49,7 +49,7 @@ class Api:
     def __init__(
         self, worker: Backend, settings: Settings, gate: Gate, scrapes: DaemonPool, threads: DaemonPool
     ) -> None:
-        """scrapes: for the metrics. threads: for the list of the models."""
+        """scrapes: pool for the metrics. threads: pool for the list of models."""
         self._worker = worker
         self._gate = gate
         self._scrapes = scrapes
@@ -63,9 +63,9 @@ class Api:
         self._started = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine takes requests and makes progress, 503 when it does not, or is about to end.
+        """200 while the engine accepts requests and makes progress; 503 if it does not, or is about to end.
 
-        Where keys are needed, a client without one, or with a key for some models, gets the status alone.
+        If keys are required, a client without one, or with a key for some models, gets only the status.
         """
         healthy = self._worker.healthy and not self._gate.draining
         body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
@@ -76,15 +76,22 @@ class Api:
         return JsonResponse(body, status_code=200 if healthy else 503)
 
     async def index(self, request: Request) -> Response:
-        """The operator's page for a browser; for a program, where to go on."""
+        """The operator's page for a browser; links to the API for a program."""
         if self._settings.ui and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse(f"{self._settings.root_path}/ui", status_code=307, headers={"vary": "accept"})
         page = {"ui": "/ui"} if self._settings.ui else {}
         routes = {
-            "models": "/v1/models", "completions": "/v1/completions", "chat": "/v1/chat/completions",
-            "responses": "/v1/responses", "messages": "/v1/messages", "adapters": "/v1/adapters", "health": "/health",
-            "metrics": "/metrics", "openapi": "/openapi.json", **page,
-        }  # fmt: skip
+            "models": "/v1/models",
+            "completions": "/v1/completions",
+            "chat": "/v1/chat/completions",
+            "responses": "/v1/responses",
+            "messages": "/v1/messages",
+            "adapters": "/v1/adapters",
+            "health": "/health",
+            "metrics": "/metrics",
+            "openapi": "/openapi.json",
+            **page,
+        }
         return JsonResponse({"server": "chorus", "routes": routes}, headers={"vary": "accept"})
 
     async def ping(self, _: Request) -> Response:
@@ -92,13 +99,13 @@ class Api:
         return Response(status_code=200 if self._worker.healthy else 503)
 
     async def load(self, request: Request) -> Response:
-        """Number of calls that are being answered, as vLLM tells it; for a key for some models, of its tenant alone."""
+        """Number of requests in progress, under vLLM's name; a key for some models sees its own tenant's only."""
         is_limited = request.state.identity.grant.limited
         load = self._gate.requests.held(request.state.tenant) if is_limited else self._gate.num_generating
         return JsonResponse({"server_load": load})
 
     async def server_info(self, _: Request) -> Response:
-        """The server's limits under our names, and what SGLang's router and TRL's trainers read under theirs."""
+        """The server's limits under our names, and the fields that SGLang's router and TRL's trainers read."""
         model, settings = self._worker.model, self._settings
         told = {name: getattr(settings, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_lora_rank")}
         body = {"version": VERSION, "model_path": settings.model_root, "served_model_name": settings.base_name}
@@ -109,10 +116,10 @@ class Api:
         return JsonResponse({**body, **sizes, **told, "vllm_config": vllms})
 
     async def pause(self, request: Request) -> Response:
-        """vLLM's: begin no step until `resume`. Requests in progress are kept, and new ones wait."""
+        """vLLM's pause: begin no step until `resume`. Requests in progress are kept, and new ones wait."""
         if (mode := request.query_params.get("mode", "abort")) != "keep":
             message = (
-                f"mode is {clipped(mode)!r}; only keep is served: what is in progress is neither ended nor waited for"
+                f"mode is {clipped(mode)!r}; only keep is supported, which neither ends requests nor waits for them"
             )
             raise unsupported("mode", message)
         return await self._freeze(request, frozen=True)
@@ -127,18 +134,23 @@ class Api:
         return JsonResponse({"status": status})
 
     async def model_info(self, _: Request) -> Response:
-        """The model, as SGLang's router asks for it. It gives only names of directories."""
+        """The model's information for SGLang's router. Of directories it shows only names."""
         name = self._settings.model_root
         names = {"model_path": name, "tokenizer_path": name, "served_model_name": self._settings.base_name}
         lacks = {"has_image_understanding": False, "has_audio_understanding": False}
         return JsonResponse({**names, "is_generation": True, "preferred_sampling_params": None, **lacks})
 
     async def info(self, _: Request) -> Response:
-        """The model and its limits, as TGI tells them."""
+        """The model and its limits, in TGI's format."""
         settings, limit = self._settings, self._worker.model.max_model_len
-        most = {"max_concurrent_requests": settings.max_waiting, "max_best_of": 1, "max_client_batch_size": 1,
-                "max_stop_sequences": settings.max_stop_strings, "max_input_tokens": limit - 1,
-                "max_total_tokens": limit}  # fmt: skip
+        most = {
+            "max_concurrent_requests": settings.max_waiting,
+            "max_best_of": 1,
+            "max_client_batch_size": 1,
+            "max_stop_sequences": settings.max_stop_strings,
+            "max_input_tokens": limit - 1,
+            "max_total_tokens": limit,
+        }
         names = {"model_id": settings.base_name, "model_sha": None, "model_pipeline_tag": "text-generation"}
         return JsonResponse({**names, **most, "router": "chorus", "version": VERSION, "sha": None})
 
@@ -146,10 +158,11 @@ class Api:
         return JsonResponse({"version": VERSION})
 
     async def scrape(self, request: Request) -> Response:
-        """Prometheus' text, or OpenMetrics for a scraper that takes it; what a stuck engine can't tell is as it was.
+        """Metrics in Prometheus' format, or in OpenMetrics for a scraper that accepts it. Values of a stuck engine are
+        the last known.
 
-        Scrapes at the same time share one, but for the tenants: a caller without an admin key sees its own alone. One
-        with a key for some models sees the series of these models, and no others.
+        Simultaneous scrapes share one result, except for tenants: a caller without an admin key sees only its own. A
+        caller with a key for some models sees only these models' series.
         """
         kind = OPENMETRICS if OPENMETRICS in request.headers.get("accept", "") else PLAIN
         write = FORMATS[kind]
@@ -177,7 +190,7 @@ class Api:
             self.metrics.forget_all_but(await self._scrapes.run(self._view.labels))
         return await self._scrapes.run(
             self.metrics.render, write, allows
-        )  # beside the loop: a thousand adapters take a while
+        )  # on a thread: a thousand adapters take a while
 
     def _allows(self, grant: Grant, model: str) -> bool:
         return grant.allows(None if model in ("", self._settings.base_name) else model)
@@ -190,7 +203,7 @@ class Api:
             served = (self._adapter_card(one) for one in listing.adapters() if grant.allows(one.name))
             return JsonResponse({"object": "list", "data": [*self._base_cards(grant), *served]})
 
-        return await self._threads.run(respond)  # beside the loop: thousands take a while
+        return await self._threads.run(respond)  # on a thread: thousands take a while
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -1,4 +1,4 @@
-"""Routes of other servers that there are none of here: what is asked for there, and what to do instead."""
+"""Routes of other servers that do not exist here, with the reason and an alternative."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from starlette.responses import Response
 
 from ..errors import ApiError
 
-_VECTORS = "language models are served here, which write text and give no vectors or scores; vLLM serves such models"
-_SOUND = "speech is neither read nor spoken here; vLLM serves Whisper and others"
-_IMAGES = "images are neither read nor drawn here"
-_FILES = "no files are kept here; chorus batch answers a file of requests, or send them one by one, many at once"
-_STORED = "no response is stored here; send the whole conversation as input of POST /v1/responses"
-_TRAINING = "adapters are served here, not trained; PEFT trains them, and POST /v1/adapters takes what it saves"
+_VECTORS = "this server generates text, not vectors or scores; vLLM serves embedding and scoring models"
+_SOUND = "this server does not process speech; vLLM serves Whisper and others"
+_IMAGES = "this server does not process images"
+_FILES = "this server stores no files; run a file of requests with chorus batch, or send them concurrently"
+_STORED = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
+_TRAINING = "this server does not train adapters; train with PEFT, and load the result with POST /v1/adapters"
 
 _OF_VECTORS = (
-    "/classify", "/pooling", "/rerank", "/score", "/v1/embeddings", "/v1/moderations", "/v1/rerank", "/v1/score",
-    "/v2/embed", "/v2/rerank",
-)  # fmt: skip
+    "/classify",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/rerank",
+    "/v1/score",
+    "/v2/embed",
+    "/v2/rerank",
+)
 
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(_OF_VECTORS, (("POST",), _VECTORS)),
@@ -28,7 +36,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/responses/{id}/cancel": (("POST",), _STORED),
     "/v1/fine_tuning/jobs": (("POST",), _TRAINING),
 }
-"""By path: the methods that clients use there, and the reason."""
+"""By path: the methods that clients use there, and the reason for the refusal."""
 
 
 async def absent(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The routes that show and change the adapters: our own, and vLLM's two."""
+"""Routes that show and change adapters: Chorus's own, and vLLM's two."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ audit = logging.getLogger("chorus.audit")
 MAX_DRAIN_SECONDS = 3600.0
 
 DRAIN_SECONDS = 0.02
-"""Seconds between two looks at whether an adapter's requests have ended."""
+"""Seconds between two checks whether an adapter's requests have ended."""
 
 PIN_SECONDS = 0.02
-"""Seconds between two looks at whether an adapter that is to be pinned has been read."""
+"""Seconds between two checks whether an adapter to be pinned has been read."""
 
 
 def _check_path(path: str) -> str:
     if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
-        raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, none of them zero")
+        raise ValueError(f"a path must have at most {MAX_PATH_BYTES} bytes, none of them zero")
     return path
 
 
@@ -57,26 +57,26 @@ AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), Aft
 
 
 class AddAdapter(BaseModel):
-    """POST /v1/adapters. `path` is a directory on the server; none where the files come along. keep_versions: kept of
-    the name, the newest counted.
-    """
+    """POST /v1/adapters. `path` is a directory on the server; it is absent if the request contains the files."""
 
     name: AdapterName
     path: AdapterPath | None = None
     keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Number of versions to keep of the name, including the newest."""
 
 
 class LoadLoraAdapter(AddAdapter):
-    """POST /v1/load_lora_adapter. load_inplace: may replace; None: only where the files come along."""
+    """POST /v1/load_lora_adapter."""
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
+    """Replace an adapter of the same name; None: only if the request contains the files."""
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
 
 class UnloadLoraAdapter(BaseModel):
-    """POST /v1/unload_lora_adapter. `lora_int_id` may come along, as vLLM's clients send it, and means nothing."""
+    """POST /v1/unload_lora_adapter. `lora_int_id`, which vLLM's clients may send, is ignored."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
     force: bool | None = False
@@ -96,28 +96,30 @@ class DrainAdapter(BaseModel):
 
 
 class AdapterRoots:
-    """Directories below which a path must lie, symbolic links followed; with none, adapters stay as they are."""
+    """Directories that must contain a path after symbolic links are resolved; without any, adapters can't be
+    changed.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(root.resolve() for root in roots)
 
     def require(self) -> None:
-        """Raises an ApiError unless adapters may be changed over HTTP at all."""
+        """Raises an ApiError unless adapters may be changed over HTTP."""
         if not self.roots:
             raise ApiError(
                 403,
                 "this server's adapters can't be changed over HTTP: adapter_roots is not set; "
-                "start it with --adapter-roots DIR (or --adapters DIR) to allow what lies below DIR",
+                "start it with --adapter-roots DIR (or --adapters DIR) to allow directories below DIR",
                 code="adapter_loading_disabled",
             )
 
     def find(self, path: str, field: str) -> Path:
-        """The directory that `path` means, resolved; relative ones are looked for below each root.
+        """The directory that `path` names, resolved; a relative path is tried below each root.
 
-        It asks the disk, which may take any time: not on the thread of the event loop.
+        This reads the disk, which may take any time: do not call it on the event loop's thread.
 
-        Raises an ApiError that names `field`: 403 for what lies elsewhere, whether it exists or not, 404 for what
-        doesn't exist; and the OSError of a disk that fails.
+        Raises an ApiError that names `field`: 403 for a path outside the roots, whether it exists or not, 404 for one
+        that doesn't exist. Passes on the OSError of a failing disk.
         """
         self.require()
         try:
@@ -127,7 +129,7 @@ class AdapterRoots:
         except (OSError, ValueError, RuntimeError) as error:
             if getattr(error, "errno", None) in DISK_FAULTS:
                 raise
-            raise ApiError(400, f"{field} is no path: {error}", param=field) from None
+            raise ApiError(400, f"{field} must be a path: {error}", param=field) from None
         if found is not None:
             return found
         if not allowed:
@@ -142,19 +144,19 @@ class AdapterRoots:
             raise ApiError(400, f"{field} {path!r} is {NO_GGUF}", param=field, code="invalid_adapter")
         raise ApiError(
             404,
-            f"No adapter found for {field} {path!r}: there is no such directory on the server",
+            f"No adapter found for {field} {path!r}: the server has no such directory",
             param=field,
             code="adapter_not_found",
         )
 
 
 class AdapterApi:
-    """Routes by which clients see and change the adapters."""
+    """Handlers of the routes that show and change adapters."""
 
     def __init__(
         self, worker: Backend, settings: Settings, loads: AdapterLoader, sourced: SourcedAdapters, threads: DaemonPool
     ) -> None:
-        """threads: for the list of the adapters."""
+        """threads: pool for the list of the adapters."""
         self._adapters = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
@@ -186,7 +188,7 @@ class AdapterApi:
             data = [_body(one, request) for one in listing.adapters() if grant.allows(one.name)]
             return JsonResponse({"object": "list", "data": data, "quarantined": broken, **about})
 
-        return await self._threads.run(respond)  # beside the loop: thousands take a while
+        return await self._threads.run(respond)  # on a thread: thousands take a while
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -196,7 +198,7 @@ class AdapterApi:
         return JsonResponse(_body(seen, request))
 
     async def add(self, request: Request) -> Response:
-        """Registers an adapter, or replaces one; 201 or 200."""
+        """Register an adapter, or replace one; answers 201 or 200."""
         async with read_adapter(request, self._loads, self._settings) as (fields, upload):
             asked = validated(AddAdapter, fields)
             seen, replaced = await self._load(request, asked, upload, replace=True)
@@ -204,18 +206,18 @@ class AdapterApi:
         return JsonResponse(_body(seen, request), status_code=200 if replaced else 201, headers=headers)
 
     async def remove(self, request: Request) -> Response:
-        """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
+        """Remove an adapter, once the last request that uses it has ended, or with `?force=true` at once."""
         name, force = request.path_params["name"], request.query_params.get("force", "false")
         if force not in ("true", "false"):
-            raise ApiError(400, f"force is {clipped(force)!r}; it may be true or false", param="force")
+            raise ApiError(400, f"force is {clipped(force)!r}; it must be true or false", param="force")
         ended = await self._unload(request, name, None, force=force == "true")
         return JsonResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
-        """Pins an adapter, which loads it, or unpins it; pauses all of its versions, or goes on with them."""
+        """Pin an adapter, which loads it, or unpin it; pause or resume all of its versions."""
         asked = await self._read(ChangeAdapter, request)
         if asked.pinned is None and asked.paused is None:
-            raise ApiError(400, "say what is to change: pinned or paused", param="pinned")
+            raise ApiError(400, "give pinned or paused, or both", param="pinned")
         name = request.path_params["name"]
         with _known(name):
             if asked.paused is not None:
@@ -235,7 +237,7 @@ class AdapterApi:
         return JsonResponse(_body(seen, request))
 
     async def drain(self, request: Request) -> Response:
-        """Answers once no request of any version of an adapter is in progress."""
+        """Answer once no request of any version of an adapter is in progress."""
         asked, name = await self._read(DrainAdapter, request), request.path_params["name"]
         with _known(name):
             await asyncio.wrap_future(self._adapters.state(name))
@@ -276,14 +278,15 @@ class AdapterApi:
     async def _load(
         self, request: Request, asked: AddAdapter, upload: AdapterUpload | None, *, replace: bool
     ) -> tuple[AdapterState, bool]:
-        """The adapter once requests may use it, and whether it took another's place. upload: its files, if they came
-        along.
+        """The registered adapter once requests may use it, and whether it replaced another. upload: its files, if the
+        request contains them.
         """
         name_field, path_field = (type(asked).model_fields[name].alias or name for name in ("name", "path"))
         path = asked.path
         if (path is None) == (upload is None):
-            raise ApiError(400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both",
-                           param=path_field)  # fmt: skip
+            raise ApiError(
+                400, f"give {path_field}, or the files {CONFIG} and {WEIGHTS}, and not both", param=path_field
+            )
         name, label = checked_name(self._settings, asked.name, name_field)
         roots, find = self._roots.roots, partial(self._roots.find, path or "", path_field)
         if upload is None:
@@ -300,7 +303,7 @@ class AdapterApi:
             return await asyncio.wrap_future(load)
 
     async def _unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
-        """Remove an adapter; returns how many requests were ended for it."""
+        """Remove an adapter; return how many requests were cancelled for it."""
         if self._loads.loaded is None:
             self._roots.require()
         with _known(name, field):
@@ -308,27 +311,33 @@ class AdapterApi:
         self._sourced.forget(name)
         audit.info(
             "%s removed adapter %s: version %s, content %s; %d requests were ended",
-            request.state.caller, name, removed.label, removed.content_hash, removed.ended,
-        )  # fmt: skip
+            request.state.caller,
+            name,
+            removed.label,
+            removed.content_hash,
+            removed.ended,
+        )
         return removed.ended
 
 
 def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, str]:
-    """Name and version of an adapter that is to be loaded. Raises an ApiError."""
+    """Name and version of an adapter to be loaded. Raises an ApiError."""
     name, label = split_version(full_name)
     if label and not LABEL.fullmatch(label):
-        raise ApiError(400, f"a version has at most 64 letters, digits and ._+-, not {label!r}", param=field)
+        raise ApiError(400, f"a version must have at most 64 letters, digits and ._+-, not {label!r}", param=field)
     if MARK in name:
-        message = f"{field} {clipped(full_name)!r}: a name has no {MARK}, which stands before a version; choose another"
+        message = (
+            f"{field} {clipped(full_name)!r}: a name must not contain {MARK}, which precedes a version; choose another"
+        )
         raise ApiError(400, message, param=field)
     if settings.is_reserved(name):
-        message = f"{field} {name!r} is the base model's, or begins like it; choose another"
+        message = f"{field} {name!r} is the base model's, or begins with it; choose another"
         raise ApiError(400, message, param=field)
     return name, label
 
 
 async def pin_adapter(adapters: BackendAdapters, name: str, seconds: float) -> None:
-    """Pin an adapter once it has been read. seconds: that may take. Raises an ApiError, and UnknownAdapter."""
+    """Pin an adapter once it has been read. seconds: time limit. Raises an ApiError, and UnknownAdapter."""
     try:
         async with asyncio.timeout(seconds):
             while not await asyncio.wrap_future(adapters.pin(name)):
@@ -339,7 +348,7 @@ async def pin_adapter(adapters: BackendAdapters, name: str, seconds: float) -> N
         status, again = (503, 1) if error.failure.may_pass else (424, None)
         raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
     except TimeoutError:
-        adapters.unpin(name)  # a cluster's replicas would pin it later
+        adapters.unpin(name)  # otherwise a cluster's replicas would pin it later
         message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
         raise ApiError(504, message, code="load_timed_out") from None
 
@@ -367,9 +376,9 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
 
 
 def shown_path(path: Path, request: Request) -> str:
-    """A path as JSON can hold it: bytes that are not UTF-8 and unprintable characters are escaped.
+    """A path as valid JSON text: bytes that are not UTF-8 and unprintable characters are escaped.
 
-    A client that may not see this machine's paths gets it relative to its root.
+    A client that may not see this machine's paths gets the path relative to its root.
     """
     text = str(path) if request.state.sees_paths else request.app.state.private_paths.shown(path)
     return text if text.isprintable() else shown(text)
@@ -377,7 +386,7 @@ def shown_path(path: Path, request: Request) -> str:
 
 @contextmanager
 def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
-    """Answer why a load failed, by the field to fix."""
+    """Convert the error of a failed load into an ApiError that names the field to fix."""
     try:
         yield
     except AdapterFormatError as error:
@@ -397,7 +406,7 @@ def _load_errors(name_field: str, path_field: str) -> Iterator[None]:
 
 @contextmanager
 def _known(name: str, field: str | None = None) -> Iterator[None]:
-    """Answer with 404 where an adapter turns out not to be registered."""
+    """Turn UnknownAdapter into a 404 response."""
     try:
         yield
     except UnknownAdapter:

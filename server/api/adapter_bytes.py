@@ -1,4 +1,4 @@
-"""Adapters that are sent as bytes, in JSON with base64 or in a form: written to disk as they come.
+"""Adapters sent as bytes, in JSON with base64 or in a form, written to disk as they arrive.
 
 Tests: tests/server/api/test_adapter_versions.py, tests/server/test_uploads_kept.py
 """
@@ -40,9 +40,11 @@ WRITE_BYTES = 1 << 20
 async def read_adapter(
     request: Request, loads: AdapterLoader, settings: Settings
 ) -> AsyncIterator[tuple[dict[str, Any], AdapterUpload | None]]:
-    """The fields of a request that loads an adapter, and the files if it brings them: they stay within the block.
+    """The fields of a request that loads an adapter, and the files if it contains them, which exist within the `with`
+    block.
 
-    Raises an ApiError for what is neither JSON nor a form, too large, or not taken here.
+    Raises an ApiError if the body is neither JSON nor a form, is too large, or brings files to a server without
+    uploads.
     """
     boundary = boundary_of(request.headers.get("content-type", ""))
     upload, room, failed = AdapterUpload(loads), _HeldBytes(request), True
@@ -61,8 +63,8 @@ async def read_adapter(
         raise ApiError(504, str(error), code="load_timed_out") from None
     except PoolFull as error:
         raise ApiError(503, f"{error}; try again later", code="loads_busy", retry_after=1) from None
-    except OSError as error:  # a full disk, or one that fails
-        message = f"the files can't be read or written just now: {error.strerror or type(error).__name__}"
+    except OSError as error:  # a full or failing disk
+        message = f"the files can't be read or written at the moment: {error.strerror or type(error).__name__}"
         raise ApiError(503, f"{message}; try again later", code="storage_unavailable", retry_after=1) from None
     finally:
         room.close()
@@ -70,20 +72,20 @@ async def read_adapter(
 
 
 def _length(request: Request) -> int:
-    """Bytes of the body as far as they are known."""
+    """Bytes of the body, as far as they are known."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isdecimal() else 0
 
 
 class _HeldBytes:
-    """Bytes of a body that are in memory, as its tenant's."""
+    """Count bytes of a body in memory for its tenant."""
 
     def __init__(self, request: Request) -> None:
         self._bodies, self._tenant = request.app.state.gate.bodies, request.state.tenant
         self._taken = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises an ApiError where too many are held."""
+        """Raises an ApiError if too many bytes are held."""
         self._bodies.take(self._tenant, num_bytes)
         self._taken += num_bytes
 
@@ -96,7 +98,7 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
     fields: dict[str, Any] = {}
     buffer = bytearray()
     await upload.begin(_length(request))
-    room.take(WRITE_BYTES)  # at most so much of the body is in memory
+    room.take(WRITE_BYTES)  # at most this much of the body is in memory
     async for name, file_name, data in pieces(request.stream(), boundary):
         buffer += data
         file = FILES.get(name) or next((one for one in (name, file_name) if one in FILES.values()), None)
@@ -115,7 +117,7 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
 async def _read_json(
     request: Request, loads: AdapterLoader, upload: AdapterUpload, room: _HeldBytes, settings: Settings
 ) -> dict[str, Any]:
-    """Read a body in which the weights are written as they come, and all else is small."""
+    """Read a body whose weights are written to disk as they arrive, and whose other fields are small."""
     text, weights = LongStrings([WEIGHTS]), _Weights(upload)
     async for part in request.stream():
         before = len(text.rest)
@@ -126,7 +128,7 @@ async def _read_json(
             await weights.take(piece)
         room.take(len(text.rest) - before)
         if len(text.rest) > settings.max_body_bytes:
-            raise ApiError(413, f"the body is larger than the {settings.max_body_bytes} bytes this server takes")
+            raise ApiError(413, f"the body is larger than the {settings.max_body_bytes} bytes that this server accepts")
     rest = bytes(text.rest)
     is_long = len(rest) > MAX_FIELD_BYTES
     fields = await loads.beside(_json, rest, settings) if is_long else _json(rest, settings)
@@ -143,7 +145,7 @@ async def _read_json(
 
 
 class _Weights:
-    """The weights of a JSON body: base64 that is decoded and written as it comes, beside the event loop."""
+    """The weights of a JSON body: base64, decoded and written on a thread as it arrives."""
 
     def __init__(self, upload: AdapterUpload) -> None:
         self._upload = upload
@@ -154,7 +156,7 @@ class _Weights:
     async def take(self, piece: bytes) -> None:
         """Take the next piece; an empty one is the end."""
         if self._is_over:
-            raise ApiError(400, f"{WEIGHTS}: it is there twice", param=WEIGHTS)
+            raise ApiError(400, f"{WEIGHTS}: it is given twice; give it once", param=WEIGHTS)
         self._text += piece
         self._is_over = not piece
         if self._is_over or len(self._text) >= WRITE_BYTES:
@@ -165,7 +167,7 @@ class _Weights:
             except ValueError as error:
                 if isinstance(error, TooLarge):
                     raise
-                raise ApiError(400, f"{WEIGHTS} is no base64: {error}", param=WEIGHTS) from None
+                raise ApiError(400, f"{WEIGHTS} must be base64: {error}", param=WEIGHTS) from None
 
     def _decoded(self, text: bytes, *, is_last: bool) -> bytes:
         data = self._base64.feed(text)

@@ -1,4 +1,4 @@
-"""An answer as blocks, one after another: what OpenAI's Responses and Anthropic's messages have in common."""
+"""A completion as a sequence of blocks: the common part of OpenAI's Responses and Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .responses import Body, BodyFormat, Echo
 
 @dataclass(slots=True)
 class ContentBlock:
-    """A stretch of content or of reasoning, or a call of a tool. call_id, name: a call's.
-
-    pieces: of its text, or of a call's arguments. scores: log-probabilities of content's tokens, as chat answers have.
-    """
+    """A stretch of content or of reasoning, or a tool call."""
 
     kind: PartKind
     index: int
     call_id: str = ""
     name: str = ""
+    """Of a tool call."""
     pieces: list[str] = field(default_factory=list)
+    """Pieces of its text, or of a tool call's arguments."""
     scores: list[Body] = field(default_factory=list)
+    """Logprobs of the content's tokens, in the format of chat completions."""
 
     @property
     def text(self) -> str:
@@ -33,7 +33,7 @@ class ContentBlock:
 
 
 class BlockFormat(BodyFormat):
-    """Makes blocks of the one choice of an answer, and events of the blocks."""
+    """Makes blocks from the deltas of one choice, and events from the blocks."""
 
     end = b""
 
@@ -50,7 +50,7 @@ class BlockFormat(BodyFormat):
         return self.whole()
 
     def chunks(self, delta: Delta | Choice) -> Iterator[Body]:
-        """Events of a delta, or of a whole answer; each closes what it does not go on with."""
+        """Events of a delta, or of a whole completion; each closes the block that it does not continue."""
         block = self._blocks[-1] if self._blocks else None
         for part in delta.parts or ():
             block = yield from self._with_part(block, part)
@@ -60,7 +60,7 @@ class BlockFormat(BodyFormat):
             yield from self._closed(block)
 
     def _with_part(self, block: ContentBlock | None, part: Part) -> Generator[Body, None, ContentBlock]:
-        """Events of a part, and the block that it is in: the last one or a new one."""
+        """Events of a part, and its block: the last one or a new one."""
         if block is None or part.kind is PartKind.CALL or part.kind not in (block.kind, PartKind.ARGUMENTS):
             if block is not None:
                 yield from self._closed(block)
@@ -81,16 +81,16 @@ class BlockFormat(BodyFormat):
 
     @abstractmethod
     def whole(self) -> Body:
-        """The whole answer."""
+        """The whole response."""
 
     @abstractmethod
     def _opened(self, block: ContentBlock) -> Iterator[Body]:
-        """Events with which a block begins."""
+        """Events at the start of a block."""
 
     @abstractmethod
     def _added(self, block: ContentBlock, text: str, scores: list[Body]) -> Iterator[Body]:
-        """Events of a piece of a block's text."""
+        """Events for a piece of a block's text."""
 
     @abstractmethod
     def _closed(self, block: ContentBlock) -> Iterator[Body]:
-        """Events with which a block ends."""
+        """Events at the end of a block."""

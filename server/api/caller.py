@@ -1,4 +1,4 @@
-"""Who a call is for: what its price, its rights and its records depend on beside its fields."""
+"""The caller of a request: rights, limits and records that do not depend on the request's fields."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from ..access.grants import ALL, Grant
 
 
 class Caller(NamedTuple):
-    """The sender of a request over HTTP; by default the program that the engine runs in, which may do anything.
-
-    headers: of the request, for traces. spend: called with the tokens of prompts that are taken, and then of answers.
-    """
+    """The sender of a request over HTTP; the default is the program that runs the engine, which may do anything."""
 
     tenant: str = ""
     grant: Grant = ALL
     headers: Mapping[str, str] = MappingProxyType({})
+    """Headers of the request, for traces."""
     spend: Callable[[int], None] | None = None
+    """Called with the number of accepted prompt tokens, and then of generated tokens."""
 
     @classmethod
     def of(cls, request: Request) -> Caller:

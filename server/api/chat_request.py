@@ -20,7 +20,7 @@ from .tool_fields import ToolFields
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation; fields that are neither role nor content go to the chat template as they are."""
+    """One message of a conversation; fields other than role and content go to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,7 +36,7 @@ class ChatMessage(BaseModel):
         for index, part in enumerate(content):
             text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
             if not isinstance(text, str):
-                raise ValueError(f"part {index} is no text part; only parts of type text are supported")
+                raise ValueError(f"part {index} is not text; only parts of type text are supported")
             texts.append(text)
         return "\n".join(texts)
 
@@ -48,7 +48,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _arguments_are_objects(self) -> ChatMessage:
-        """Arguments of earlier calls are JSON in the API, and values in templates."""
+        """Arguments of earlier tool calls are JSON text in the API, but objects in templates."""
         calls = (self.model_extra or {}).get("tool_calls")
         for index, call in enumerate(calls if isinstance(calls, list) else ()):
             function = call.get("function") if isinstance(call, dict) else None
@@ -66,7 +66,8 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         given = self.model_extra or {}
-        names = [name for name in given if name in MESSAGE]  # in their order: templates may write what they are given
+        # in their order: templates may write all fields that they are given
+        names = [name for name in given if name in MESSAGE]
         shown = {name: given[name] for name in (*names, *other_fields(given))}
         return {**shown, "role": self.role, "content": self.content or ""}
 
@@ -100,7 +101,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
             raise ApiError(400, "top_logprobs need logprobs=true", param="top_logprobs")
         self.check_tools(limits)
         if self.continue_final_message and self.add_generation_prompt:
-            message = "a continued message has no new prompt behind it; set add_generation_prompt to false"
+            message = "a continued message can't be followed by a new prompt; set add_generation_prompt to false"
             raise ApiError(400, message, param="add_generation_prompt")
         self.check_last_message()
         for name in self.chat_template_kwargs:
@@ -114,7 +115,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
             raise ApiError(400, "the last message has no content to continue", param="continue_final_message")
 
     def with_messages(self, messages: Any, limits: RequestLimits) -> ChatCompletionRequest:
-        """The same asked of another conversation; only its messages are read."""
+        """The same request about another conversation; only its messages are checked."""
         check_counts({"messages": messages}, limits)
         other = self.model_copy(update={"messages": validated(ConversationBody, {"messages": messages}).messages})
         other.check_last_message()
@@ -140,7 +141,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
         return [*ignored, *(f"messages.{name}" for name in sorted(others) if name not in template)]
 
     def _effort(self) -> dict[str, Any]:
-        """Template variables of reasoning_effort; the second is the one of models that reason or don't."""
+        """Template variables from reasoning_effort; the second is for models whose reasoning is only on or off."""
         effort = self.reasoning_effort
         if effort is None:
             return {}
@@ -160,7 +161,7 @@ class ChatCompletionRequest(ConversationBody, ToolFields, GenerationRequest):
 
 
 def has_messages(body: bytes) -> bool:
-    """Whether a body is a conversation's; what is no JSON object isn't."""
+    """True if a body contains a conversation; False if it is not a JSON object."""
     try:
         return "messages" in from_json(body)
     except (ValueError, TypeError):
@@ -168,7 +169,7 @@ def has_messages(body: bytes) -> bool:
 
 
 class Conversations(BaseModel):
-    """The body of POST /v1/chat/completions/batch; all other fields are a chat request's."""
+    """The body of POST /v1/chat/completions/batch; fields other than messages are a chat request's."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -184,9 +185,10 @@ class Conversations(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ChatBatch:
-    """Several conversations of one call, POST /v1/chat/completions/batch. asked: the call, as of the first of them."""
+    """One request with several conversations, POST /v1/chat/completions/batch."""
 
     asked: ChatCompletionRequest
+    """The batch as a chat request with the first conversation."""
     conversations: list[Conversation]
 
     @classmethod
@@ -195,7 +197,7 @@ class ChatBatch:
 
     @property
     def begun(self) -> list[str]:
-        """What each answer begins with under `echo`: the last message, if it is the assistant's."""
+        """The text before each choice under `echo`: the last message, if it is the assistant's."""
         last = [one.messages[-1] for one in self.conversations]
         return [message["content"] if message["role"] == "assistant" else "" for message in last]
 
@@ -205,11 +207,9 @@ class ChatBatch:
         read = validated(Conversations, body)
         given, fields = read.messages, read.model_extra or {}
         if fields.get("stream"):
-            raise ApiError(400, "several conversations are not streamed; send a call for each", param="stream")
+            raise ApiError(400, "several conversations can't be streamed; send a request for each", param="stream")
         if len(given) > limits.max_prompts:
-            message = (
-                f"at most {limits.max_prompts} answers are given in one call, these are {len(given)} conversations"
-            )
+            message = f"at most {limits.max_prompts} conversations are allowed in one request, got {len(given)}"
             raise ApiError(400, message, param="messages")
         asked = ChatCompletionRequest.of({**fields, "messages": given[0]}, limits)
         others = (asked.with_messages(one, limits) for one in given[1:])

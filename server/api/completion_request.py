@@ -13,11 +13,11 @@ from .fields import unsupported
 from .openai import GenerationRequest, LogprobCount
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, in completions."""
+"""OpenAI's default of max_tokens for completions."""
 
 
 class CompletionRequest(GenerationRequest):
-    """A prompt, or several, to continue."""
+    """One or more prompts to continue."""
 
     prompt: Any = None
     max_tokens: int | None = None
@@ -38,8 +38,8 @@ class CompletionRequest(GenerationRequest):
         if self.best_of is not None and self.best_of != self.n:
             raise unsupported(
                 "best_of",
-                f"best_of is {self.best_of} and n is {self.n}; choosing among more answers than are returned is not "
-                "supported: leave best_of out, or make it n",
+                f"best_of is {self.best_of} and n is {self.n}; generating more choices than are returned is "
+                "not supported: leave best_of out, or set it to n",
             )
 
     @property
@@ -70,7 +70,7 @@ class CompletionRequest(GenerationRequest):
                 "prompt", "prompt must be a string, a list of token ids, or a non-empty list of either"
             )
         if len(prompt) > limit:
-            raise InvalidRequest("prompt", f"at most {limit} prompts are taken at once, these are {len(prompt)}")
+            raise InvalidRequest("prompt", f"at most {limit} prompts are allowed in one request, got {len(prompt)}")
         for index, entry in enumerate(prompt):
             if not (isinstance(entry, str) or _is_token_list(entry)):
                 raise InvalidRequest(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")

@@ -1,7 +1,7 @@
-"""The fields of a request's body: our own, other servers' names for them, and fields that can't be obeyed.
+"""The fields of a request's body: our own, other servers' names for them, and fields that can't be honored.
 
 The lists hold every field that OpenAI, vLLM, SGLang, LoRAX and llama.cpp document for completions and chat completions.
-A field that would change the answer is obeyed or refused; one that can't is named in `HARMLESS`.
+A field that would change the response is honored or refused; a field that can't change it is listed in `HARMLESS`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIASES = {
 """Other names of fields that we have."""
 
 UNLIMITED = {"n_predict": -1}
-"""Values of aliases that are as good as leaving the field out."""
+"""Values of aliases that mean the same as leaving the field out."""
 
 HARMLESS = {
     "custom_labels": "labels for the caller's metrics",
@@ -42,46 +42,61 @@ HARMLESS = {
     "metadata": "notes for the caller's own use",
     "mirostat_eta": "only has a meaning with mirostat",
     "mirostat_tau": "only has a meaning with mirostat",
-    "prediction": "a hint that makes answers faster, not different",
+    "prediction": "a hint that changes the speed, not the response",
     "prompt_cache_key": "a hint where to find a cached prompt",
     "prompt_cache_options": "says how long a prompt stays cached",
     "prompt_cache_retention": "says how long a prompt stays cached",
     "return_mm_kwargs": "only has a meaning with images or sound",
     "safety_identifier": "names the caller's user",
-    "service_tier": "a price class; there is one here",
+    "service_tier": "a price class; this server has one",
     "session_id": "says which conversation a request belongs to",
     "spaces_between_special_tokens": "only has a meaning for slow tokenizers",
-    "store": "nothing is stored here",
-    "stream_interval": "how a stream is cut, not what it says",
-    "stream_reasoning": "says when reasoning is sent, which is as it comes",
+    "store": "this server stores nothing",
+    "stream_interval": "how a stream is cut into chunks, not its text",
+    "stream_reasoning": "reasoning is always sent as it is generated",
     "user": "names the caller's user",
     "xtc_threshold": "only has a meaning with xtc_probability",
 }
-"""Fields that are taken and not looked at, each with the reason why no answer depends on it."""
+"""Fields that are accepted and ignored, each with the reason why no response depends on it."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: nothing
     for nothing, names in (
-        ((), """
+        (
+            (),
+            """
             api_token audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor
             data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend
             guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
             prompt_embeds repetition_detection routed_dp_rank task truncate
-            web_search_options"""),
-        ((False,), """
+            web_search_options""",
+        ),
+        (
+            (False,),
+            """
             apply_chat_template continue_final_message decoder_input_details details echo post_sampling_probs
             return_cached_tokens_details return_hidden_states return_meta_info return_progress
             return_prompt_text return_prompt_token_ids return_routed_experts return_token_offsets return_tokens
-            timings_per_token use_audio_in_video use_beam_search watermark watermarking"""),
-        ((0,), """
+            timings_per_token use_audio_in_video use_beam_search watermark watermarking""",
+        ),
+        (
+            (0,),
+            """
             dry_multiplier dynatemp_range min_keep mirostat n_cache_reuse n_discard n_indent n_keep n_probs
             priority return_k_alternatives routed_experts_prompt_start routed_experts_start_len t_max_predict_ms
-            top_logprobs xtc_probability"""),
-        (({},), """
+            top_logprobs xtc_probability""",
+        ),
+        (
+            ({},),
+            """
             chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
-            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs"""),
-        (([],), """
-            documents functions input_ids logits_processors lora response_fields samplers tools"""),
+            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs""",
+        ),
+        (
+            ([],),
+            """
+            documents functions input_ids logits_processors lora response_fields samplers tools""",
+        ),
         (("",), "extra_key suffix"),
         ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
         ((True,), "add_generation_prompt cache_prompt do_sample include_reasoning"),
@@ -97,8 +112,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([], ""),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
-}  # fmt: skip
-"""Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
+}
+"""Known fields that are not supported, or not for this kind of request, with the values that ask for nothing."""
 
 ROUTES = {
     "input": "POST /v1/responses takes it; send prompt to /v1/completions, or messages to /v1/chat/completions",
@@ -106,10 +121,10 @@ ROUTES = {
     "messages": "POST /v1/chat/completions takes conversations",
     "prompt": "POST /v1/completions takes prompts; a conversation is a list of messages",
 }
-"""Fields of which a body can have but one, each with the route that takes it."""
+"""Fields of which a body can have only one, each with the route that accepts it."""
 
 _ADAPTER = "name the adapter as model"
-_THEMSELVES = "give the fields in it themselves, beside model"
+_THEMSELVES = "give the fields in it themselves, next to model"
 
 ELSEWHERE = {
     **dict.fromkeys(("adapter", "adapter_name", "lora_id", "lora_name", "lora_request"), _ADAPTER),
@@ -123,7 +138,7 @@ ELSEWHERE = {
     "guided_decoding": "use structured_outputs",
     "images": "language models are served, which read text only",
     "keep_alive": "PATCH /v1/adapters/NAME with pinned keeps an adapter resident",
-    "max_length": "use max_tokens, which counts the answer's tokens alone",
+    "max_length": "use max_tokens, which counts generated tokens only",
     "max_output_tokens": "use max_tokens",
     "num_beams": "use n, and choose by logprobs",
     "num_ctx": "the server is started with --max-model-len",
@@ -136,14 +151,14 @@ ELSEWHERE = {
     "think": "use reasoning_effort, or chat_template_kwargs",
     "top_n_tokens": "use top_logprobs, or logprobs of a completion",
 }
-"""Fields of other servers, and of their libraries, that have another name or place here."""
+"""Fields of other servers, and of their client libraries, that have another name here."""
 
 INSTEAD = {
     "function_call": "use tool_choice",
     "functions": 'use tools, each {"type": "function", "function": {…}}',
     "api_token": "adapters are loaded with POST /v1/adapters",
-    "guided_decoding_backend": "there is one, llguidance",
-    "guided_whitespace_pattern": "JSON has one blank at most between its tokens",
+    "guided_decoding_backend": "the only backend is llguidance",
+    "guided_whitespace_pattern": "generated JSON has at most one blank between its tokens",
     "do_sample": "use temperature 0 for greedy decoding",
     "lora": "name one adapter in lora_path",
     "merged_adapters": "name one adapter in lora_path",
@@ -152,16 +167,23 @@ INSTEAD = {
     "return_prompt_token_ids": "use return_token_ids",
     "return_tokens": "use return_token_ids",
     "stop_regex": "use stop",
-    "use_beam_search": "beams of one adapter would take the rows of others; ask for n answers and choose by logprobs",
+    "use_beam_search": "beams of one adapter would take the slots of others; ask for n choices and choose by logprobs",
 }
-"""Advice for refused fields, where there is something to do instead."""
+"""Advice for refused fields that have an alternative."""
 
 
 MESSAGE = {
-    "content", "function_call", "name", "reasoning", "reasoning_content", "role", "thinking", "tool_call_id",
+    "content",
+    "function_call",
+    "name",
+    "reasoning",
+    "reasoning_content",
+    "role",
+    "thinking",
+    "tool_call_id",
     "tool_calls",
-}  # fmt: skip
-"""Fields of a message that APIs document. Fields beside its role and its content are the chat template's to show."""
+}
+"""Fields of a message that APIs document. The chat template shows those other than role and content."""
 
 REFUSED_INSIDE = {
     "audio": "give its text as content",
@@ -169,24 +191,24 @@ REFUSED_INSIDE = {
     "prefix": "set continue_final_message",
     "refusal": "give it as content",
 }
-"""Fields of messages that change answers elsewhere and can't be obeyed, each with what to do instead."""
+"""Fields of messages that change completions elsewhere and can't be honored, each with advice."""
 
 FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_OTHER_FIELDS = 16
-"""Names of fields beside MESSAGE's that a call's messages may have."""
+"""Names of fields other than those of MESSAGE that the messages of one request may have."""
 
 PART = {"text", "type"}
 """Fields of a content part."""
 
 HARMLESS_INSIDE = {
-    "annotations": "sources that an earlier answer was given with, not part of its text",
-    "cache_control": "a hint what to cache",
+    "annotations": "sources of an earlier message, not part of its text",
+    "cache_control": "a hint about caching",
 }
-"""Fields of messages and parts that are taken and not looked at, each with the reason why no answer depends on it."""
+"""Fields of messages and parts that are accepted and ignored, each with the reason why no response depends on it."""
 
 
 def check_messages(messages: Any) -> None:
-    """Raises an ApiError for a field inside of a conversation that can't be shown; `null` is as good as absent."""
+    """Raises an ApiError for a field inside a conversation that can't be shown; `null` counts as absent."""
     others: set[str] = set()
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
@@ -202,7 +224,7 @@ def check_messages(messages: Any) -> None:
 
 
 def _check_other(name: str, where: str, count: int) -> None:
-    """Raises an ApiError for a message's field that no chat template can have, or for the last of too many."""
+    """Raises an ApiError for a message's field that no chat template can use, or for one name too many."""
     if name in REFUSED_INSIDE:
         raise unsupported(where + name, f"{where}{name} is not supported; {REFUSED_INSIDE[name]}")
     if FIELD.fullmatch(name) is None or count > MAX_OTHER_FIELDS:
@@ -210,7 +232,7 @@ def _check_other(name: str, where: str, count: int) -> None:
 
 
 def other_fields(message: Mapping[str, Any]) -> list[str]:
-    """Fields of a message that no API documents: the chat template may know them."""
+    """Fields of a message that no API documents, but that the chat template may use."""
     return [
         name
         for name, value in message.items()
@@ -225,9 +247,9 @@ def _check_part(part: dict[str, Any], where: str) -> None:
 
 
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The fields of a body that we have, by our names; raises an ApiError for one that can't be obeyed.
+    """The fields of a body that are supported, under our names; raises an ApiError for one that can't be honored.
 
-    `null` is as good as absent. known: our fields' names in this kind of call.
+    `null` counts as absent. known: names of our fields in this kind of request.
     """
     own, by_alias = {}, {}
     for name, value in body.items():
@@ -257,7 +279,7 @@ def _check_neutral(name: str, value: Any) -> None:
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """The answer to what can't be obeyed. param: its field. message: says what to do instead."""
+    """The error for a field that can't be honored. param: its name. message: advice."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 

@@ -1,4 +1,4 @@
-"""The answers of POST /generate and the events of its streams, as TGI's and LoRAX's clients read them."""
+"""Responses and stream events of POST /generate, in TGI's and LoRAX's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .responses import Body, BodyFormat
 
 
 class GenerateFormat(BodyFormat):
-    """One answer to one text."""
+    """One completion of one text."""
 
     end = b""
 
@@ -38,7 +38,7 @@ class GenerateFormat(BodyFormat):
         return [body] if self._how.in_list else body
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
-        """An event for each token; its text is what became certain with it."""
+        """An event for each token; its text is the text that this token completed."""
         self._text.append(delta.text)
         *earlier, last = [
             self._token(token, score, "") for token, score in zip(delta.token_ids, delta.logprobs, strict=True)
@@ -89,6 +89,8 @@ class GenerateFormat(BodyFormat):
     def _token(self, token: int, score: TokenLogprobs, text: str) -> Body:
         special = self._scores.is_special(token)
         return {
-            "id": token, "text": text or self._scores.name(token) if special else text,
-            "logprob": max(score.logprob, LOWEST), "special": special,
-        }  # fmt: skip
+            "id": token,
+            "text": text or self._scores.name(token) if special else text,
+            "logprob": max(score.logprob, LOWEST),
+            "special": special,
+        }

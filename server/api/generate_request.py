@@ -1,4 +1,4 @@
-"""The body of POST /generate, TGI's and LoRAX's, as a completion request."""
+"""The body of POST /generate, TGI's and LoRAX's, converted to a completion request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .completion_request import CompletionRequest
 from .translation import OtherBody, renaming
 
 MAX_NEW_TOKENS = 100
-"""TGI's, where a request does not say."""
+"""TGI's default, used if a request has none."""
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """TGI's defaults, whatever the model's generation_config.json says."""
 
 
 class GenerateBody(OtherBody):
-    """A request to answer, as its client sends it."""
+    """A request as the client sends it."""
 
     inputs: str
     parameters: dict[str, Any] = {}
@@ -28,17 +28,17 @@ class GenerateBody(OtherBody):
 
 
 class Parameters(OtherBody):
-    """What `parameters` has. Most goes to the completion request as it is, by the names that the fields have here."""
+    """The fields of `parameters`. Most go to the completion request unchanged, under our names."""
 
     refused = {
-        "adapter_source": (("local", "hub"), "adapters go by their names here, wherever they came from: leave it out"),
+        "adapter_source": (("local", "hub"), "adapters are named here without their source: leave it out"),
         "api_token": ((), "adapters are loaded by the operator, with POST /v1/adapters"),
-        "best_of": ((1,), "ask several times, with seeds"),
+        "best_of": ((1,), "send several requests, with seeds"),
         "merged_adapters": ((), "name one adapter in adapter_id"),
         "return_k_alternatives": ((0,), "use POST /v1/completions with logprobs"),
         "top_n_tokens": ((0,), "use POST /v1/completions with logprobs"),
         "typical_p": ((1.0,), "use top_p"),
-        "watermark": ((False,), "answers have no watermark here"),
+        "watermark": ((False,), "watermarks are not supported"),
     }
 
     decoder_input_details: StrictBool = False
@@ -63,23 +63,28 @@ class Parameters(OtherBody):
 
 READ_HERE = {"decoder_input_details", "details", "do_sample", "grammar"}
 
-NAMES = {"prompt": "inputs", "structured_outputs": "grammar",
-         **{name: field.alias for name, field in Parameters.model_fields.items() if field.alias}}  # fmt: skip
-"""The client's names of fields that the completion request has by others."""
+NAMES = {
+    "prompt": "inputs",
+    "structured_outputs": "grammar",
+    **{name: field.alias for name, field in Parameters.model_fields.items() if field.alias},
+}
+"""The client's names for fields of the completion request."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request to answer. in_list: whether the whole answer is the only one of a list. samples: else it is greedy."""
+    """A request to generate text."""
 
     completion: CompletionRequest
     details: bool
     in_list: bool
+    """Return a list with the whole response."""
     samples: bool
+    """False: greedy."""
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits, *, stream: bool | None = None) -> GenerateRequest:
-        """stream: what the route says; None: the body does, and the answer is in a list."""
+        """stream: as the route demands; None: as the body says, with the whole response in a list."""
         asked = GenerateBody.read(body, limits)
         given = validated(Parameters, asked.parameters)
         samples = bool(given.do_sample or given.model_fields_set & {"top_k", "top_p"} or given.temperature)
@@ -108,5 +113,5 @@ def _grammar(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if kind == "json_schema" and isinstance(text, dict):
         kind, text = "json", text.get("schema")
     if kind not in ("json", "regex") or text is None:
-        raise ApiError(400, "grammar has the type json, json_schema or regex, and a value", param="grammar")
+        raise ApiError(400, "grammar must have the type json, json_schema or regex, and a value", param="grammar")
     return {kind: text}

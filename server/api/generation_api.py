@@ -1,5 +1,4 @@
-"""The routes that generate text. Each parses its own request format; `GenerationBuilder` and `Responder` do the
-rest.
+"""Routes that generate text. Each parses its own request format; `GenerationBuilder` and `Responder` do the rest.
 
 Tests: tests/server/test_completions.py, tests/server/test_chat.py
 """
@@ -32,19 +31,19 @@ from .responses_request import ResponsesBody, ResponsesRequest
 from .translation import renaming
 
 CHAT_NAMES = {"prompt": "messages"}
-"""What a chat request's prompt comes from."""
+"""The source of a chat request's prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request that was read, and the form of its answer. prefix: of the answer's id. names: the client's names of
-    fields, for errors.
-    """
+    """A parsed request, and the format of its response."""
 
     asked: CompletionRequest | ChatBatch
     make_format: MakeFormat
     prefix: str
+    """Prefix of the response's id."""
     names: Mapping[str, str]
+    """The client's names of fields, for errors."""
 
 
 def _completion(body: bytes, limits: RequestLimits) -> ParsedRequest:
@@ -56,18 +55,18 @@ def _chat(body: bytes, limits: RequestLimits) -> ParsedRequest:
 
 
 def _chat_batch(body: bytes, limits: RequestLimits) -> ParsedRequest:
-    """vLLM's: a choice, or `n` of them, for each of several conversations."""
+    """vLLM's batch: a choice, or `n` of them, for each of several conversations."""
     return ParsedRequest(ChatBatch.parse(body, limits), ChatFormat, "chatcmpl-", CHAT_NAMES)
 
 
 def _invocation(body: bytes, limits: RequestLimits) -> ParsedRequest:
-    """SageMaker's: a chat completion where the body has messages, else a completion."""
+    """SageMaker's route: a chat completion if the body has messages, else a completion."""
     check_json(body, limits.max_json_values)
     return (_chat if has_messages(body) else _completion)(body, limits)
 
 
 def _response(body: bytes, limits: RequestLimits) -> ParsedRequest:
-    """OpenAI's Responses, of which none is stored."""
+    """OpenAI's Responses; none is stored."""
     asked = ResponsesRequest.parse(body, limits)
     return ParsedRequest(
         ChatBatch.of(asked.chat), partial(ResponsesFormat, asked.told), "resp_", responses_request.NAMES
@@ -96,13 +95,13 @@ ROUTES: dict[str, tuple[Callable[[bytes, RequestLimits], ParsedRequest], type[Ba
     "/": (partial(_generate, stream=None), GenerateBody),
     "/invocations": (_invocation, None),
 }
-"""What reads the bodies of each path, and their fields; None: of either of two others."""
+"""Parsers and fields of the bodies of each path; None: one of two others."""
 
 
 @dataclass(slots=True)
 class GenerationApi:
-    """Completions and chat completions, in the forms of several servers; `GenerationBuilder` and `Responder` do what
-    they share.
+    """Completions and chat completions, in the formats of several servers; `GenerationBuilder` and `Responder` do the
+    common part.
     """
 
     builder: GenerationBuilder

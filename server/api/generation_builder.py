@@ -1,4 +1,4 @@
-"""Calls: from a request that was read to the generation that answers it.
+"""Builds the engine's requests and the `Generation` for a parsed API request.
 
 Tests: tests/server/test_sampling_fields.py, tests/server/test_choices.py
 """
@@ -41,18 +41,15 @@ from .sampling_defaults import SamplingDefaults
 T = TypeVar("T")
 
 MARK_TOKENS = 32
-"""Tokens that the mark of reasoning, and a line break, have at most."""
+"""Most tokens of the mark of reasoning and a line break."""
 
 THREAD_BODY = 16 << 10
-"""Bytes of a request's body above which it is read beside the event loop."""
+"""Bytes of a request's body above which a thread parses it."""
 
 
 @dataclass(slots=True)
 class GenerationBuilder:
-    """Checks what a request asks for, and makes the requests that the engine runs for it.
-
-    threads: read long bodies, and compile grammars. templates: of adapters that bring their own.
-    """
+    """Checks an API request and builds the engine's requests for it."""
 
     worker: Backend
     tokenizer: Tokenizer
@@ -60,30 +57,32 @@ class GenerationBuilder:
     defaults: SamplingDefaults
     telemetry: Telemetry
     threads: DaemonPool
+    """Pool for parsing long bodies and compiling grammars."""
     templates: AdapterTemplates
+    """Templates of adapters that bring their own."""
     seeds: Seeds = field(init=False)
 
     def __post_init__(self) -> None:
         self.seeds = Seeds(self.settings.seed)
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
-        """Reads a request's body; raises an ApiError that names the field."""
+        """Read a request's body; raises an ApiError that names the field."""
         async with read_body(request, self.settings.max_body_bytes) as body:
             if len(body) > THREAD_BODY:
                 return await self.threads.run(read, body, self.settings)
             return read(body, self.settings)
 
     def most_tokens(self, asked: GenerationRequest) -> int:
-        """Most tokens of a text: the context's, or a call's if it is to be cut."""
+        """Most tokens of a text: the context length, or the request limit if the text is to be truncated."""
         limit = self.worker.model.max_model_len
         return limit if asked.truncate_prompt_tokens is None else max(limit, self.settings.max_call_tokens)
 
     async def complete(
         self, caller: Caller, asked: CompletionRequest, prefix: str, arrival: float
     ) -> tuple[Generation, list[str | list[int]]]:
-        """The generation that answers a completion request, and its prompts as an echo shows them.
+        """The generation for a completion request, and its prompts for echo.
 
-        prefix: of its id. arrival: when it came, by the monotonic clock.
+        prefix: of its id. arrival: its time by the monotonic clock.
         """
         given = asked.prompts(self.settings.max_prompts)
         self.check(caller, asked, len(given))
@@ -97,7 +96,7 @@ class GenerationBuilder:
         return generation, shown
 
     async def converse(self, caller: Caller, batch: ChatBatch, prefix: str, arrival: float) -> Generation:
-        """The generation that answers conversations; prefix, arrival: as of `complete`."""
+        """The generation for conversations; prefix, arrival: as for `complete`."""
         asked, context = batch.asked, self.worker.model.max_model_len
         self.check(caller, asked, len(batch.conversations))
         most = self.most_tokens(asked)
@@ -107,23 +106,23 @@ class GenerationBuilder:
         return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer)
 
     async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
-        """The tokenizer of conversations with a model, which may have a template of its own."""
+        """The tokenizer for conversations with a model, which may have its own template."""
         _, adapter = self._names(caller, model, lora_path)
         return await self.templates.tokenizer_of(adapter)
 
     def check(self, caller: Caller, asked: GenerationRequest, num_prompts: int) -> None:
-        """Raise InvalidRequest for too many answers, and Overloaded where the queue has no room for them."""
+        """Raise InvalidRequest for too many choices, and Overloaded if the queue has no room for them."""
         limit = self.settings.max_prompts
         if num_prompts * asked.n > limit:
-            count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
-            raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
+            count = f"got {asked.n} for each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
+            raise InvalidRequest("n", f"at most {limit} choices are allowed in one request, {count}")
         check_steering(asked, num_prompts * asked.n, self.settings)
         _, adapter = self._names(caller, asked.model, asked.lora_path)
         with self.telemetry.counting_rejections():
             self.worker.check_room(caller.tenant, adapter, num_prompts * asked.n)
 
     async def require(self, caller: Caller, model: str | None, lora_path: str | None = None) -> None:
-        """Raises an ApiError, as a request for an answer would, unless there is a model that the key may use."""
+        """Raises an ApiError, like a generation request, unless the key may use such a model."""
         model, asked = self._names(caller, model, lora_path)
         if asked is None:
             return
@@ -138,8 +137,8 @@ class GenerationBuilder:
             raise await no_model_like(model, adapters, base, caller.grant, self.threads) from None
 
     def _names(self, caller: Caller, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
-        """The name that the answer goes by, and the adapter's; `NOWHERE` for what the caller may not use: the
-        request then fares in all as one for an adapter that does not exist.
+        """The model's name in the response, and the adapter's; `NOWHERE` for a model that the caller may not use: the
+        request then behaves in all respects as for an adapter that does not exist.
         """
         model, adapter = names_of(self.settings.base_name, model, lora_path)
         note_request(model=clipped(model))
@@ -155,7 +154,7 @@ class GenerationBuilder:
         arrival: float,
         tokenizer: Tokenizer,
     ) -> Generation:
-        """The generation that answers prompts. tokenizer: the one that they were made with."""
+        """The generation for prompts. tokenizer: the one that made them."""
         what = "prompt" if isinstance(asked, CompletionRequest) else "messages"
         limit = self.worker.model.max_model_len
         for prompt in prompts:
@@ -185,7 +184,7 @@ class GenerationBuilder:
                     arrival,
                     tenant=caller.tenant,
                     cache_salt=asked.cache_salt,
-                    call=call_id if several else "",
+                    choice_group=call_id if several else "",
                     sibling=choices[0].request if choices else None,
                 )
                 text_stream = tokenizer.text_stream(
@@ -219,7 +218,7 @@ class GenerationBuilder:
         return generation
 
     async def _grammar(self, asked: GenerationRequest, syntax: OutputSyntax, tokenizer: Tokenizer) -> Grammar | None:
-        """What the answer must match, compiled beside the event loop. Raises InvalidRequest for what can't be."""
+        """The grammar of the output, compiled on a thread. Raises InvalidRequest if it can't be compiled."""
         content, model = asked.asked_grammar(self.settings), self.worker.model
         asked_for = asked.output_grammars(content, syntax, tokenizer, self.settings)
         grammar = None
@@ -229,5 +228,5 @@ class GenerationBuilder:
                 await self.threads.run(grammars.compile, grammar)
             except InvalidGrammar as error:
                 message = asked.explained(str(error)) if name == "tools" else str(error)
-                raise InvalidRequest(name, f"{name} can't be obeyed: {message}") from None
+                raise InvalidRequest(name, f"{name} can't be enforced: {message}") from None
         return grammar

@@ -1,4 +1,4 @@
-"""Fields that ask for answers that match a grammar: OpenAI's, vLLM's, SGLang's and llama.cpp's."""
+"""Fields that ask for output that matches a grammar: OpenAI's, vLLM's, SGLang's and llama.cpp's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GrammarFields(BaseModel):
-    """Fields of a body; one of them at most may say what the answer matches."""
+    """Fields of a body, of which at most one may define the output's grammar."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -33,14 +33,14 @@ class GrammarFields(BaseModel):
     structural_tag: str | dict[str, Any] | None = None
 
     def asked_grammar(self, limits: RequestLimits) -> tuple[str, Grammar] | None:
-        """Return the field that says what the answer matches, and its grammar; None if there is none.
+        """Return the field that defines the output's grammar, and the grammar; None if there is none.
 
-        Raises an ApiError for two of them, and for a grammar that is larger than this server takes.
+        Raises an ApiError for two of them, and for a grammar that is too large.
         """
         found = list(self._grammars())
         if len(found) > 1:
             (one, _), (other, _), *_ = found
-            raise ApiError(400, f"{one} and {other} both say what the answer matches; give one of them", param=other)
+            raise ApiError(400, f"{one} and {other} both define the output's grammar; give one of them", param=other)
         for name, grammar in found:
             check_size(name, grammar, limits)
             return name, grammar
@@ -55,15 +55,15 @@ class GrammarFields(BaseModel):
             if name not in _KINDS and name not in _STRUCTURED_HARMLESS:
                 known = ", ".join(_KINDS)
                 raise ApiError(400, f"{full} is not known; it may have {known}", param=full, code="unknown_parameter")
-            if name in _KINDS and value not in (None, False):  # what is empty asks for something, too
+            if name in _KINDS and value not in (None, False):  # an empty value asks for something, too
                 yield full, _read(full, name, value)
         if self.response_format is not None and (grammar := _of_format(self.response_format)) is not None:
             yield "response_format", grammar
 
 
 def _of_format(asked: dict[str, Any]) -> Grammar | None:
-    """The grammar of a response_format. What it says is enforced whether it says `strict` or not; of a schema that says
-    `strict: false`, what can't be enforced is left out.
+    """The grammar of a response_format. It is enforced whether it says `strict` or not; for a schema with `strict:
+    false`, rules that can't be enforced are dropped.
     """
     name, inside = "response_format", {**asked}
     kind = inside.pop("type", None)
@@ -77,7 +77,9 @@ def _of_format(asked: dict[str, Any]) -> Grammar | None:
     if kind == "structural_tag":
         return _read(name, kind, inside)
     raise ApiError(
-        400, "response_format may be text, json_object, json_schema with its json_schema, or structural_tag", param=name
+        400,
+        "response_format must be text, json_object, json_schema with its json_schema, or structural_tag",
+        param=name,
     )
 
 
@@ -98,18 +100,24 @@ _KINDS: dict[str, tuple[GrammarKind, type | tuple[type, ...], str]] = {
     "structural_tag": (GrammarKind.STRUCTURAL_TAG, (str, dict), "structures and triggers"),
     "json_object": (GrammarKind.JSON_OBJECT, object, ""),
 }
-"""What an answer may have to match, by vLLM's names: the types of values, and these in words."""
+"""Kinds of grammars under vLLM's names: the types of their values, and these types in words."""
 
 _PLAIN = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
     "structural_tag": "structural_tag",
-}  # fmt: skip
-"""The same by fields of their own."""
+}
+"""The same kinds as fields of their own."""
 
 
 def _read(name: str, kind: str, value: Any) -> Grammar:
-    """The grammar that a field asks for. Raises an ApiError for a value of another type."""
+    """The grammar that a field defines. Raises an ApiError for a value of another type."""
     grammar_kind, types, what = _KINDS[kind]
     if not isinstance(value, types) or (kind == "choice" and not all(isinstance(each, str) for each in value)):
         raise ApiError(400, f"{name} must be {what}", param=name)
@@ -127,20 +135,18 @@ def _json_of(name: str, text: str) -> Any:
     try:
         return from_json(text)
     except ValueError as error:
-        raise ApiError(400, f"{name} is no JSON: {error}", param=name) from None
+        raise ApiError(400, f"{name} must be JSON: {error}", param=name) from None
 
 
 _STRUCTURED_HARMLESS = frozenset({"disable_fallback", "disable_any_whitespace"})
-"""vLLM's, of which the answer does not depend here: there is one backend, and blanks are few in any case."""
+"""vLLM's options without an effect here: there is one backend, and blanks are few in any case."""
 
 
 def check_size(name: str, grammar: Grammar, limits: RequestLimits) -> None:
     """Raises an ApiError for a grammar that would take too long to compile."""
     size = len(grammar.text.encode("utf-8", "surrogatepass"))
     if size > limits.max_grammar_bytes:
-        raise ApiError(
-            400, f"{name} has {size} bytes, this server takes grammars of {limits.max_grammar_bytes}", param=name
-        )
+        raise ApiError(400, f"{name} has {size} bytes, this server accepts {limits.max_grammar_bytes}", param=name)
     if grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG):
         size = _pattern_bytes(name, grammar.text)
     elif grammar.kind == GrammarKind.CHOICE:
@@ -148,7 +154,7 @@ def check_size(name: str, grammar: Grammar, limits: RequestLimits) -> None:
     if size > limits.max_pattern_bytes:
         raise ApiError(
             400,
-            f"{name} has {size} bytes of regular expressions or rules, this server takes {limits.max_pattern_bytes}",
+            f"{name} has {size} bytes of regular expressions or rules, this server accepts {limits.max_pattern_bytes}",
             param=name,
         )
 

@@ -1,4 +1,4 @@
-"""JSON written piece by piece: no piece takes long enough for other threads to notice."""
+"""JSON written in pieces that are short enough not to delay other threads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PLAIN_SLICE = 1024
 
 
 LONG_PIECE = 1024
-"""Bytes that take some time to write."""
+"""Bytes whose writing takes noticeable time."""
 
 
 class Sliced:
-    """An array that makes its items when they are written."""
+    """An array that makes its items while it is written."""
 
     __slots__ = ("_items", "_make")
 
@@ -40,17 +40,19 @@ class Sliced:
 
 
 def sliced(items: Sequence[Any], make: Callable[[Any], Any]) -> list[Any] | Sliced:
-    """An array that is short enough to be made at once, or else one that is made when it is written."""
+    """An array made at once if it is short, else while it is written."""
     return [make(item) for item in items] if len(items) <= SLICE else Sliced(items, make)
 
 
 def dumps(value: Any) -> bytes:
-    """A value's JSON, written at once. TypeError for what has none; a number that is not finite becomes null."""
+    """A value's JSON, written at once. Raises TypeError for types without JSON; a number that is not finite becomes
+    null.
+    """
     return orjson.dumps(value, _plain)
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """A value's JSON; joined, the pieces are what `dumps` writes."""
+    """A value's JSON; joined, the pieces equal the result of `dumps`."""
     if isinstance(value, dict) and value:
         opening = b"{"
         for name, item in value.items():
@@ -70,7 +72,7 @@ def pieces(value: Any) -> Iterator[bytes]:
 
 
 def _array(items: Iterator[Any]) -> Iterator[bytes]:
-    """An array of items, each of which is given as pieces; several items may be in one."""
+    """An array of items, each given as pieces; a piece may hold several items."""
     opening = b"["
     for item in items:
         for piece in item:
@@ -81,7 +83,7 @@ def _array(items: Iterator[Any]) -> Iterator[bytes]:
 
 
 def encode(value: Any) -> bytes:
-    """A value's JSON, written piece by piece; other threads have the interpreter for half of the time."""
+    """A value's JSON, written piece by piece; other threads get the interpreter half of the time."""
     written, began = [], time.perf_counter()
     for piece in pieces(value):
         written.append(piece)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that OpenAI's and vLLM's clients know."""
+"""Log-probabilities in OpenAI's and vLLM's formats."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .json_text import sliced
 Body = dict[str, Any]
 
 LOWEST = -9999.0
-"""Stands for anything below it: JSON has no infinities."""
+"""Replaces any lower value: JSON has no infinities."""
 
 
 class LogprobFormat:
-    """Writes log-probabilities with token names. Long arrays are made when they are written."""
+    """Formats log-probabilities with token names. Long arrays are made while they are written."""
 
     def __init__(self, vocabulary: Vocabulary, *, as_token_ids: bool = False) -> None:
-        """as_token_ids: tokens go by `token_id:5` instead of their names (vLLM's `return_tokens_as_token_ids`)."""
+        """as_token_ids: name tokens `token_id:5` instead of by their text (vLLM's `return_tokens_as_token_ids`)."""
         self._vocabulary = vocabulary
         self.name = vocabulary.name_of
         self._name = "token_id:{}".format if as_token_ids else vocabulary.name_of
@@ -36,7 +36,7 @@ class LogprobFormat:
     ) -> Body:
         """`logprobs` of a completion with `count` alternatives; a prompt's first token has None.
 
-        The token itself is always among its alternatives, so that there may be one more.
+        The token itself is always included, so there may be one more than `count`.
         """
         return {
             "text_offset": list(offsets),
@@ -49,7 +49,7 @@ class LogprobFormat:
         """A token and its alternatives by their names."""
         named: dict[str, float] = {}
         for token, score in ((entry.token_id, entry.logprob), *entry.top[:count]):
-            named.setdefault(self._name(token), _finite(score))  # of equal names the likelier
+            named.setdefault(self._name(token), _finite(score))  # of equal names, the more likely
         return named
 
     def chat(self, logprobs: Sequence[TokenLogprobs], count: int) -> Body:
@@ -68,7 +68,7 @@ class LogprobFormat:
         }
 
     def prompt(self, logprobs: Sequence[TokenLogprobs], count: int) -> Any:
-        """vLLM's `prompt_logprobs`: token id → score, for every token but the first, with their ranks."""
+        """vLLM's `prompt_logprobs`: token id → logprob, for every token but the first, with their ranks."""
         return sliced([None, *logprobs], lambda entry: None if entry is None else self._by_id(entry, count))
 
     def _by_id(self, entry: TokenLogprobs, count: int) -> dict[str, Body]:

@@ -1,4 +1,4 @@
-"""The answers of POST /v1/messages and the events of its streams, as Anthropic's clients read them."""
+"""Responses and stream events of POST /v1/messages, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DELTAS = {
 
 
 class MessagesFormat(BlockFormat):
-    """Blocks as they are in Anthropic's messages."""
+    """Blocks in the format of Anthropic's messages."""
 
     def opening(self) -> Iterator[Body]:
         yield {"type": "message_start", "message": self._message([])}
@@ -53,7 +53,7 @@ class MessagesFormat(BlockFormat):
         if block.kind is not PartKind.CALL:
             return {**_BEGINNINGS[block.kind], _DELTAS[block.kind][1]: block.text}
         try:
-            arguments = from_json(block.text or "{}", allow_partial="trailing-strings")  # of a call that was cut
+            arguments = from_json(block.text or "{}", allow_partial="trailing-strings")  # of a truncated tool call
         except ValueError:
             arguments = {}
         return self._call(block, arguments)

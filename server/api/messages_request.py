@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages, Anthropic's, as a chat request.
+"""The body of POST /v1/messages, Anthropic's, converted to a chat request.
 
 Tests: tests/server/api/test_messages.py
 """
@@ -17,21 +17,26 @@ from .fields import unsupported
 from .translation import AsChat, objects, part_text, text_of, typed, wrong
 
 NO_THREAD = "thread_not_found"
-"""Code of the error to a call that goes on with a thread: Anthropic's client then sends the whole conversation."""
+"""Error code for a request that continues a thread: Anthropic's client then sends the whole conversation."""
 
-NAMES = {"prompt": "messages", "reasoning_effort": "output_config", "response_format": "output_config",
-         "thinking_token_budget": "thinking.budget_tokens", "stop": "stop_sequences"}  # fmt: skip
-"""The client's names of fields that the chat request has by others."""
+NAMES = {
+    "prompt": "messages",
+    "reasoning_effort": "output_config",
+    "response_format": "output_config",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "stop": "stop_sequences",
+}
+"""The client's names for fields of the chat request."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Anthropic's words for tool_choice, and OpenAI's."""
+"""Anthropic's values of tool_choice, and OpenAI's."""
 
 
 class MessagesBody(AsChat):
-    """A request to answer. Prompts are cached by themselves, and there is one class of service."""
+    """A request to generate a message. Prompts are cached automatically, and there is one service class."""
 
     refused = {
-        "container": ((), "there are no containers that a model could use"),
+        "container": ((), "this server has no containers for models"),
         "context_management": ((), "shorten the messages, or use truncate_prompt_tokens"),
         "mcp_servers": (([],), "call their tools from the client"),
     }
@@ -50,10 +55,10 @@ class MessagesBody(AsChat):
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ChatCompletionRequest:
-        """The chat request that asks the same."""
+        """The equivalent chat request."""
         asked = cls.read(body, limits)
         if asked.thread not in (None, {"type": "create"}):
-            message = "no conversation is held here between calls; send all of its messages"
+            message = "this server stores no conversations; send all messages"
             raise ApiError(404, message, param="thread", code=NO_THREAD)
         messages, choice = _messages(asked.system, asked.messages), asked.tool_choice or {}
         return asked.as_chat(
@@ -62,7 +67,7 @@ class MessagesBody(AsChat):
             max_tokens=asked.max_tokens,
             messages=messages,
             stop=asked.stop_sequences or None,
-            # the answer goes on with what the client began
+            # the model continues the text that the client began
             continue_final_message=True if messages and messages[-1]["role"] == "assistant" else None,
             tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools)] or None,
             tool_choice=_tool_choice(choice) if choice else None,
@@ -78,7 +83,7 @@ class MessagesToCount(MessagesBody):
 
 
 def _output(asked: MessagesBody) -> dict[str, Any]:
-    """The fields of chat that say how much is to be thought, and the JSON schema of the answer."""
+    """The chat fields for the amount of reasoning and for the JSON schema of the output."""
     chat: dict[str, Any] = {}
     effort, thinking = asked.output_config.get("effort"), asked.thinking
     if thinking is not None:
@@ -107,7 +112,7 @@ def _messages(system: Any, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """The messages of one of Anthropic's: each result of a tool is one of its own, before what the user says."""
+    """Messages equivalent to one of Anthropic's: each tool result becomes its own message, before the user's text."""
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise wrong(f"{where}.role", "user, assistant or system")
@@ -127,7 +132,7 @@ def _of_message(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             results.append({"role": "tool", "content": output or "", "tool_call_id": _id(block, "tool_use_id", at)})
         elif kind == "thinking":
             thoughts.append(typed(block, "thinking", str, "a string", f"{at}.") or "")
-        elif kind != "redacted_thinking":  # of which only its maker can make sense
+        elif kind != "redacted_thinking":  # only its maker can read it
             texts.append(part_text(block, at, ("text",)))
     rest: dict[str, Any] = {"role": role, "content": "\n".join(texts) if texts else None}
     if calls:
@@ -153,7 +158,7 @@ def _id(block: dict[str, Any], name: str, where: str) -> str:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         kind = clipped(repr(tool["type"]))
-        raise unsupported(f"{where}.type", f"{where} is of type {kind}; only tools that the client runs are known")
+        raise unsupported(f"{where}.type", f"{where} is of type {kind}; only tools that the client runs are supported")
     function = {"name": _id(tool, "name", where)}
     if (description := typed(tool, "description", str, "a string", f"{where}.")) is not None:
         function["description"] = description

@@ -1,4 +1,4 @@
-"""The name that a mistyped one may be meant for, found in a time that thousands of names do not lengthen much."""
+"""Finds the existing name nearest to a mistyped one, fast even among thousands of names."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ if TYPE_CHECKING:
     from ..executors import DaemonPool
 
 MAX_COMPARED = 64
-"""Names that are compared letter by letter."""
+"""Most names compared letter by letter."""
 
 MAX_LONGER = 3
-"""Letters that the name may have more or fewer."""
+"""Most letters by which the lengths may differ."""
 
 ENDS = 2
 """Letters at the beginning, or at the end, that both names must share."""
 
 
-async def no_model_like(
-    name: str, adapters: BackendAdapters, base: str, grant: Grant, threads: DaemonPool
-) -> ApiError:  # fmt: skip
-    """The answer to a model's name that there is not, with the one that is meant if the key may use it.
+async def no_model_like(name: str, adapters: BackendAdapters, base: str, grant: Grant, threads: DaemonPool) -> ApiError:
+    """The error for an unknown model, with a suggestion if the key may use it.
 
-    threads: compare the names, which may be thousands, beside the event loop.
+    threads: pool that compares the names, which may be thousands.
     """
     names = await asyncio.wrap_future(adapters.names())
 
@@ -41,9 +39,9 @@ async def no_model_like(
 
 
 def nearest(name: str, names: Iterable[str], allows: Callable[[str], bool] = lambda _: True) -> str | None:
-    """The name among `names` that is most like `name`; None where none is near. allows: the ones that may be told.
+    """The name among `names` most like `name`; None if none is near. allows: tests which ones may be told.
 
-    A name is compared if it begins or ends as `name` does, whatever the case, and is about as long.
+    A name is compared if it begins or ends like `name`, ignoring case, and is about as long.
     """
     name = name[:256]
     low = name.lower()

@@ -1,6 +1,6 @@
-"""Fields that the bodies of clients have in common.
+"""Fields that the request bodies have in common.
 
-OpenAI's fields, the extensions of vLLM and of our own that we take, and other servers' names for them: see `fields`.
+OpenAI's fields, Chorus's extensions, the supported extensions of vLLM, and other servers' names for them: see `fields`.
 
 Tests: tests/server/api/test_fields.py
 """
@@ -29,7 +29,7 @@ MAX_STOP_CHARACTERS = 1024
 INT64_MAX = 2**63 - 1
 
 SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_tokens")
-"""Fields that are sampling parameters as they are."""
+"""Fields that are passed on as sampling parameters."""
 
 DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
 """Fields for which the model has defaults."""
@@ -41,16 +41,15 @@ AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far.
-
-    include_obfuscation: OpenAI's padding of chunks, which changes nothing that is said; there is none here.
-    """
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    """vLLM's; with include_usage, every chunk has the counts so far."""
     include_obfuscation: bool = False
+    """OpenAI's padding of chunks, which does not change the content; this server adds none."""
 
 
 class GenerationRequest(GrammarFields):
@@ -108,7 +107,7 @@ class GenerationRequest(GrammarFields):
         if not isinstance(names, list):
             return names
         if not names or any(name != names[0] for name in names):
-            raise ValueError("one adapter answers a call; send a call for each of them")
+            raise ValueError("a request can use one adapter; send a request for each")
         return names[0]
 
     @field_validator("stop", mode="before")
@@ -142,20 +141,20 @@ class GenerationRequest(GrammarFields):
 
     @classmethod
     def parse(cls: type[AnyRequest], body: bytes, limits: RequestLimits) -> AnyRequest:
-        """Reads a body; raises an ApiError that names the field."""
+        """Parse a body; raises an ApiError that names the field."""
         check_json(body, limits.max_json_values)
         return cls.of(body, limits)
 
     @classmethod
     def of(cls: type[AnyRequest], body: bytes | dict[str, Any], limits: RequestLimits) -> AnyRequest:
-        """A request of a body, or of its fields, that is no larger than is taken."""
+        """A request from a body, or from its fields, within the limits."""
         request = validated(cls, body, context=limits)
         if "stream_options" in request.model_fields_set and not request.stream:
             raise ApiError(400, "stream_options need stream=true", param="stream_options")
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             count = getattr(request, name, None)
             if count is not None and count > limits.max_logprobs:
-                raise ApiError(400, f"{name} is {count}, this server gives {limits.max_logprobs}", param=name)
+                raise ApiError(400, f"{name} is {count}, this server returns at most {limits.max_logprobs}", param=name)
         if request.logprob_token_ids and (request.num_logprobs is None or request.prompt_only):
             message = "logprob_token_ids need logprobs, and tokens to generate"
             raise ApiError(400, message, param="logprob_token_ids")
@@ -163,31 +162,31 @@ class GenerationRequest(GrammarFields):
         return request
 
     def check(self, limits: RequestLimits) -> None:
-        """Raises an ApiError for fields that don't go together."""
+        """Raises an ApiError for fields that contradict each other."""
 
     def ignored(self, tokenizer: Tokenizer) -> list[str]:
-        """Fields that the answer does not depend on, because the model's chat template does not know them."""
+        """Fields without an effect, because the model's chat template does not use them."""
         return [] if self.reasoning_effort is None else ["reasoning_effort"]
 
     def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
-        """What the answer is read for."""
+        """The kinds of parts to parse the output for."""
         return OutputSyntax()
 
     def reader(self, syntax: OutputSyntax) -> OutputParser | None:
-        """A reader for one answer; None if its text is all that the answer has."""
+        """A parser for one choice's output; None if plain text suffices."""
         return None
 
     def output_grammars(
         self, content: tuple[str, Grammar] | None, syntax: OutputSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
-        """Grammars that can be obeyed, each with its field; the answer matches the last one.
+        """Grammars that can be enforced, each with its field; the output matches the last one.
 
-        content: what the answer's content matches, and the field that says so.
+        content: the grammar of the content, and the field that defines it.
         """
         return [] if content is None else [content]
 
     def explained(self, message: str) -> str:
-        """What is wrong with a grammar of `output_grammars`, with the path of what it is about in the request."""
+        """The fault of a grammar of `output_grammars`, with the path in the request of the part that it is about."""
         return message
 
     @property
@@ -205,17 +204,17 @@ class GenerationRequest(GrammarFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of prompt tokens."""
+        """The same for prompt tokens."""
         return self.prompt_logprobs
 
     @property
     def scores_field(self) -> str:
-        """The field that asks for log-probabilities, for errors."""
+        """The name of the field that asks for log-probabilities, for errors."""
         return "logprobs" if self.num_logprobs is not None else "prompt_logprobs"
 
     @property
     def prompt_only(self) -> bool:
-        """True if nothing is to be generated."""
+        """True if no tokens are to be generated."""
         return False
 
     @property
@@ -225,10 +224,10 @@ class GenerationRequest(GrammarFields):
     @property
     @abstractmethod
     def asked_tokens(self) -> int | None:
-        """Most tokens to generate; None when the client leaves that open."""
+        """Most tokens to generate; None if the client gives no limit."""
 
     def cut(self, prompt: list[int], context: int) -> list[int]:
-        """A prompt without the tokens that `truncate_prompt_tokens` cuts; -1 keeps what the answer leaves room for."""
+        """A prompt truncated by `truncate_prompt_tokens`; -1 keeps as much as leaves room for the output."""
         kept = self.truncate_prompt_tokens
         if kept == -1:
             kept = max(context - (self.asked_tokens or 1), 1)
@@ -244,10 +243,10 @@ class GenerationRequest(GrammarFields):
         unasked_limit: int | None = None,
         grammar: Grammar | None = None,
     ) -> list[SamplingParams]:
-        """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….
+        """An entry for each of the prompt's `n` choices, which differ only in their seeds: seed, seed + 1, ….
 
-        room: tokens that the context has left; a limit beyond that is cut to it. unasked_limit: most tokens where the
-        client leaves that open. Raises InvalidRequest for values out of range.
+        room: tokens left in the context, to which limits are cut. unasked_limit: most tokens if the client gives no
+        limit. Raises InvalidRequest for values out of range.
         """
         asked = self.asked_tokens
         limit = unasked_limit if asked is None else asked
@@ -271,9 +270,9 @@ class GenerationRequest(GrammarFields):
 
 
 def names_of(base: str, model: str | None, lora_path: str | None = None) -> tuple[str, str | None]:
-    """The name that an answer goes by, and the adapter's name or None. base: the base model's name.
+    """The model's name in the response, and the adapter's name or None. base: the base model's name.
 
-    The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
+    The adapter is `model`, the part of it after `base:` (SGLang), or `lora_path` if `model` names no other.
     """
     model = base if model is None else model.removeprefix(f"{base}:") or base
     if not lora_path or lora_path == model:

@@ -1,4 +1,4 @@
-"""The API as an OpenAPI document, made from the routes and from the bodies that they read."""
+"""The API as an OpenAPI document, made from the routes and from the models of their bodies."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
     ("POST", "/v1/load_lora_adapter"): (LoadLoraAdapter,),
     ("POST", "/v1/unload_lora_adapter"): (UnloadLoraAdapter,),
 }
-"""Bodies by method and path: models, any one of which it is. Fields that other servers have under other names are
-taken, too, and are not in the document.
+"""Bodies by method and path: the body is any one of the models. Fields under other servers' names are accepted, too,
+but are not in the document.
 """
 
 QUERIES: dict[str, Body] = {"/pause": {"mode": {"enum": ["keep"]}}}
-"""Parameters behind a path."""
+"""Path parameters."""
 
 
 def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
@@ -51,14 +51,16 @@ def openapi_route(routes: Sequence[Route]) -> Callable[[Request], Awaitable[Resp
         return dumps(document(routes))
 
     async def show_openapi(_: Request) -> Response:
-        """This document."""
+        """The document."""
         return Response(written(), media_type="application/json")
 
     return show_openapi
 
 
 def document(routes: Sequence[Route]) -> Body:
-    """The OpenAPI document of the API's routes, without those of `ABSENT`, which only say why not, and of the page."""
+    """The OpenAPI document of the API's routes, without the page and without `ABSENT` routes, which only explain a
+    refusal.
+    """
     models = sorted({model for body in BODIES.values() for model in body}, key=lambda model: model.__name__)
     _, shared = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     paths: dict[str, Body] = {}

@@ -1,4 +1,4 @@
-"""Grammars of answers that reason or call tools, in llguidance's dialect of Lark."""
+"""Grammars for output with reasoning or tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ def output_grammar(
     parallel: bool,
     content: bool = False,
 ) -> str:
-    """The grammar of answers with calls of these tools, with content that matches another grammar, or with so much
-    reasoning.
+    """The grammar of output that calls these tools, has content that matches another grammar, or has bounded reasoning.
 
-    tools: the JSON schema of each function's arguments; none: there are no calls. specials: ids of the special tokens
-    among the syntax's marks. forced: calls and nothing else, but for reasoning in front of them; otherwise calls in
-    free text, or none. parallel: whether there may be several.
-    content: instead of free text, and instead of calls, the answer may be what `@content` is. Where reasoning has
-    a bound, its end must be a special token.
+    tools: the JSON schema of each function's arguments; empty: no calls. specials: ids of the special tokens among the
+    syntax's marks. forced: only calls, optionally after reasoning; otherwise free text with or without calls. parallel:
+    allow several calls. content: instead of free text, and instead of calls, the output may match `@content`. If
+    reasoning has a bound, its closing mark must be a special token.
     """
     spelt = Speller(specials)
     rules = [ANY_TEXT]
@@ -55,7 +53,9 @@ def output_grammar(
 def _calls(
     form: ToolCallFormat, tools: Mapping[str, dict[str, Any]], rules: list[str], spelt: Speller, *, parallel: bool
 ) -> str:
-    """What an answer of nothing but calls is; adds its rules, of which `calls` is what follows a form's `open`."""
+    """The grammar of output that consists of calls; adds its rules, of which `calls` is the part after a form's
+    `open`.
+    """
     for index, (name, schema) in enumerate(tools.items()):
         arguments = _tags(schema, spelt) if form.xml else _json(schema)
         rules.append(f"call_{index}: {spelt(form.begin.format(name=name))} {arguments} {spelt(form.end)}")
@@ -70,13 +70,13 @@ def _calls(
 
 
 def _reasoning(syntax: OutputSyntax, rules: list[str], spelt: Speller, *, always: bool) -> str:
-    """What the start rule begins with where an answer may reason, or goes on reasoning.
+    """The beginning of the start rule if the output may reason, or continues reasoning.
 
-    always: free text, which could be reasoning, does not follow.
+    always: reasoning is always allowed, because no free text, which could be reasoning, follows.
     """
     reasoning = syntax.reasoning
     if reasoning is None or not (always or spelt.specials.keys() & {reasoning.open, reasoning.close}):
-        return ""  # free text has it, too
+        return ""  # free text allows it, too
     if reasoning.most is None:
         rules.append(spelt.text_up_to("reasoned", reasoning.close))
     else:
@@ -91,7 +91,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _tags(schema: Mapping[str, Any], spelt: Speller) -> str:
-    """Arguments between tags, in the order of the schema's properties. Of strings, enum and const are enforced."""
+    """Arguments between tags, in the order of the schema's properties. For strings, enum and const are enforced."""
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parts = []
@@ -103,7 +103,7 @@ def _tags(schema: Mapping[str, Any], spelt: Speller) -> str:
 
 
 def _tagged_value(schema: Mapping[str, Any], shared: Mapping[str, Any], spelt: Speller) -> str:
-    """The value of one property, with the tag behind it. shared: definitions that the schema may refer to."""
+    """The value of one property, followed by its closing tag. shared: definitions that the schema may refer to."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if schema.get("type") != "string":
         return f"{_json({**shared, **schema})} {spelt(_END_OF_VALUE)}"

@@ -1,4 +1,4 @@
-"""The price of a request, in numbers that are known before it is queued."""
+"""The price of a request, computed before it is queued."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ApiError
 from .openai import GenerationRequest
 
 LEAST_UNASKED = 256
-"""Tokens to which an answer's unasked limit may be cut so that its log-probabilities can be afforded."""
+"""A default limit on generated tokens may be reduced to this many, to keep log-probabilities within bounds."""
 
 WORD_CHARACTERS = 16
 """Characters of a bad word that cost as much as a word."""
@@ -20,7 +20,7 @@ ALLOWED_TOKENS = 16
 
 
 def check_steering(asked: GenerationRequest, num_choices: int, limits: RequestLimits) -> None:
-    """Raises an ApiError when more is to be looked at with every token than is taken."""
+    """Raises an ApiError if checking each token against the request's words and ids costs too much."""
     words = sum(max(1, len(word) // WORD_CHARACTERS) for word in asked.bad_words)
     counts = {
         "stop": sum(map(len, asked.stop)),
@@ -32,8 +32,8 @@ def check_steering(asked: GenerationRequest, num_choices: int, limits: RequestLi
         most = max(counts, key=counts.__getitem__)
         raise ApiError(
             400,
-            f"stop strings, bad words, logit_bias and allowed_token_ids of {num_choices} answers cost {total}, this "
-            f"server takes {limits.max_steering} in one call; give fewer {most}, or ask for fewer answers",
+            f"stop strings, bad words, logit_bias and allowed_token_ids of {num_choices} choices cost {total}, this "
+            f"server accepts {limits.max_steering} per request; give fewer {most}, or ask for fewer choices",
             param=most,
         )
 
@@ -41,9 +41,9 @@ def check_steering(asked: GenerationRequest, num_choices: int, limits: RequestLi
 def unasked_limit(
     asked: GenerationRequest, prompts: Sequence[Sequence[int]], limits: RequestLimits, context: int
 ) -> int | None:
-    """Most tokens of an answer if the client asks for no length; None when its log-probabilities don't limit it.
+    """Most generated tokens if the client gives no limit; None if log-probabilities don't limit it.
 
-    Raises InvalidRequest for a call with more prompt tokens or more log-probabilities than are taken.
+    Raises InvalidRequest for a request with too many prompt tokens or log-probabilities.
     """
     tokens = _prompt_tokens(asked, prompts, limits)
     of_prompts = 0 if asked.num_prompt_logprobs is None else tokens * (asked.num_prompt_logprobs + 1)
@@ -62,18 +62,18 @@ def unasked_limit(
             return fair
     raise InvalidRequest(
         asked.scores_field,
-        f"the answer would have up to {scores} log-probabilities, this server gives {limits.max_scores} in one call; "
-        "ask for fewer alternatives, answers or tokens (max_tokens)",
+        f"the response would have up to {scores} log-probabilities, this server returns {limits.max_scores} per "
+        "request; ask for fewer alternatives, choices or tokens (max_tokens)",
     )
 
 
 def _prompt_tokens(asked: GenerationRequest, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
-    """Prompt tokens of all answers."""
+    """Prompt tokens of all choices."""
     tokens = asked.n * sum(map(len, prompts))
     if tokens > limits.max_call_tokens:
         raise InvalidRequest(
             "prompt" if asked.n == 1 else "n",
-            f"{len(prompts)} prompts times {asked.n} answers have {tokens} tokens, this server takes "
-            f"{limits.max_call_tokens} in one call; send fewer or shorter ones",
+            f"{len(prompts)} prompts times {asked.n} choices have {tokens} tokens, this server accepts "
+            f"{limits.max_call_tokens} per request; send fewer or shorter ones",
         )
     return tokens

@@ -1,4 +1,4 @@
-"""Answers: from a generation to what its client receives.
+"""Responses: sends a generation to its client, whole or as a stream.
 
 Tests: tests/server/test_answer_shapes.py
 """
@@ -37,28 +37,27 @@ access = logging.getLogger("chorus.access")
 MakeFormat = Callable[[GenerationRequest, Generation, LogprobFormat, Sequence[Echo]], BodyFormat]
 
 IGNORED = "x-ignored-fields"
-"""Header of an answer: fields that it does not depend on, because the model's chat template does not know them."""
+"""Response header: fields without an effect, because the model's chat template does not use them."""
 
 LOAD, LOAD_FORMAT = "endpoint-load-metrics", "endpoint-load-metrics-format"
-"""ORCA's headers: an answer's with the server's load, for balancers, and a request's that asks for it."""
+"""ORCA's headers: the response's with the server's load, for load balancers, and the request's that asks for it."""
 
 THREAD_LOGPROBS = 500
-"""Log-probabilities of an answer, or of a part of one, above which it is written beside the event loop."""
+"""Log-probabilities in a response or chunk above which a thread writes it."""
 
 
 @dataclass(slots=True)
 class Responder:
-    """Has the engine accept a call, and answers it in the form that its route asks for, whole or as a stream.
-
-    threads: write long answers. sourced: brings adapters that are not registered.
-    """
+    """Submits a generation to the engine, and sends the response in its route's format, whole or as a stream."""
 
     worker: Backend
     tokenizer: Tokenizer
     settings: Settings
     telemetry: Telemetry
     threads: DaemonPool
+    """Pool for writing long responses."""
     sourced: SourcedAdapters
+    """Brings adapters that are not registered."""
 
     async def to(
         self,
@@ -82,7 +81,7 @@ class Responder:
                 raise
             base, grant = self.settings.base_name, request.state.identity.grant
             raise await no_model_like(generation.model, self.worker.adapters, base, grant, self.threads) from None
-        try:  # now the engine has found the prompts to be such that they can be decoded
+        try:  # the engine has accepted the prompts, so they can be decoded
             echoes = await self.threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:
             generation.close()
@@ -105,7 +104,7 @@ class Responder:
         return Response(body, media_type="application/json", headers=headers)
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
-        """An entry per choice. A prompt that came as text comes back as it was."""
+        """An entry per choice. A prompt that was sent as text is returned unchanged."""
         echoes = []
         skip = asked.skip_special_tokens
         for prompt, choice in zip(given, generation.choices[:: asked.n], strict=True):
@@ -121,16 +120,16 @@ class Responder:
 
     def _headers(self, request: Request, generation: Generation) -> dict[str, str]:
         headers = {IGNORED: ", ".join(generation.ignored)} if generation.ignored else {}
-        if not request.state.identity.grant.limited:  # the load is all clients'
+        if not request.state.identity.grant.limited:  # the load of all clients
             headers |= self._load_report(request.headers.get(LOAD_FORMAT, ""))
         if versions := _versions(generation):
             headers[ADAPTER] = versions
             if self.settings.access_log:
-                access.info("%s is answered by adapter %s", request.state.request_id, versions)
+                access.info("%s uses adapter %s", request.state.request_id, versions)
         return headers
 
     def _load_report(self, form: str) -> dict[str, str]:
-        """The server's load as a header in ORCA's form, under vLLM's names; nothing unless the client asks for one."""
+        """The server's load as a header in ORCA's format, under vLLM's names; nothing unless the client asks for it."""
         if (kind := form.upper()) not in ("TEXT", "JSON"):
             return {}
         stats = self.worker.stats
@@ -145,15 +144,15 @@ class Responder:
         return {LOAD: f"{kind} {text}"}
 
     async def _written(self, answer: BodyFormat) -> bytes:
-        """The whole answer; a long one is written beside the event loop, which must not make way for others there."""
+        """The whole response; a thread writes a long one, to keep the event loop free."""
         if answer.num_logprobs > THREAD_LOGPROBS:
             return await self.threads.run(lambda: encode(answer.answer()))
         return dumps(answer.answer())
 
     async def _events(self, generation: Generation, answer: BodyFormat, request: Request) -> AsyncIterator[bytes]:
-        """A call's deltas as events; what is there together is sent together.
+        """The deltas as events; deltas that are ready together are sent together.
 
-        The status line is gone by now, so an error is an event, too.
+        The status line has been sent by now, so an error is an event, too.
         """
         ready = list(map(event, answer.opening()))
         try:
@@ -177,7 +176,7 @@ class Responder:
 
 
 def _versions(generation: Generation) -> str:
-    """The versions of an adapter that a call's answers are computed with: one, unless a swap fell between them."""
+    """The adapter versions that the response was computed with: one, unless the version changed between its choices."""
     bound = [choice.request.bound for choice in generation.choices]
     told = [adapter_header(one.name, one.label, one.manifest.content_hash) for one in bound if one is not None]
     return ", ".join(dict.fromkeys(told))

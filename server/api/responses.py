@@ -1,4 +1,4 @@
-"""The bodies we answer with. Plain dictionaries: they are built once per token."""
+"""Response bodies. They are plain dictionaries, because one is built per token."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ TEXT_PER_LOGPROB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that its completion begins with: its text, and where its tokens begin in that."""
+    """A prompt that its completion begins with: the text, and where its tokens begin in it."""
 
     text: str
     offsets: Sequence[int] = ()
 
 
 class BodyFormat(ABC):
-    """Builds the answer, or the chunks of a streamed answer, to one call."""
+    """Builds the response, or the chunks of a stream, for one API request."""
 
     end = DONE
-    """What a stream ends with, behind its last chunk."""
+    """The end of a stream, after its last chunk."""
 
     def __init__(
         self, asked: GenerationRequest, generation: Generation, scores: LogprobFormat, echoes: Sequence[Echo]
@@ -47,13 +47,13 @@ class BodyFormat(ABC):
         self._steps: list[StepInfo] = []
 
     def note(self, delta: Delta) -> None:
-        """Remembers a delta's step for `answer`."""
+        """Remember a delta's step for `answer`."""
         if self._asked.return_step_info and delta.step is not None:
             self._steps.append(delta.step)
 
     @abstractmethod
     def answer(self) -> Body:
-        """The whole answer, once all deltas were read."""
+        """The whole response, once all deltas were read."""
 
     def opening(self) -> Iterator[Body]:
         """Chunks to stream before the first delta."""
@@ -64,20 +64,20 @@ class BodyFormat(ABC):
         """Chunks to stream for a delta."""
 
     def closing(self) -> Iterator[Body]:
-        """Chunks to stream behind the last delta."""
+        """Chunks to stream after the last delta."""
         return iter(())
 
     def failed(self, error: ApiError, path: str) -> Body:
-        """The last chunk of a stream that an error ends. path: of the request."""
+        """The last chunk of a stream that ends with an error. path: of the request."""
         return error.body(path)
 
     @property
     def num_logprobs(self) -> float:
-        """Amount to write of the whole answer, see `logprobs_of`."""
+        """Amount to write of the whole response, see `logprobs_of`."""
         return sum(map(self.logprobs_of, self._generation.choices))
 
     def logprobs_of(self, part: Delta | Choice) -> float:
-        """Amount to write of a choice or of a delta's chunks: alternatives of all tokens, and some for the tokens
+        """Amount to write of a choice or of a delta's chunks: alternatives of all tokens, plus some for the tokens
         themselves and for text.
         """
         asked, choice = self._asked, self._generation.choices[part.index]
@@ -89,7 +89,7 @@ class BodyFormat(ABC):
         return scores
 
     def usage(self, to_come: int = 0) -> Body:
-        """The counts so far. to_come: generated tokens left for a later chunk."""
+        """The token counts so far. to_come: generated tokens reserved for a later chunk."""
         prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
         return {
             "prompt_tokens": prompt,
@@ -100,15 +100,15 @@ class BodyFormat(ABC):
 
 
 class ChoiceFormat(BodyFormat):
-    """An answer that lists its choices."""
+    """A response that lists its choices."""
 
     object: str
     chunk_object: str
     more: Body = {}
-    """Fields of a whole answer that are there for their types' sake."""
+    """Fields of a whole response that only their types require."""
 
     def answer(self) -> Body:
-        """The whole answer, once all deltas were read; `step` is the most that any of its steps held."""
+        """The whole response, once all deltas were read; `step` holds the maximum of its steps."""
         body = self._body(self.object, [self._with_tokens(c) for c in self._generation.choices])
         body["usage"] = self.usage()
         body.update(self.more)
@@ -117,7 +117,7 @@ class ChoiceFormat(BodyFormat):
         return body
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
-        """Chunks to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
+        """Chunks to stream for a delta; none while its text is held back, unless more than text is requested."""
         asked = self._asked
         first = delta.index not in self._begun
         if not self._shows(delta, first):
@@ -144,7 +144,7 @@ class ChoiceFormat(BodyFormat):
         )
 
     def closing(self) -> Iterator[Body]:
-        """The stream's usage, if it was asked for."""
+        """The stream's usage, if requested."""
         if self._asked.stream_options.include_usage:
             yield {**self._body(self.chunk_object, []), "usage": self.usage()}
 
@@ -162,7 +162,7 @@ class ChoiceFormat(BodyFormat):
         return {**self._choice(choice), "token_ids": choice.token_ids if self._asked.return_token_ids else None}
 
     def _about_prompt(self, choice: Choice) -> Body:
-        """Prompt's tokens and log-probabilities as asked for: once per choice, or with its first chunk."""
+        """The prompt's tokens and log-probabilities as requested: once per choice, or with its first chunk."""
         asked, body = self._asked, {}
         if asked.return_token_ids:
             body["prompt_token_ids"] = choice.prompt_token_ids
@@ -172,15 +172,15 @@ class ChoiceFormat(BodyFormat):
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Body:
-        """A choice of a whole answer."""
+        """A choice of a whole response."""
 
     @abstractmethod
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
-        """The choices of a stream's chunks that a delta makes."""
+        """The choices in the chunks of one delta."""
 
 
 def _most(steps: Sequence[StepInfo]) -> Body:
-    """The most that any of these steps held."""
+    """The maximum of these steps."""
     return {
         "id": max(step.step_id for step in steps),
         "requests": max(step.num_requests for step in steps),
@@ -206,7 +206,7 @@ class CompletionFormat(ChoiceFormat):
         yield self._body(self.chunk_object, [body])
 
     def _part(self, part: Choice | Delta, *, begins: bool) -> Body:
-        """A choice or a part of it. begins: whether it is the choice's beginning, where the prompt is echoed."""
+        """A choice or a part of it. begins: it is the choice's beginning, which echoes the prompt."""
         text = part.text
         if begins and self._echoes:
             text = self._echoes[part.index].text + text
@@ -234,22 +234,22 @@ class CompletionFormat(ChoiceFormat):
 
 
 NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
-"""Fields in which vLLM tells of the prompt, null where nothing was asked for."""
+"""vLLM's fields about the prompt, null if not requested."""
 
 REASONING = ("reasoning_content", "reasoning")
-"""Names of reasoning: DeepSeek's, which most clients read, and the one that vLLM and OpenRouter have now."""
+"""Names of reasoning: DeepSeek's, which most clients read, and the newer one of vLLM and OpenRouter."""
 
 NO_REASONING = {REASONING[0]: None}
-"""What a message or a delta has where nothing is reasoned: clients read the field of each."""
+"""Fields of a message or delta without reasoning: clients read both."""
 
 NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
-"""Fields that a message can have beside its text, in OpenAI's types."""
+"""Fields that a message can have in addition to its text, in OpenAI's types."""
 
 NOTHING = Part(PartKind.CONTENT, "")
 
 
 def _delta(part: Part) -> Body:
-    """A part as a stream's chunks have it."""
+    """A part in the format of a stream's chunks."""
     if part.kind is PartKind.CONTENT:
         return {"content": part.text}
     if part.kind is PartKind.REASONING:
@@ -296,7 +296,7 @@ class ChatFormat(ChoiceFormat):
         }
 
     def _shown_logprobs(self, choice: Choice) -> Sequence[TokenLogprobs]:
-        """Log-probabilities of the content's tokens; of all tokens, where the answer has these."""
+        """Log-probabilities of the content's tokens; of all tokens if the deltas are not parsed into parts."""
         if self._asked.return_token_ids:
             return choice.logprobs
         return [score for part in choice.parts for score in part.scores]
@@ -315,7 +315,7 @@ class ChatFormat(ChoiceFormat):
         yield chunk
 
     def _begun_with(self, index: int) -> str:
-        """What `echo` puts in front of an answer's content."""
+        """The text that `echo` puts before a message's content."""
         return self._echoes[index].text if self._echoes else ""
 
     def _named(self, scores: Sequence[TokenLogprobs]) -> Body | None:

@@ -1,4 +1,4 @@
-"""The answers of POST /v1/responses and the events of its streams, as OpenAI's clients read them.
+"""Responses and stream events of POST /v1/responses, in OpenAI's format.
 
 Tests: tests/server/api/test_responses.py
 """
@@ -19,14 +19,14 @@ from .responses import Body
 _PREFIXES = {PartKind.CONTENT: "msg_", PartKind.REASONING: "rs_", PartKind.CALL: "fc_"}
 
 _PARTS = {PartKind.CONTENT: "output_text", PartKind.REASONING: "reasoning_text"}
-"""Types of the one part that an item of text has."""
+"""Types of the single part of a text item."""
 
 
 class ResponsesFormat(BlockFormat):
-    """Blocks as items of an output, and events that are numbered."""
+    """Blocks as items of an output, and numbered events."""
 
     def __init__(self, told: Mapping[str, Fragment], *args: Any) -> None:
-        """told: the fields of the request that the answer repeats."""
+        """told: the fields of the request that the response repeats."""
         super().__init__(*args)
         self._told = told
         self._num_events = 0
@@ -79,7 +79,7 @@ class ResponsesFormat(BlockFormat):
         return {"type": f"response.{name}", "sequence_number": number, **fields}
 
     def _field(self, block: ContentBlock) -> str:
-        """The name by which events tell of the block's text."""
+        """The name of the block's text in events."""
         return _PARTS.get(block.kind, "function_call_arguments")
 
     def _place(self, block: ContentBlock) -> Body:
@@ -96,7 +96,7 @@ class ResponsesFormat(BlockFormat):
         return part
 
     def _item(self, block: ContentBlock, *, done: bool) -> Body:
-        """The block as an item. done: whether all of its text has come; else it is shown without any."""
+        """The block as an item. done: all of its text has come; otherwise it is shown without text."""
         text = block.text if done else ""
         cut = block is self._blocks[-1] and self._generation.choices[0].finish_reason == "length"
         item: Body = {"id": self._id(block), "status": "incomplete" if cut else "completed" if done else "in_progress"}
@@ -119,7 +119,7 @@ class ResponsesFormat(BlockFormat):
         }
 
     def _response(self, status: str) -> Body:
-        """A response without output; what was asked for is repeated in it."""
+        """A response without output; it repeats the fields of the request."""
         params = self._generation.choices[0].request.params
         return {
             "id": self._generation.id,

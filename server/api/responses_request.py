@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, OpenAI's, as a chat request. Nothing is stored between calls.
+"""The body of POST /v1/responses, OpenAI's, converted to a chat request. Nothing is stored between requests.
 
 Tests: tests/server/api/test_responses.py
 """
@@ -19,11 +19,11 @@ from .fields import unsupported
 from .json_text import dumps
 from .translation import AsChat, objects, part_text, text_of, typed, wrong
 
-_STATELESS = "nothing is stored here between calls; send the whole conversation in input"
+_STATELESS = "this server stores nothing between requests; send the whole conversation in input"
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-"""What may be included; reasoning comes as text, with nothing encrypted beside it."""
+"""Values of `include`; reasoning is sent as text, without an encrypted copy."""
 
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -34,7 +34,7 @@ NAMES = {
     "response_format": "text",
     "verbosity": "text",
 }
-"""The client's names of fields that the chat request has by others."""
+"""The client's names for fields of the chat request."""
 
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
@@ -44,14 +44,14 @@ def _items(given: Any) -> Any:
 
 
 class ResponsesBody(AsChat):
-    """A request to answer, as its client sends it."""
+    """A request as the client sends it."""
 
     refused = {
-        "background": ((False,), "a call is answered while its connection is open"),
+        "background": ((False,), "a request ends with its connection"),
         "context_management": (([],), "shorten the input, or use truncate_prompt_tokens"),
         "conversation": ((), _STATELESS),
         "previous_response_id": ((), _STATELESS),
-        "prompt": ((), "there are no stored prompts; send instructions and input, or a text to POST /v1/completions"),
+        "prompt": ((), "this server stores no prompts; send instructions and input, or a text to POST /v1/completions"),
         "store": ((False,), _STATELESS),
         "truncation": (("disabled",), "use truncate_prompt_tokens to cut the beginning of a prompt that is too long"),
     }
@@ -72,17 +72,18 @@ class ResponsesBody(AsChat):
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A request to answer. told: the fields that the answer repeats, as JSON."""
+    """A request to generate a response."""
 
     chat: ChatCompletionRequest
     told: dict[str, Fragment]
+    """The fields that the response repeats, as JSON."""
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> ResponsesRequest:
         asked = ResponsesBody.read(body, limits)
         for one in asked.include:
             if one not in INCLUDED:
-                message = f"there is no {clipped(repr(one))} to include; {', '.join(INCLUDED)} may be"
+                message = f"include can't have {clipped(repr(one))}; it may have {', '.join(INCLUDED)}"
                 raise unsupported("include", message)
         response_format, verbosity = _text(asked.text)
         chat = asked.as_chat(
@@ -103,18 +104,20 @@ class ResponsesRequest:
 
 
 TOLD = ResponsesBody.model_fields.keys() - AsChat.model_fields.keys() - {"input", "include"}
-"""Fields that an answer repeats."""
+"""Fields that a response repeats."""
 
 
 def _written(name: str, value: Any) -> Fragment:
     try:
         return Fragment(dumps(value))
-    except TypeError:  # it came as JSON
+    except TypeError:  # it was parsed from JSON
         raise wrong(name, "JSON without numbers beyond 64 bits") from None
 
 
 def _messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation: instructions and a first system message are one, as is what an assistant did in a row."""
+    """The conversation: instructions and a first system message become one message, as do consecutive items of the
+    assistant.
+    """
     told = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
     if instructions:
         told.insert(0, {"role": "system", "content": instructions})
@@ -140,7 +143,7 @@ def _add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> Non
 
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
-    """An item of the input as a message; what only says how an earlier answer came about is left out."""
+    """An item of the input as a message; None for items that only describe how an earlier response was made."""
     kind = item.get("type", "message")
     if kind == "message":
         return _spoken(item, where)
@@ -156,8 +159,8 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         texts = [part_text(part, where, ("reasoning_text", "summary_text")) for part in parts]
         return {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
     if kind == "item_reference":
-        raise unsupported(f"{where}.type", f"{where} refers to an item of an earlier call; {_STATELESS}")
-    raise unsupported(f"{where}.type", f"{where} is of type {clipped(repr(kind))}, which this server has no use for")
+        raise unsupported(f"{where}.type", f"{where} refers to an item of an earlier response; {_STATELESS}")
+    raise unsupported(f"{where}.type", f"{where} is of type {clipped(repr(kind))}, which this server does not support")
 
 
 def _spoken(item: dict[str, Any], where: str) -> dict[str, Any]:
@@ -176,9 +179,9 @@ def _call_id(item: dict[str, Any], where: str) -> str:
 
 
 def _text(text: dict[str, Any]) -> tuple[dict[str, Any] | None, Any]:
-    """The response_format that `text` asks for, and its verbosity."""
+    """The response_format that `text` defines, and its verbosity."""
     if extra := text.keys() - {"format", "verbosity"}:
-        raise unsupported(f"text.{clipped(min(extra))}", "text may have format and verbosity")
+        raise unsupported(f"text.{clipped(min(extra))}", "text may only have format and verbosity")
     asked = typed(text, "format", dict, "an object", "text.")
     if asked is not None and asked.get("type") == "json_schema":
         inside = {name: value for name, value in asked.items() if name != "type"}
@@ -190,7 +193,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         kind = clipped(repr(tool.get("type")))
         raise unsupported(
-            f"{where}.type", f"{where} is of type {kind}; only functions, which the client runs, are known"
+            f"{where}.type", f"{where} is of type {kind}; only functions, which the client runs, are supported"
         )
     if not isinstance(tool.get("name"), str):
         raise wrong(f"{where}.name", "a string")
@@ -198,7 +201,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """auto, none and required are chat's words, too; a function is named one level deeper there."""
+    """auto, none and required mean the same in chat; a function's name is one level deeper there."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):
@@ -206,4 +209,6 @@ def _tool_choice(choice: Any) -> Any:
     if choice.get("type") == "allowed_tools":
         tools = [_tool(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(objects(choice.get("tools"), "tools"))]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    raise unsupported("tool_choice", "tool_choice may be auto, none, required, a function by its name or allowed_tools")
+    raise unsupported(
+        "tool_choice", "tool_choice must be auto, none, required, a function by its name or allowed_tools"
+    )

@@ -1,4 +1,4 @@
-"""Sampling defaults of requests: the model's recommendation, or OpenAI's defaults."""
+"""Default sampling parameters of requests: the model's recommendation, or OpenAI's defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVERRIDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of fields that a request leaves out. max_tokens: None for the API's own default."""
+    """Values of fields that a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,21 +29,22 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
+    """None: the API's own default."""
 
     @classmethod
     def of(cls, settings: Settings) -> SamplingDefaults:
-        """The defaults that a server's settings ask for. Raises ValueError for a value that no request could have."""
+        """The defaults that the settings define. Raises ValueError for a value that no request could have."""
         own = cls.read(settings.model) if settings.generation_config == "auto" else cls()
         return own.overridden(settings.override_generation_config)
 
     def overridden(self, overrides: Mapping[str, Any]) -> SamplingDefaults:
-        """The same with other values. overrides: by the names of generation_config.json."""
+        """The same with some values replaced. overrides: by the names of generation_config.json."""
         values = dict[str, Any]()
         for name, value in overrides.items():
             if name not in OVERRIDABLE:
                 near = difflib.get_close_matches(name, OVERRIDABLE, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"it may set {', '.join(OVERRIDABLE)}"
-                raise ValueError(f"override_generation_config sets {name!r}, which is no default of requests; {hint}")
+                raise ValueError(f"override_generation_config sets {name!r}, which has no default; {hint}")
             whole = name in ("top_k", "max_new_tokens")
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 what = "a whole number" if whole else "a number"
@@ -82,5 +83,5 @@ def _number(config: ConfigJson, name: str, default: float) -> float:
     if value is None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise config.refuse(name, "a number is needed")
+        raise config.refuse(name, "it must be a number")
     return float(value)

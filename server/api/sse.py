@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that the client has left."""
+"""Server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 def event(body: dict[str, Any], write: Callable[[Any], bytes] = dumps) -> bytes:
     """One event, named by the body's type if it has one. JSON has no raw line breaks, so it is one `data:` line.
 
-    write: `encode` for a long one, on a thread beside the event loop.
+    write: `encode` on a thread, for a long event.
     """
     name = body.get("type")
     line = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
@@ -32,7 +32,7 @@ def event(body: dict[str, Any], write: Callable[[Any], bytes] = dumps) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` as long as the client is there; raises ClientDisconnect, having cancelled it, when it leaves.
+    """Run `work` while the client is connected; if it disconnects, cancel `work` and raise ClientDisconnect.
 
     The request's body must have been read.
     """
@@ -69,8 +69,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come. `on_close` is called however the stream ends, even before it began.
 
-    Starlette's StreamingResponse sees a lost client only when it next sends something, which a request that waits in
-    the queue does late; this one watches the connection.
+    Starlette's StreamingResponse notices a lost client only when it next sends something, which is late for a request
+    that waits in the queue; this class watches the connection.
     """
 
     media_type = "text/event-stream"

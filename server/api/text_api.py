@@ -1,4 +1,4 @@
-"""The routes between text and tokens, and the bodies of their requests, as vLLM has them."""
+"""Routes that convert between text and tokens, with vLLM's request bodies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TextToTokens(OtherBody):
 
 
 class ChatToTokens(ChatCompletionRequest):
-    """A conversation to tokenize; fields that only say how to answer it count for nothing."""
+    """A conversation to tokenize; fields that only concern generation are ignored."""
 
     return_token_strs: bool = False
     tool_choice: Any = "none"
@@ -48,7 +48,7 @@ class TokensToText(OtherBody):
 
 
 def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
-    """Reads either kind of body of POST /tokenize."""
+    """Parse either kind of body of POST /tokenize."""
     check_json(body, limits.max_json_values)
     return ChatToTokens.parse(body, limits) if has_messages(body) else TextToTokens.read(body, limits)
 
@@ -86,11 +86,11 @@ class TextApi:
         return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, _: Request) -> Response:
-        """vLLM's: what a client needs to write prompts as the chat template does."""
+        """vLLM's tokenizer_info: the data that a client needs to apply the chat template itself."""
         return JsonResponse(self._tokenizer.info())
 
     async def count_tokens(self, request: Request) -> Response:
-        """Anthropic's: the length of a conversation's prompt."""
+        """Anthropic's count_tokens: the length of a conversation's prompt."""
         asked = await self._builder.parse(MessagesToCount.parse, request)
         await self._builder.require(Caller.of(request), asked.model, asked.lora_path)
         with renaming(messages_request.NAMES):

@@ -1,4 +1,4 @@
-"""Fields of a conversation's body that say which tools may be called, and what the answer has of reasoning.
+"""Fields of a conversation about tools and reasoning.
 
 Tests: tests/server/test_tool_calls.py
 """
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 MAX_DEPTH = 32
-"""Depth of a tool's definition."""
+"""Most levels of nesting in a tool's definition."""
 
 WIDER = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-"""Keywords of a schema that may take properties beside the ones in `properties`."""
+"""Keywords of a schema that may allow properties other than those in `properties`."""
 
 
 MAX_BUDGET = 2**31 - 1
@@ -41,14 +41,16 @@ NAMED = "named"
 
 
 class ToolChoice(NamedTuple):
-    """What tool_choice says. mode: none, auto, required or named. names: functions that may be called; None: all."""
+    """The parsed tool_choice."""
 
     mode: str
+    """`none`, `auto`, `required` or `named`."""
     names: list[str] | None
+    """Functions that may be called; None: all."""
 
 
 class ToolFields(BaseModel):
-    """Fields of tools and of reasoning."""
+    """Fields about tools and reasoning."""
 
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] | None = None
@@ -58,22 +60,22 @@ class ToolFields(BaseModel):
     thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_BUDGET)] | None = None
 
     def check_tools(self, limits: RequestLimits) -> None:
-        """Raises an ApiError that names the wrong one; tools that can't be called may be anything."""
+        """Raises an ApiError that names the wrong field; tools that can't be called are not checked."""
         chosen = self._chosen
         if isinstance(self.tool_choice, str) and self.tool_choice not in ("none", "auto", "required"):
-            raise ApiError(400, "tool_choice may be none, auto, required, or name a function", param="tool_choice")
+            raise ApiError(400, "tool_choice must be none, auto, required, or name a function", param="tool_choice")
         if not self.tools and (isinstance(self.tool_choice, dict) or chosen.mode == "required"):
-            raise ApiError(400, "there are no tools to call", param="tool_choice")
+            raise ApiError(400, "tool_choice needs tools; give some", param="tool_choice")
         if not self._may_call:
             return
         for index, tool in enumerate(self.tools):
             _check_tool(tool, f"tools[{index}]")
         size = len(json.dumps(self.tools, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         if size > limits.max_tool_bytes:
-            message = f"tools have {size} bytes, this server takes {limits.max_tool_bytes}"
+            message = f"tools have {size} bytes, this server accepts {limits.max_tool_bytes}"
             raise ApiError(400, message, param="tools")
         if len(chosen.names or ()) > limits.max_tools:
-            message = f"tool_choice names {len(chosen.names or ())} functions, this server takes {limits.max_tools}"
+            message = f"tool_choice names {len(chosen.names or ())} functions, this server accepts {limits.max_tools}"
             raise ApiError(400, message, param="tool_choice")
         _check_names([tool["function"]["name"] for tool in self.tools], chosen.names or ())
 
@@ -95,7 +97,7 @@ class ToolFields(BaseModel):
 
     @property
     def _parallel(self) -> bool:
-        """Whether there may be several calls; a function that is named is called once."""
+        """True if several calls are allowed; a named function is called once."""
         return self.parallel_tool_calls and self._chosen.mode != NAMED
 
     def _schemas(self) -> dict[str, dict[str, Any]]:
@@ -113,7 +115,7 @@ class ToolFields(BaseModel):
                 raise ApiError(400, str(error), param="tools") from None
 
     def explained(self, message: str) -> str:
-        """llguidance's message about the functions' schemas, with the path of what it is about."""
+        """llguidance's message about the functions' schemas, with the path of the part that it is about."""
         for index, tool in enumerate(self.tools):
             found = located(message, tool["function"].get("parameters"), f"tools[{index}].function.parameters")
             if found is not None:
@@ -121,7 +123,7 @@ class ToolFields(BaseModel):
         return message
 
     def _enforced_schemas(self, *, forced: bool, xml: bool) -> dict[str, dict[str, Any]]:
-        """The same; any object, in JSON, for a function that need not be called and does not say `strict`."""
+        """The same schemas; any JSON object for a function that need not be called and does not say `strict`."""
         schemas, any_object = self._schemas(), {"type": "object"}
         return schemas if forced or xml else schemas | dict.fromkeys(schemas.keys() & self._loose, any_object)
 
@@ -132,11 +134,11 @@ class ToolFields(BaseModel):
         return {tool["function"]["name"] for tool in callable_tools if not tool["function"].get("strict")}
 
     def syntax(self, tokenizer: Tokenizer) -> OutputSyntax:
-        """What the answer is to be read for."""
+        """The kinds of parts to parse the output for."""
         template, own = tokenizer.chat_template, tokenizer.declared_syntax
         if HARMONY in template:
             message = (
-                "this model's chat template has answers in harmony's channels, which this server does not read; "
+                "this model's chat template uses harmony's channels, which this server can't parse; "
                 "write the prompt yourself and send it to /v1/completions"
             )
             raise ApiError(400, message, param="messages", code="unsupported_format")
@@ -147,7 +149,9 @@ class ToolFields(BaseModel):
         )
 
     def obeyed_budget(self, tokenizer: Tokenizer) -> int | None:
-        """Most tokens of reasoning; None: any number, also of a model that does not end its reasoning by a token."""
+        """Most tokens of reasoning; None: unlimited, also for a model whose reasoning does not end with a special
+        token.
+        """
         reasoning = self.syntax(tokenizer).reasoning
         if reasoning is None or reasoning.close not in tokenizer.specials_in(reasoning.close):
             return None
@@ -166,11 +170,11 @@ class ToolFields(BaseModel):
     def output_grammars(
         self, content: tuple[str, Grammar] | None, syntax: OutputSyntax, tokenizer: Tokenizer, limits: RequestLimits
     ) -> list[tuple[str, Grammar]]:
-        """Return grammars that can be obeyed, each with its field; the answer matches the last one.
+        """Return grammars that can be enforced, each with its field; the output matches the last one.
 
-        content: what the answer's content matches, and the field that says so. It may have reasoning in front of it, or
-        calls in its place. Calls that tool_choice forces leave no content. Functions that say `strict` are called as
-        their schema says, or not at all.
+        content: the grammar of the content, and the field that defines it. Reasoning may precede the content, or calls
+        replace it. Calls that tool_choice forces leave no content. Functions that say `strict` are called as their
+        schema says, or not at all.
         """
         forced = self._may_call and self._chosen.mode in ("required", NAMED)
         budget = self.obeyed_budget(tokenizer)
@@ -187,9 +191,13 @@ class ToolFields(BaseModel):
         if syntax.reasoning is not None:
             syntax = replace(syntax, reasoning=replace(syntax.reasoning, most=budget))
         lark = output_grammar(
-            syntax, schemas, tokenizer.specials_in(syntax.marks), forced=forced, parallel=self._parallel,
+            syntax,
+            schemas,
+            tokenizer.specials_in(syntax.marks),
+            forced=forced,
+            parallel=self._parallel,
             content=content is not None,
-        )  # fmt: skip
+        )
         if content is None:
             return [("tools" if schemas else "thinking_token_budget", Grammar(GrammarKind.CALLS, lark))]
         field, grammar = content
@@ -197,17 +205,19 @@ class ToolFields(BaseModel):
 
 
 def _check_names(names: Sequence[str], chosen: Sequence[str]) -> None:
-    """names: of all tools. chosen: of the tools that tool_choice names."""
+    """Check the tools. names: of all tools. chosen: of the tools that tool_choice names."""
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ApiError(400, f"two tools have the name {name}", param=f"tools[{index}].function.name")
     for name in chosen:
         if name not in names:
-            raise ApiError(400, f"tool_choice names {clipped(repr(name))}, which is no tool", param="tool_choice")
+            raise ApiError(
+                400, f"tool_choice names {clipped(repr(name))}, which is not among the tools", param="tool_choice"
+            )
 
 
 def _names(functions: Any) -> list[str]:
-    """The names in a list of functions, each as tool_choice has it."""
+    """The names in a list of functions, each in the format of tool_choice."""
     names = []
     for each in functions if isinstance(functions, list) else ():
         function = each.get("function") if isinstance(each, dict) else None
@@ -222,7 +232,7 @@ def _names(functions: Any) -> list[str]:
 
 def _wrong_choice() -> ApiError:
     message = (
-        'tool_choice may be none, auto, required, {"type": "function", "function": {"name"}}, or {"type": '
+        'tool_choice must be none, auto, required, {"type": "function", "function": {"name"}}, or {"type": '
         '"allowed_tools", "allowed_tools": {"mode", "tools"}} with such functions'
     )
     return ApiError(400, message, param="tool_choice")
@@ -248,7 +258,7 @@ def _check_tool(tool: dict[str, Any], where: str) -> None:
 
 
 def _depth(value: Any) -> int:
-    """How deep a value is nested, or a little more than is taken."""
+    """The depth of a value's nesting, or a little more than the limit."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner: list[Any] = []
@@ -259,8 +269,8 @@ def _depth(value: Any) -> int:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments: no others than it names, unless it says more of them; where the client says
-    `strict: false`, without the rules that can't be enforced.
+    """The schema of a function's arguments: only the properties that it names, unless it allows others; with `strict:
+    false`, without the rules that can't be enforced.
     """
     schema = {"type": "object", **(function.get("parameters") or {"properties": {}})}
     if function.get("strict") is False:

@@ -1,4 +1,4 @@
-"""From the body of another API to a chat request: fields that are read anew, passed on, or refused by name.
+"""Converts the body of another API to a chat request: fields are converted, passed on, or refused by name.
 
 Tests: tests/server/api/test_fields.py
 """
@@ -21,33 +21,48 @@ from .openai import Name
 
 CHATS_OWN = frozenset(
     (
-        "add_generation_prompt", "continue_final_message", "echo", "logprobs", "max_completion_tokens",
-        "max_new_tokens", "max_tokens", "messages", "n", "n_cmpl", "n_predict", "prompt", "prompt_logprobs",
-        "response_format", "return_full_text", "return_step_info", "return_token_ids", "return_tokens_as_token_ids",
+        "add_generation_prompt",
+        "continue_final_message",
+        "echo",
+        "logprobs",
+        "max_completion_tokens",
+        "max_new_tokens",
+        "max_tokens",
+        "messages",
+        "n",
+        "n_cmpl",
+        "n_predict",
+        "prompt",
+        "prompt_logprobs",
+        "response_format",
+        "return_full_text",
+        "return_step_info",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
     )
-)  # fmt: skip
-"""Fields of chat that ask for what other APIs' answers have no room for, or that these name otherwise."""
+)
+"""Chat fields that other APIs' responses have no room for, or that these APIs name differently."""
 
 RefusedFields = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields that can't be obeyed: the values that ask for nothing, and what to do instead."""
+"""Fields that can't be honored: the values that ask for nothing, and advice."""
 
 
 AnyBody = TypeVar("AnyBody", bound="OtherBody")
 
 
 class OtherBody(BaseModel):
-    """The body of an API other than completions and chat; fields that are null are absent."""
+    """The body of an API other than completions and chat; fields that are null count as absent."""
 
     model_config = ConfigDict(extra="forbid")
 
     refused: ClassVar[RefusedFields] = {}
     harmless: ClassVar[Collection[str]] = ()
-    """Fields on which no answer depends."""
+    """Fields on which no response depends."""
 
     @model_validator(mode="before")
     @classmethod
     def _obeyed(cls, fields: Any) -> Any:
-        """The fields without nulls, harmless ones and refused ones whose value asks for nothing."""
+        """The fields without nulls, harmless ones, and refused ones whose value asks for nothing."""
         if not isinstance(fields, dict):
             return fields
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -72,7 +87,7 @@ class OtherBody(BaseModel):
 
 
 class AsChat(OtherBody):
-    """A body that is translated to a chat request, which has the fields that are not declared as they are."""
+    """A body that is converted to a chat request, which takes the fields that are not declared here unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -83,28 +98,30 @@ class AsChat(OtherBody):
     top_p: float | None = None
 
     def as_chat(self, limits: RequestLimits, names: Mapping[str, str], **translated: Any) -> ChatCompletionRequest:
-        """The chat request that asks the same. translated: its fields that are not declared here, or are None where
-        nothing is asked. names: the client's, for errors.
+        """The equivalent chat request. translated: its fields that are not declared here; None where nothing is
+        requested. names: the client's, for errors.
         """
         same = self.model_dump(include=set(AsChat.model_fields), exclude_unset=True) | (self.model_extra or {})
         asked = {name: value for name, value in translated.items() if value is not None}
         for name in same.keys() & asked.keys():
             if same[name] != asked[name]:
                 other = names.get(name, name)
-                raise ApiError(400, f"{name} and {other} say the same, and differ; give one of them", param=name)
+                raise ApiError(
+                    400, f"{name} and {other} have the same meaning but differ; give one of them", param=name
+                )
         with renaming(names):
             return ChatCompletionRequest.of(same | asked, limits)
 
 
 def _check_neutral(name: str, value: Any, neutral: Sequence[Any], instead: str) -> None:
-    """Raises an ApiError for a value of a refused field that asks for something."""
+    """Raises an ApiError for a refused field whose value asks for something."""
     if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
         raise unsupported(name, f"{name} is not supported with this value: {instead}")
 
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """A block in which errors about fields of chat have the names that the client gave them."""
+    """A `with` block in which errors about chat fields use the client's names."""
     try:
         yield
     except InvalidRequest as error:
@@ -118,13 +135,13 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str:
-    """The field as the client named it; of a field that was built from several, without its place inside."""
+    """The field's name at the client; for a field built from several, without the position inside it."""
     head = re.split(r"[.\[]", param, maxsplit=1)[0]
     return names.get(head, param)
 
 
 def typed(fields: Mapping[str, Any], name: str, kind: type | tuple[type, ...], what: str, where: str = "") -> Any:
-    """A field that is null or of a kind. Raises an ApiError that says `what` it must be."""
+    """A field that is null or of a type. Raises an ApiError with `what` it must be."""
     value = fields.get(name)
     if value is None or (isinstance(value, kind) and not (isinstance(value, bool) and kind is int)):
         return value
@@ -136,7 +153,7 @@ def wrong(param: str, what: str) -> ApiError:
 
 
 def objects(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects. Raises an ApiError that names the place."""
+    """A list of objects. Raises an ApiError that names the position."""
     if not isinstance(value, list):
         raise wrong(where, "a list of objects")
     for index, each in enumerate(value):
@@ -155,7 +172,7 @@ def text_of(content: Any, where: str, kinds: Collection[str]) -> str | None:
 def part_text(part: dict[str, Any], where: str, kinds: Collection[str]) -> str:
     kind = part.get("type")
     if kind not in kinds:
-        message = f"{where} is of type {clipped(repr(kind))}; only {', '.join(kinds)} can be read by a language model"
+        message = f"{where} is of type {clipped(repr(kind))}; only {', '.join(kinds)} are supported"
         raise unsupported(f"{where}.type", message)
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):

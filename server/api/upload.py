@@ -1,4 +1,4 @@
-"""One adapter's files on their way to the disk of uploads, which may hang: nothing here waits on the event loop."""
+"""Uploads one adapter's files to a disk that may hang: nothing here blocks the event loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class AdapterUpload:
-    """A draft of a request, on its event loop. Each look at the disk has a load's deadline, and raises LoadTimedOut
-    after it; what hangs is ended once the disk answers.
+    """A staged upload of one request, on its event loop. Each disk access has a load's deadline, and raises
+    LoadTimedOut after it; an operation that hangs is cleaned up once the disk responds.
     """
 
     def __init__(self, loads: AdapterLoader) -> None:
@@ -41,12 +41,12 @@ class AdapterUpload:
         return self._draft.names
 
     async def begin(self, expected: int = 0) -> None:
-        """Begin the draft, unless it has begun. expected: bytes of the body, which the files may need.
+        """Begin the staged upload, unless it has begun. expected: bytes of the body, which the files may need.
 
-        StoreFull, and an ApiError where no bytes are taken.
+        Raises StoreFull, or an ApiError if the server accepts no uploads.
         """
         if self._loads.loaded is None:
-            message = "this server takes no adapters as bytes; start it with --adapter-uploads DIR, or give a path"
+            message = "this server accepts no uploaded adapters; start it with --adapter-uploads DIR, or give a path"
             raise ApiError(403, message, code="adapter_uploads_disabled")
         if self._beginning is None:
             room = min(expected, self._loads.loaded.max_bytes)
@@ -54,7 +54,7 @@ class AdapterUpload:
             await self._wait_for(self._beginning)
 
     async def write(self, name: str, data: bytes | Callable[[], bytes]) -> None:
-        """Append to a file; `data` may make the bytes beside the loop. TooLarge, StoreFull."""
+        """Append to a file; `data` may produce the bytes on a thread. Raises TooLarge, StoreFull."""
         draft = self._draft
 
         def write() -> None:
@@ -63,11 +63,11 @@ class AdapterUpload:
         await self._wait_for(self._loads.on_uploads(write))
 
     def seal(self) -> Path:
-        """See `StagedUpload.seal`; not on the loop."""
+        """See `StagedUpload.seal`; not for the event loop."""
         return self._draft.seal()
 
     async def end(self, *, failed: bool) -> None:
-        """End the draft, once nothing uses it any more. failed: nothing may need its files."""
+        """End the staged upload, once nothing uses it any more. failed: nothing may need its files."""
         ended = None
         if self._latest is not None and not self._latest.done():
             self._latest.add_done_callback(lambda _: self._end(failed=True))

@@ -1,1 +1,1 @@
-"""Models as files: from the package index, and from GGUF."""
+"""Checkpoints from the package index and from GGUF files."""

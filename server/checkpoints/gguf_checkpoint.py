@@ -1,4 +1,4 @@
-"""Turning a GGUF file of a Llama model into a Hugging Face checkpoint."""
+"""Converts a GGUF file of a Llama model to a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def require_gguf() -> None:
 def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     """Write `source` into directory `target`: bf16 weights, configuration, tokenizer and chat template.
 
-    config: config.json of the Llama model. Quantised weights are dequantised. Raises MissingGguf, and ValueError for
+    config: config.json of the Llama model. Quantized weights are dequantized. Raises MissingGguf, or ValueError for
     tensors that a Llama model does not have.
     """
     require_gguf()
@@ -60,7 +60,7 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     with progress("converting", len(tensors)) as advance:
         for tensor in tensors:
             advance(1)
-            if tensor.name == "rope_freqs.weight":  # a table that config.json describes
+            if tensor.name == "rope_freqs.weight":  # computed from config.json
                 continue
             weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32"))
             kind = tensor.name.split(".")[-2]
@@ -87,7 +87,7 @@ def checkpoint_name(name: str) -> str:
             return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
         case [kind, "weight"] if kind in _MODEL_NAMES:
             return f"{_MODEL_NAMES[kind]}.weight"
-    raise ValueError(f"tensor {name} has no place in a Llama model")
+    raise ValueError(f"tensor {name} is not part of a Llama model")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

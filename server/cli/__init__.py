@@ -1,1 +1,1 @@
-"""The `chorus` command and what it runs."""
+"""The `chorus` command and its subcommands."""

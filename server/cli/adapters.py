@@ -1,4 +1,4 @@
-"""`chorus adapters`: the adapters of a server that runs, or of a cluster, which has the same routes."""
+"""`chorus adapters`: shows and changes the adapters of a running server or cluster, which have the same routes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SECONDS = 60.0
 """Seconds that the server may take: reading an adapter takes up to its `adapter_load_seconds`."""
 
 KEY_VARIABLES = ("CHORUS_ADMIN_KEY", "CHORUS_API_KEY")
-"""Variables with a key, the one with more rights first. A flag would be seen by other users of the machine."""
+"""Environment variables with a key, the one with more rights first. Other users of the machine could see a flag."""
 
 
 class CommandError(Exception):
-    """What was asked can't be done; the text says why."""
+    """The request failed; the text gives the reason."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="adapters_command", metavar="COMMAND", required=True)
     show = commands.add_parser("list", help="show the adapters and where their bytes are")
-    show.add_argument("--json", action="store_true", help="print the server's answer as it is")
+    show.add_argument("--json", action="store_true", help="print the server's response unchanged")
     show.set_defaults(act=_list)
     add = commands.add_parser("add", help="register an adapter, or replace the one of this name")
     add.add_argument("name", metavar="NAME")
@@ -39,18 +39,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add.set_defaults(act=_add)
     remove = commands.add_parser("remove", help="unload an adapter when its last request has ended")
     remove.add_argument("name", metavar="NAME")
-    remove.add_argument("--force", action="store_true", help="at once: its requests end with an error")
+    remove.add_argument("--force", action="store_true", help="unload it at once; its requests end with an error")
     remove.set_defaults(act=_remove)
     for command in (show, add, remove):
         command.add_argument("--url", default=URL, help=f"the server's address (default: {URL})")
         command.add_argument(
-            "--api-key-file", type=Path, metavar="FILE",
+            "--api-key-file",
+            type=Path,
+            metavar="FILE",
             help=f"file with a key in its first line; default: the key in {' or '.join(KEY_VARIABLES)}, if one is set",
-        )  # fmt: skip
+        )
 
 
 def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
-    """The exit code. Raises CommandError."""
+    """Run the command; return the exit code. Raises CommandError."""
     key = _key(arguments.api_key_file)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     act: Callable[[httpx.Client, argparse.Namespace, TextIO | None], None] = arguments.act
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
         with httpx.Client(base_url=arguments.url, headers=headers, timeout=SECONDS, trust_env=False) as client:
             act(client, arguments, out)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CommandError(f"can't ask {arguments.url}: {str(error) or type(error).__name__}") from None
+        raise CommandError(f"can't reach {arguments.url}: {str(error) or type(error).__name__}") from None
     return 0
 
 
@@ -69,10 +71,16 @@ def _list(client: httpx.Client, arguments: argparse.Namespace, out: TextIO | Non
         return
     rows = [("NAME", "TIER", "RANK", "PINNED", "VERSION", "CONTENT")]
     rows += [
-        (one["name"], one["tier"], str(one["rank"]), "yes" if one["pinned"] else "no", str(one["version"]),
-         (one["content_hash"] or "unknown")[:12])
+        (
+            one["name"],
+            one["tier"],
+            str(one["rank"]),
+            "yes" if one["pinned"] else "no",
+            str(one["version"]),
+            (one["content_hash"] or "unknown")[:12],
+        )
         for one in answer["data"]
-    ]  # fmt: skip
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip(), file=out)
@@ -101,11 +109,11 @@ def _path(name: str) -> str:
 
 
 def _answer(response: httpx.Response) -> dict[str, Any]:
-    """The JSON of a success. CommandError with the server's words for anything else."""
+    """The JSON of a success. Raises CommandError with the server's message for any other response."""
     try:
         body = response.json()
     except ValueError:
-        raise CommandError(f"{response.url} is no Chorus server: it answered {response.status_code}") from None
+        raise CommandError(f"{response.url} is not a Chorus server: it answered {response.status_code}") from None
     if response.is_success and isinstance(body, dict):
         return body
     error = body.get("error") if isinstance(body, dict) else None
@@ -114,7 +122,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
 
 
 def _key(path: Path | None) -> str | None:
-    """The key to send. CommandError for a file or a variable without one."""
+    """The key to send. Raises CommandError for a file or a variable without one."""
     try:
         if path is not None:
             key = read_keys(path)[0]

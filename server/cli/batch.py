@@ -1,4 +1,4 @@
-"""`chorus batch`: the requests of a file in OpenAI's batch format, answered by the API's own code in this process."""
+"""`chorus batch`: runs a file of requests in OpenAI's batch format through the API's own code in this process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..start.flags import UsageError
 from ..start.launch import OpenBackend, build_app
 
 ROUTES = tuple(sorted(route for route in generation_api.ROUTES if route.startswith("/v1/")))
-"""Where a line's request may go: TGI's and LoRAX's routes have no batches."""
+"""Routes that a line may name: TGI's and LoRAX's routes have no batches."""
 
 IN_FLIGHT = 256
-"""Requests that the engine is given at once; the others follow as these end."""
+"""Requests in the engine at once; the others follow as these end."""
 
 TRIES = 20
 """How often a request is sent that the server has no room for."""
 
 CAN_PASS = (429, 500, 503, 504)
-"""Statuses of answers that another run may better: requests that have them are asked again by it."""
+"""Statuses that another run may improve: it sends the requests with these statuses again."""
 
 JSON = {"content-type": "application/json"}
 
@@ -44,10 +44,9 @@ class BatchLine(NamedTuple):
 
 
 def run(settings: Settings, given: Path, output: Path, open_backend: OpenBackend | None = None) -> int:
-    """Answers the input's requests; returns 0, or 1 if another run may better some answers. open_backend: see
-    `build_app`.
+    """Run the input's requests; return 0, or 1 if another run may improve some results. open_backend: see `build_app`.
 
-    Raises UsageError for a file that can't be read, or with a line that is no request, before anything is answered.
+    Raises UsageError for a file that can't be read or has an invalid line, before any request is run.
     """
     try:
         left = {asked.custom_id for asked in _read(given)}
@@ -78,15 +77,17 @@ def _read(path: Path) -> Iterator[BatchLine]:
                 line = json.loads(text)
                 asked = BatchLine(line["custom_id"], line["url"], line["body"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise _wrong(path, number, f"no JSON object with custom_id, url and body ({error!r:.80})") from None
+                raise _wrong(
+                    path, number, f"must be a JSON object with custom_id, url and body ({error!r:.80})"
+                ) from None
             if not isinstance(asked.custom_id, str) or not isinstance(asked.body, dict):
                 raise _wrong(path, number, "custom_id must be a string, and body an object")
             if asked.url not in ROUTES or line.get("method", "POST") != "POST":
-                raise _wrong(path, number, f"a request may be a POST to {', '.join(ROUTES)}")
+                raise _wrong(path, number, f"method must be POST, and url one of {', '.join(ROUTES)}")
             if asked.body.get("stream"):
-                raise _wrong(path, number, "an answer in a file can't be a stream")
+                raise _wrong(path, number, "stream must be false or left out: results are written to a file")
             if (first := lines.setdefault(asked.custom_id, number)) != number:
-                raise _wrong(path, number, f"its custom_id is that of line {first}, too")
+                raise _wrong(path, number, f"line {first} has the same custom_id")
             yield asked
 
 
@@ -95,7 +96,9 @@ def _wrong(path: Path, number: int, what: str) -> UsageError:
 
 
 def _keep_answers(output: Path) -> set[str]:
-    """The custom_ids of answers that stay; leaves out of the file cut ones, and ones that another run may better."""
+    """The custom_ids of results that stay; removes incomplete ones, and ones that another run may improve, from the
+    file.
+    """
     kept: set[str] = set()
     if not output.exists():
         return kept
@@ -114,7 +117,7 @@ def _keep_answers(output: Path) -> set[str]:
 async def _answer(
     app: Starlette, requests: Iterator[BatchLine], out: IO[bytes], total: int, console: Console
 ) -> dict[int, int]:
-    """Writes an answer for each request as it comes; returns how many had which status."""
+    """Write a result for each request as it comes; return how many had each status."""
     counts, pending = dict[int, int](), set[asyncio.Task[dict[str, Any]]]()
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     async with (
@@ -141,7 +144,7 @@ async def _answer(
 
 
 async def _ask(client: httpx.AsyncClient, asked: BatchLine) -> dict[str, Any]:
-    """The line of an answer. Raises EngineUnavailable when there will be none."""
+    """The output line of a request. Raises EngineUnavailable if there will be none."""
     content = json.dumps(asked.body)
     answer = await client.post(asked.url, content=content, headers=JSON)
     for _ in range(TRIES - 1):
@@ -159,7 +162,7 @@ async def _ask(client: httpx.AsyncClient, asked: BatchLine) -> dict[str, Any]:
 async def _write(
     pending: set[asyncio.Task[dict[str, Any]]], out: IO[bytes], counts: dict[int, int]
 ) -> set[asyncio.Task[dict[str, Any]]]:
-    """Writes the answers of requests that ended, at least one; returns the requests that did not."""
+    """Write the results of the requests that have ended, at least one; return the requests that have not."""
     done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         line = task.result()

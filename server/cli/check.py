@@ -1,4 +1,4 @@
-"""`chorus check`: a dry run of adapters for CI: whether they would be served, and if not, why."""
+"""`chorus check`: a dry run for CI that says whether adapters would be served, and if not, why."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
 
 PAGE_ELEMENTS = 1 << 16
-"""Elements of the pages that weights are read into, which are thrown away."""
+"""Elements of the pages that weights are read into and then discarded."""
 
 EXIT_REFUSED, EXIT_DIFFERS = 1, 3
 
 
 class Status(StrEnum):
-    """What a server would do with an adapter."""
+    """A server's verdict on an adapter."""
 
     SERVED = "served"
     DIFFERS = "differs"  # served, with a warning in the log
@@ -34,11 +34,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What would become of one adapter. reasons: why it is refused, or what differs from what its author may expect."""
+    """The result of checking one adapter."""
 
     path: str
     status: Status
     reasons: list[str] = field(default_factory=list)
+    """Reason for a refusal, or a difference from what its author may expect."""
     rank: int | None = None
     target_modules: list[str] = field(default_factory=list)
     base_model: str | None = None
@@ -47,14 +48,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What an adapter is checked against."""
+    """The base model to check against."""
 
     dims: ModuleDims
     num_layers: int
     dtype: str
 
     names: frozenset[str] | None
-    """Names that an adapter may give its base; None: any."""
+    """Names by which an adapter may refer to its base; None: any."""
 
     modules: ModulePaths = LLAMA_PATHS
 
@@ -62,16 +63,20 @@ class _Base:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapters", nargs="+", type=Path, metavar="DIR", help="directory of an adapter")
     parser.add_argument(
-        "--model", type=Path, metavar="MODEL",
-        help="directory or name of the base model; its weights are not read. Without it, an adapter is checked against "
-        "the shapes that it has itself",
-    )  # fmt: skip
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="directory or name of the base model; its weights are not read. Without it, an adapter is "
+        "checked against its own shapes",
+    )
     parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
-    """The exit code: 0 if all are served as they are, 1 if one is refused, 3 if one differs. Raises CommandError."""
+    """Run the command; return 0 if all are served unchanged, 1 if one is refused, 3 if one differs. Raises
+    CommandError.
+    """
     base = None if arguments.model is None else _base_of(arguments.model, arguments.served_model_name)
     verdicts = [check(path, base) for path in arguments.adapters]
     if arguments.json:
@@ -86,7 +91,7 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
 
 
 def check(path: Path, base: _Base | None) -> Verdict:
-    """Return what a server of this base model would do with an adapter; its weights are read. base: None: any."""
+    """Return a server's verdict on an adapter for this base model; reads its weights. base: None: any."""
     from ...memory.files.identity import with_content
 
     try:
@@ -116,7 +121,7 @@ def _differences(manifest: AdapterManifest) -> list[str]:
         base = shown(manifest.base_model)
         reasons.append(f"it was trained on {base}, which is not this model; --strict-base would refuse it")
     if manifest.no_effect:
-        reasons.append("it changes nothing: all of its B, or A, or its alpha are zero")
+        reasons.append("it has no effect: all of its B, or all of its A, or its alpha is zero")
     return reasons
 
 
@@ -133,7 +138,7 @@ def _base_of(model: Path, served: str | None) -> _Base:
 
 
 def _own_base(path: Path) -> _Base:
-    """The shapes that an adapter's own tensors have, of which it must be consistent."""
+    """The shapes of an adapter's own tensors, with which it must be consistent."""
     dims: dict[str, tuple[int, int]] = {}
     layers = {0}
     with open_weights(path) as file:
@@ -152,7 +157,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
-    """Read the weights as a server does, which refuses what is not finite in the model's dtype."""
+    """Read the weights like a server, which refuses values that are not finite in the model's dtype."""
     import torch
 
     from ...memory.adapters.image import ImageForm, read_image

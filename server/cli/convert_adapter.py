@@ -1,6 +1,6 @@
-"""`chorus convert-adapter`: an adapter's `adapter_model.bin`, which is a pickle, as safetensors.
+"""`chorus convert-adapter`: converts an adapter's `adapter_model.bin`, a pickle, to safetensors.
 
-The pickle is read by a process of its own, as weights only and with a limit of memory and time.
+A separate process reads the pickle, as weights only, with limited memory and time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .adapters import CommandError
 
 SECONDS = 600.0
 MAX_BYTES = 8 << 30
-"""Of a pickle. Chosen: many times what an adapter of the largest rank has."""
+"""Largest pickle: many times the size of an adapter of the largest rank."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit code. Raises CommandError."""
+    """Run the command; return the exit code. Raises CommandError."""
     source: Path = arguments.directory
     target: Path = arguments.out or source
     pickle, weights = source / PICKLE_FILE, target / WEIGHTS_FILE
@@ -55,22 +55,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(source: Path, pickle: Path, weights: Path) -> None:
     if weights.exists():
-        raise CommandError(f"{weights} is there already; remove it to convert {PICKLE_FILE} again")
+        raise CommandError(f"{weights} exists already; remove it to convert {PICKLE_FILE} again")
     if not (source / CONFIG_FILE).is_file():
         raise CommandError(f"{source / CONFIG_FILE}: not found; name the directory of a PEFT adapter")
     if not pickle.is_file():
         raise CommandError(f"{pickle}: not found; there is nothing to convert")
     if (size := pickle.stat().st_size) > MAX_BYTES:
-        raise CommandError(f"{pickle}: has {size} bytes, at most {MAX_BYTES} are read; no adapter has as many")
+        raise CommandError(f"{pickle}: has {size} bytes, which is more than any adapter; the limit is {MAX_BYTES}")
 
 
 def _unpickle(pickle: Path, weights: Path) -> None:
-    """Have a process write a pickle's tensors as safetensors. CommandError where it can't."""
+    """Convert a pickle's tensors to safetensors in another process. Raises CommandError if it can't."""
     command = [sys.executable, "-m", f"{__package__}.unpickle", str(pickle), str(weights)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise CommandError(f"{pickle}: was not read within {SECONDS:g} s; it is no adapter's weights") from None
+        raise CommandError(
+            f"{pickle}: was not read within {SECONDS:g} s; it does not hold an adapter's weights"
+        ) from None
     if done.returncode:
         told = done.stderr.strip().splitlines()
         reason = told[-1][:400] if told else f"its reader ended with {done.returncode}"

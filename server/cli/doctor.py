@@ -1,4 +1,4 @@
-"""`chorus doctor`: what this machine will use, and what would make it faster."""
+"""`chorus doctor`: prints the hardware and kernels that this machine will use, and how to make it faster."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ...ops import native_library
 from ...ops.attention_backend import flashinfer_obstacle
 from ..version import VERSION
 
-#: More than the last-level cache of a processor holds, of which a part is left for others.
+# Larger than a processor's last-level cache, part of which other processes use.
 BUFFER_BYTES = 512 << 20
 SECONDS = 0.3
 
-#: Of the heads of most models: query heads of a KV head, and elements.
+# Attention heads of most models: query heads per KV head, and elements per head.
 GROUP, HEAD_DIM = 4, 128
 
-#: Features to print: they decide which kernels run.
+# Processor features to print: they decide which kernels run.
 _NAMED = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16", "i8mm")
 
 
 def run(out: TextIO) -> None:
-    """Print what is found, a line each, then what would make it faster."""
+    """Print the findings, one per line, then how to make the machine faster."""
     fixes: list[str] = []
     rows = [
         ("chorus", f"{VERSION}, Python {platform.python_version()}, torch {torch.__version__}"),
@@ -49,7 +49,7 @@ def run(out: TextIO) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:{width}}  {value}", file=out)
-    print("\nfaster with:" if fixes else "\nnothing that is missing would make it faster", file=out)
+    print("\nfaster with:" if fixes else "\nnothing is missing that would make it faster", file=out)
     for fix in fixes:
         print(f"  - {fix}", file=out)
 
@@ -75,7 +75,7 @@ def _kernels(fixes: list[str]) -> str:
         level = native_library.level()
     except ValueError as error:
         fixes.append(f"another {native_library.ISA}: {error}")
-        return "none: the environment asks for a level that is not there"
+        return "none: the environment asks for an unavailable ISA level"
     here = native_library.levels()
     if level is not None:
         if here and level != here[0]:
@@ -96,7 +96,7 @@ def _kernels(fixes: list[str]) -> str:
 
 
 def _compiler() -> str | None:
-    """The C++ compiler that a build would find: $CXX, $CC or one by its name."""
+    """The C++ compiler that a build would find: $CXX, $CC or one by its usual name."""
     for command in (os.environ.get("CXX"), os.environ.get("CC"), "c++", "g++", "clang++"):
         words = shlex.split(command or "")
         if words and (path := shutil.which(words[0])) is not None:
@@ -109,7 +109,7 @@ def _gpu(fixes: list[str]) -> str:
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         return f"none; {built}"
     if not uses_gpu("auto"):
-        fixes.append("Triton, without which the GPU is not used: " + _extra())
+        fixes.append("Triton, which the GPU needs: " + _extra())
     free, total = torch.cuda.mem_get_info()
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     name = f"{torch.cuda.get_device_name()}, compute capability {capability}, {_gib(free)} of {_gib(total)} free"

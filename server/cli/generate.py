@@ -1,4 +1,4 @@
-"""`chorus generate`: one prompt, answered by an engine in this process, without HTTP."""
+"""`chorus generate`: completes one prompt with an engine in this process, without HTTP."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from ..llm import LLM
 from ..settings import Settings
 
 SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos", "min_tokens",
-)  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+)
 """Flags that are sampling parameters under their own names."""
 
 
 def generate(settings: Settings, arguments: argparse.Namespace, out: TextIO) -> None:
-    """Writes the answer as it comes. Raises InvalidRequest, LaunchError or GenerationFailed."""
+    """Write the completion as it is generated. Raises InvalidRequest, LaunchError or GenerationFailed."""
     sampling: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING}
     sampling["stop"] = [stop for stop in arguments.stop if stop]
     sampling["bad_words"] = [word for word in arguments.bad_word if word]
-    params = SamplingParams(**sampling, seed=settings.seed)  # which says what is wrong, before the model is loaded
+    params = SamplingParams(**sampling, seed=settings.seed)  # report wrong values before the model is loaded
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if settings.is_builtin and not arguments.chat and not text.endswith("\n"):
         text = builtin_prompt(text)

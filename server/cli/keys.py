@@ -1,4 +1,4 @@
-"""`chorus keys`: makes, shows and revokes keys in a key file, which a server that runs reads anew by itself."""
+"""`chorus keys`: makes, shows and revokes keys in a key file, which a running server reloads by itself."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = commands.add_parser("add", help="make a key and print it, once: the file keeps its hash")
     add.add_argument("tenant", metavar="TENANT", help="owner of the key")
     add.add_argument(
-        "rights", nargs="*", metavar="NAME=VALUE",
+        "rights",
+        nargs="*",
+        metavar="NAME=VALUE",
         help="adapters=GLOB,GLOB (default: all), base=no, requests=N at once, tokens_per_minute=N, weight=W, admin=yes",
-    )  # fmt: skip
+    )
     add.set_defaults(act=_add)
     show = commands.add_parser("list", help="show each key's id, tenant and rights")
     show.set_defaults(act=_list)
-    revoke = commands.add_parser("revoke", help="take a key out of the file")
+    revoke = commands.add_parser("revoke", help="remove a key from the file")
     revoke.add_argument("id", metavar="ID", help="as `chorus keys list` shows it")
     revoke.set_defaults(act=_revoke)
     for command in (add, show, revoke):
@@ -35,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
-    """The exit code. Raises CommandError."""
+    """Run the command; return the exit code. Raises CommandError."""
     try:
         arguments.act(arguments, out)
     except InvalidKey as error:
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace, out: TextIO | None = None) -> int:
 
 def _add(arguments: argparse.Namespace, out: TextIO | None) -> None:
     if not TENANT.fullmatch(arguments.tenant):
-        raise CommandError("a tenant's name has up to 128 letters, digits and ._:/+=@-")
+        raise CommandError("a tenant's name must have up to 128 letters, digits and ._:/+=@-")
     grant = Grant.parse(arguments.rights)
     key, kept = new_key()
     with _locked(arguments.file):
@@ -75,7 +77,7 @@ def _revoke(arguments: argparse.Namespace, out: TextIO | None) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other commands from changing the file; the lock is its directory's, since the file is replaced."""
+    """Keep other commands from changing the file. The lock is on its directory, because the file is replaced."""
     handle = os.open(path.absolute().parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -85,7 +87,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, lines: list[str]) -> None:
-    """Put the lines in the file's place in one go, readable by its owner alone if the file is new."""
+    """Replace the file's contents atomically; a new file is readable by its owner only."""
     path = path.resolve()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     new = Path(name)

@@ -1,4 +1,4 @@
-"""`chorus profile`: what steps and loads cost on this machine, as a profile for the simulator and the policies."""
+"""`chorus profile`: measures the cost of steps and loads on this machine, for the simulator and the policies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..settings import Settings
 
 GOOD_R2 = 0.95
 QUIET = 0.15
-"""Above this share of difference between rounds the machine was too busy to trust."""
+"""Relative difference between rounds above which the machine was too busy for a reliable profile."""
 
 
 def add_flags(parser: argparse.ArgumentParser, number: Callable[[str], int]) -> None:
-    """number: reads a flag's positive number."""
+    """number: parses a flag's positive number."""
     parser.add_argument(
         "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: profile.json)"
     )
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser, number: Callable[[str], int]) -> 
 
 
 def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO) -> None:
-    """Measure, print and write. Raises LaunchError for what can't be measured or written."""
+    """Measure, print and write. Raises LaunchError if something can't be measured or written."""
     from ...core.costs.fit import FitError
     from ...core.costs.machine import measure_machine
     from ...core.costs.measure import MeasureError
@@ -49,23 +49,25 @@ def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO
     print(table(measured.profile), file=out)
     print(f"noise      a median round is {measured.noise:.1%} above the best", file=out)
     if measured.noise > QUIET:
-        print("           the machine was busy: stop what else runs, or raise --rounds", file=out)
+        print("           the machine was busy: stop other programs, or raise --rounds", file=out)
     if not measured.uncached:
         print("           adapter files were read from the system's cache, not from the disk", file=out)
     print(f"written to {output}", file=out)
 
 
 def table(profile: Profile) -> str:
-    """The terms of every model and how well each explains what was measured."""
+    """The coefficients of every cost model, and how well each fits the measurements."""
     lines = [f"profile    {profile.model}", f"on         {profile.device}"]
     for name in ("step", "disk", "link", "overhead"):
         part = getattr(profile, name)
         if part is None:
             continue
         report = part.fit
-        quality = "" if report is None else (
-            f"R² {report.r2:.4f}   mean error {report.mean_error:.1%}   {report.samples} samples"
-        )  # fmt: skip
+        quality = (
+            ""
+            if report is None
+            else (f"R² {report.r2:.4f}   mean error {report.mean_error:.1%}   {report.samples} samples")
+        )
         if report is not None and report.decode_r2 is not None:
             quality += f"   R² of decode steps {report.decode_r2:.4f}"
         weak = name == "step" and report is not None and min(report.r2, report.decode_r2 or report.r2) < GOOD_R2
@@ -80,7 +82,7 @@ def _shown(term: str, value: float) -> str:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of the steps on a terminal, silence elsewhere."""
+    """A progress bar of the steps on a terminal; nothing elsewhere."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,6 +1,6 @@
 """The process that reads a pickle of tensors: `python -m chorus.server.cli.unpickle FILE SAFETENSORS`.
 
-It is limited to memory in proportion to the file, so that a small file can't take the machine's.
+Its memory limit is proportional to the file's size, so a small file can't use up the machine's memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 BESIDE_BYTES = 512 << 20
-"""Memory beside the tensors, which are held twice: as read, and as written."""
+"""Memory in addition to the tensors, which are held twice: as read, and as written."""
 
 MAX_TENSORS = 1 << 13
 
 
 class UnpickleRefused(Exception):
-    """The file is not an adapter's weights; the text says why."""
+    """The file does not hold an adapter's weights; the text gives the reason."""
 
 
 def main(pickle: Path, weights: Path) -> None:
@@ -31,7 +31,7 @@ def main(pickle: Path, weights: Path) -> None:
         found = torch.load(pickle, map_location="cpu", weights_only=True)
     except MemoryError:
         raise UnpickleRefused(f"takes more memory than {3 * size} bytes, three times its size, to read") from None
-    except Exception as error:  # whatever the library says of a stranger's file
+    except Exception as error:  # the library may raise anything for a malicious file
         raise UnpickleRefused(f"is not read as weights only: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(found, dict) or len(found) > MAX_TENSORS:
         raise UnpickleRefused(f"does not hold a mapping of at most {MAX_TENSORS} tensors")
@@ -48,7 +48,7 @@ def main(pickle: Path, weights: Path) -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Allow this process so many bytes beyond what it has, where the system counts them (Linux)."""
+    """Limit this process to so many bytes more than it has, if the operating system supports it (Linux)."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

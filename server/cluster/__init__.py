@@ -1,1 +1,1 @@
-"""Many replicas behind one address."""
+"""Clusters: several replicas served at one address."""

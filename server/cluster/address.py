@@ -1,4 +1,4 @@
-"""Addresses at which a cluster's processes listen: unix sockets, and TCP, with mutual TLS unless it is loopback."""
+"""Addresses on which a cluster's processes listen: unix sockets, and TCP, with mutual TLS unless it is loopback."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ HANDSHAKE_SECONDS = 10.0
 """Seconds that a TLS handshake may take."""
 
 UNREAD_SECONDS = 30
-"""Seconds after which the system ends a TCP connection if the peer acknowledges nothing: its machine is gone."""
+"""Seconds without an acknowledgement after which the operating system ends a TCP connection: the peer's machine is
+gone.
+"""
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
-"""Files of a TLS directory, named as Kubernetes names them in a mounted secret."""
+"""Files of a TLS directory, with the names that Kubernetes gives them in a mounted secret."""
 
 MAX_FILES = 1024
 """Files that may wait to be read."""
@@ -44,20 +46,20 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 class AddressError(WireError, ValueError):
-    """The text is no address, or one that may not be used."""
+    """The text is not an address, or the address may not be used."""
 
 
 class TlsError(WireError):
-    """The peer speaks no TLS, or has no certificate of this cluster's CA."""
+    """The peer does not speak TLS, or has no certificate of this cluster's CA."""
 
 
 def _disk() -> DaemonPool:
-    """The thread on which files of addresses and certificates are read, which the event loop must not wait for."""
+    """The thread that reads files of addresses and certificates, to keep the event loop free."""
     return DaemonPool("cluster-files", threads=1, max_waiting=MAX_FILES)
 
 
 async def _beside(disk: DaemonPool, read: Callable[[], T]) -> T:
-    """What a call reads. Raises OSError where the disk hangs for many."""
+    """The result of a function that reads files. Raises OSError if the disk hangs for many."""
     try:
         return await disk.run(read)
     except PoolFull as error:
@@ -66,7 +68,7 @@ async def _beside(disk: DaemonPool, read: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class UnixSocket:
-    """`unix:PATH`; it is only as private as the directory that it lies in."""
+    """`unix:PATH`; it is as private as its directory."""
 
     path: Path
 
@@ -74,12 +76,12 @@ class UnixSocket:
         return f"unix:{self.path}"
 
     async def open(self) -> Streams:
-        """A connection. OSError."""
+        """Open a connection. Raises OSError."""
         return await asyncio.open_unix_connection(self.path)
 
     async def listen(self, handle: Handler) -> tuple[asyncio.Server, UnixSocket]:
-        """Serve connections; the server, and the address that peers can open."""
-        self.path.unlink(missing_ok=True)  # of a process that was killed
+        """Serve connections; returns the server, and the address that peers can connect to."""
+        self.path.unlink(missing_ok=True)  # left by a process that was killed
         server = await asyncio.start_unix_server(handle, self.path)
         self.path.chmod(0o600)
         return server, self
@@ -87,16 +89,17 @@ class UnixSocket:
 
 @dataclass(frozen=True, slots=True)
 class TcpSocket:
-    """`tcp://HOST:PORT`; port 0 is one of the system's choice. tls: directory of certificate, key and CA.
+    """`tcp://HOST:PORT`; for port 0 the operating system chooses one.
 
-    Both sides show a certificate of the CA, which has to be the cluster's own: all that it has signed are members.
-    Names in certificates are not compared, as replicas come and go on nodes of any name. AddressError without TLS
-    where the host is not loopback.
+    Both sides show a certificate of the CA, which must be the cluster's own: everyone with a certificate that it signed
+    is a member. Names in certificates are not compared, because replicas come and go on nodes with any names. Raises
+    AddressError without TLS if the host is not loopback.
     """
 
     host: str
     port: int
     tls: Path | None = None
+    """Directory of the certificate, the key and the CA."""
     disk: DaemonPool = field(default_factory=_disk, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +110,7 @@ class TcpSocket:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     async def open(self) -> Streams:
-        """A connection. OSError; TlsError for a server that is none of the cluster's."""
+        """Open a connection. Raises OSError, and TlsError for a server that does not belong to the cluster."""
         context = None if self.tls is None else await _beside(self.disk, partial(tls_context, self.tls, is_client=True))
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context)
@@ -117,9 +120,10 @@ class TcpSocket:
         return reader, writer
 
     async def listen(self, handle: Handler) -> tuple[asyncio.Server, TcpSocket]:
-        """Serve connections; the server, and the address that peers can open. TlsError for files that can't be used.
+        """Serve connections; returns the server, and the address that peers can connect to. Raises TlsError for files
+        that can't be used.
 
-        The files are read again for each connection, so that a new certificate needs no new process.
+        The files are read again for each connection, so a new certificate needs no restart.
         """
         if self.tls is not None:
             await _beside(self.disk, partial(tls_context, self.tls, is_client=False))
@@ -128,7 +132,7 @@ class TcpSocket:
             _end_with_peer(writer)
             if self.tls is None:
                 return handle(reader, writer)
-            # not `ssl=context`: asyncio would keep to itself why a handshake failed. What the peer says first is TLS's.
+            # not `ssl=context`: asyncio would hide the reason of a failed handshake. The peer's first bytes are TLS's.
             transport = writer.transport
             assert isinstance(transport, asyncio.Transport)
             transport.pause_reading()
@@ -140,7 +144,7 @@ class TcpSocket:
 
 @dataclass(frozen=True, slots=True)
 class AddressFile:
-    """The address that a file holds at the moment: of a process that may come back at another one."""
+    """The address that a file holds at the moment, of a process that may restart at another one."""
 
     path: Path
     tls: Path | None = None
@@ -150,18 +154,18 @@ class AddressFile:
         return str(self.path)
 
     async def open(self) -> Streams:
-        """A connection. OSError: FileNotFoundError among them, before anything has listened."""
+        """Open a connection. Raises OSError, such as FileNotFoundError before anything has listened."""
         found = parse_address((await _beside(self.disk, self.path.read_text)).strip(), self.tls)
         return await (replace(found, disk=self.disk) if isinstance(found, TcpSocket) else found).open()
 
     def write(self, address: str) -> None:
-        """Tell readers of a new address; they see the old one, or all of this."""
+        """Publish a new address; readers see either the old one or all of the new one."""
         new = self.path.with_suffix(".new")
         new.write_text(address)
         new.replace(self.path)
 
     def stamp(self) -> tuple[str, int] | None:
-        """The address, and what differs once it was written again; None before anything has listened."""
+        """The address, and a stamp that changes with each write; None before anything has listened."""
         with suppress(FileNotFoundError):
             return self.path.read_text(), self.path.stat().st_mtime_ns
         return None
@@ -172,21 +176,23 @@ Address = Listening | AddressFile
 
 
 def parse_address(text: str, tls: Path | None = None) -> Listening:
-    """`unix:PATH`, or `tcp://HOST:PORT`, on loopback where it names no host. AddressError."""
+    """Parse `unix:PATH`, or `tcp://HOST:PORT`, where an empty host is loopback. Raises AddressError."""
     if text.startswith("unix:") and text != "unix:":
         return UnixSocket(Path(text.removeprefix("unix:")))
     try:
         parts = urlsplit(text)
         port = parts.port or 0
     except ValueError as error:
-        raise AddressError(f"{text!r} is no address: {error}") from None
+        raise AddressError(f"{text!r} is not an address: {error}") from None
     if parts.scheme != "tcp" or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
-        raise AddressError(f"{text!r} is no address: unix:PATH or tcp://HOST:PORT is needed")
+        raise AddressError(f"{text!r} is not an address; give unix:PATH or tcp://HOST:PORT")
     return TcpSocket(parts.hostname or LOOPBACK, port, tls)
 
 
 def tls_context(directory: Path, *, is_client: bool) -> ssl.SSLContext:
-    """TLS 1.2 or later; the peer must have a certificate of the CA. TlsError names the file that can't be used."""
+    """A context for TLS 1.2 or later that requires a certificate of the CA from the peer. Raises TlsError that names
+    the file that can't be used.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_client else ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
@@ -206,9 +212,12 @@ def tls_error(error: ssl.SSLError) -> TlsError:
 
 
 async def _begin_tls(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: Callable[[], ssl.SSLContext], disk: DaemonPool,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    context: Callable[[], ssl.SSLContext],
+    disk: DaemonPool,
     handle: Handler,
-) -> None:  # fmt: skip
+) -> None:
     try:
         await writer.start_tls(await _beside(disk, context), ssl_handshake_timeout=HANDSHAKE_SECONDS)
     except OSError as error:
@@ -216,13 +225,13 @@ async def _begin_tls(
         _refusals.warning("a connection was refused: %s: %s", type(told).__name__, told)
         writer.transport.abort()
         return
-    except asyncio.CancelledError:  # at the process's end, which asyncio would log as an error
+    except asyncio.CancelledError:  # at the process's end; asyncio would log it as an error
         return
     await handle(reader, writer)
 
 
 def _end_with_peer(writer: asyncio.StreamWriter) -> None:
-    """Have the system notice that the peer's machine is gone."""
+    """Make the operating system notice if the peer's machine is gone."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -230,4 +239,4 @@ def _end_with_peer(writer: asyncio.StreamWriter) -> None:
 
 
 def _no_password() -> str:
-    raise ValueError(f"{KEY} has a passphrase; a key without one is needed")
+    raise ValueError(f"{KEY} has a passphrase; use a key without one")

@@ -1,5 +1,4 @@
-"""The catalog of an API server: adapters by name, resolved here and nowhere else, so that no replica serves a stale
-one.
+"""The catalog of an API server: it alone resolves adapter names, so no replica serves a stale version.
 
 Tests: tests/server/cluster/test_registered_catalog.py
 """
@@ -36,29 +35,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One version of a name. version: its number within this API server. label: the version as clients see it. pinned:
-    whether replicas are to keep it resident.
-    """
+    """One version of a name."""
 
     name: str
     version: int
+    """Its number within this API server."""
     manifest: AdapterManifest
     label: str = ""
+    """The version that clients see."""
     pinned: bool = False
+    """Replicas are to keep it resident."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Replicas, as the catalog asks for them; any thread may.
-
-    soon, call: have the dispatcher's loop call a function; `call` tells the result, or `otherwise` once the loop has
-    ended. learn: hashes an entry beside the loop and notes it; False then.
-    """
+    """The cluster, as far as the catalog needs it; for any thread."""
 
     dispatcher: Dispatcher
     soon: Callable[..., None]
     call: Callable[..., Future[Any]]
+    """Have the dispatcher's loop call a function; `call` also waits for the result, or returns `otherwise` if the loop
+    has ended.
+    """
     learn: Callable[[CatalogEntry], Future[bool]]
+    """Hash an entry in the background and record the hash; returns False in that case."""
     stats: Callable[[], EngineStats]
 
     @property
@@ -66,7 +66,7 @@ class Cluster:
         return self.dispatcher.fleet
 
     def end_users(self, name: str) -> Future[int]:
-        """End the requests of a name; how many there were."""
+        """End the requests of a name; return how many there were."""
         reason = f"adapter {name!r} was removed"
         return self.call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
 
@@ -95,10 +95,10 @@ class Catalog(BackendAdapters):
         keep: int | None = 1,
         pinned: bool | None = None,
     ) -> CatalogEntry:
-        """Make a manifest the adapter of a name, for requests to come. AdapterFormatError for what is no name.
+        """Make a manifest the adapter of a name, for new requests. Raises AdapterFormatError for an invalid name.
 
-        image: left out, as the replicas read it. label, keep: as of `AdapterStore.register`; a name may itself be a
-        version's. pinned: None for as before.
+        image: unused, because the replicas read the weights. label, keep: as in `AdapterStore.register`; a name may
+        itself be a version's. pinned: None: unchanged.
         """
         check_name(name)
         plain, own = split_version(name)
@@ -107,7 +107,7 @@ class Catalog(BackendAdapters):
             before = self.get(name) if name in self._entries else None
             if pinned is None:
                 pinned = before is not None and before.pinned
-            if before is not None and before.pinned:  # what is kept of it is not pinned
+            if before is not None and before.pinned:  # a kept version is not pinned
                 self._entries.put(name, replace(before, pinned=False), None)
             entry = CatalogEntry(plain if own and own == label else name, number, manifest, label, pinned)
             gone = self._entries.put(name, entry, keep)
@@ -132,7 +132,7 @@ class Catalog(BackendAdapters):
         return entry
 
     def _unregister_newest(self, entry: CatalogEntry) -> None:
-        """Forget the newest version of a name; it then means the latest kept one, if there is one."""
+        """Forget the newest version of a name; the name then means the latest kept one, if any."""
         self._entries.promote(entry.name)
         if entry.pinned:
             self._tell_pins()
@@ -142,18 +142,18 @@ class Catalog(BackendAdapters):
         return name in self._entries
 
     def registered(self) -> list[tuple[str, CatalogEntry]]:
-        """Every version under its name, in no order; an earlier one under `name@version`."""
+        """Every version under its name, in any order; an earlier one under `name@version`."""
         with self._lock:
             return list(self._entries.items())
 
     @contextmanager
     def using(self, name: str) -> Iterator[CatalogEntry]:
-        """The same, and that it stays so within the block."""
+        """The same, unchanged within the `with` block."""
         with self._lock:
             yield self.find(name)
 
     def find(self, name: str) -> CatalogEntry:
-        """What a request's adapter is now. Raises InvalidRequest, as an engine does."""
+        """The current version of a request's adapter. Raises InvalidRequest, like an engine."""
         entry = self._entries.find(name)
         if entry is not None:
             if entry.name in self.paused:
@@ -164,7 +164,7 @@ class Catalog(BackendAdapters):
         raise InvalidRequest("model", f"adapter {name!r} is not registered")
 
     def get(self, name: str) -> CatalogEntry:
-        """What a name means, paused or not. UnknownAdapter."""
+        """The version that a name means, paused or not. Raises UnknownAdapter."""
         entry = self._entries.find(name)
         if entry is None:
             raise UnknownAdapter(f"adapter {name!r} is not registered")
@@ -195,7 +195,7 @@ class Catalog(BackendAdapters):
     # --- AdapterBook ---
 
     def _ask(self, function: Callable[[AdapterTable], T | Future[T]]) -> Future[T]:
-        """Answers at once, or with the future that the function gives."""
+        """Return a completed future, or the one that the function returns."""
         try:
             with self._lock:
                 result = function(self)
@@ -210,7 +210,8 @@ class Catalog(BackendAdapters):
         def with_ours(theirs: Future[set[Path]]) -> None:
             result.set_result(theirs.result() | ours)
 
-        with self._lock:  # a request either has its path among the others by now, or has none of what is not here
+        # a request either has its path among the others by now, or does not have a path that is missing here
+        with self._lock:
             ours = {one.manifest.path for one in self._entries.values()}
             result: Future[set[Path]] = Future()
             self._cluster.call(self._cluster.dispatcher.paths, otherwise=set()).add_done_callback(with_ours)
@@ -237,12 +238,12 @@ class Catalog(BackendAdapters):
         return self._ask(remove)
 
     def pin(self, name: str) -> Future[bool]:
-        """True once all replicas keep it resident; False: ask again. One that can't has it unpinned everywhere."""
+        """True once all replicas keep it resident; False: try again. If one can't, all replicas unpin it."""
 
         def pin(_: AdapterTable) -> bool | Future[bool]:
             entry = self.get(name)
             if name in self._entries.kept(entry.name):
-                raise InvalidRequest("pin", "of an adapter in a cluster the newest version can be pinned alone")
+                raise InvalidRequest("pin", "in a cluster, only the newest version of an adapter can be pinned")
             content = entry.manifest.content_hash
             if content is None:
                 return self._cluster.learn(entry)
@@ -273,7 +274,7 @@ class Catalog(BackendAdapters):
     # --- common ---
 
     def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
-        """Pin a version or unpin it, unless it has been replaced; False: it has to be seen what becomes of it."""
+        """Pin or unpin a version, unless it has been replaced; False: the result is not known yet."""
         with self._lock:
             if self._entries.find(entry.name) == entry:
                 self._entries.put(entry.name, replace(entry, pinned=pinned), None)
@@ -288,7 +289,7 @@ class Catalog(BackendAdapters):
             self._cluster.soon(self._cluster.fleet.pin, pins)
 
     def _left(self, entry: CatalogEntry) -> None:
-        """A version is no name's any more; its content may still be another's."""
+        """A version has lost its name; its content may still belong to another."""
         content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
             self._cluster.soon(self._cluster.dispatcher.retire, content)
@@ -311,7 +312,7 @@ class Catalog(BackendAdapters):
 
 
 def failed(error: Exception) -> Future:
-    """A future that has ended with an error."""
+    """A future that has failed with an error."""
     future: Future = Future()
     future.set_exception(error)
     return future

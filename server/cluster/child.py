@@ -1,4 +1,4 @@
-"""A process that is kept running: started, watched, and started again with back-off when it ends.
+"""A child process that is watched, and restarted with back-off when it ends.
 
 Tests: tests/server/cluster/test_processes.py
 """
@@ -18,17 +18,17 @@ from collections.abc import Sequence
 log = logging.getLogger(__name__)
 
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 30.0
-"""Seconds until a child that ended is started again: at first, and after it ended again and again."""
+"""Seconds until a child that ended is restarted: the first time, and after repeated ends."""
 
 STOP_SECONDS = 5.0
 """Seconds that processes may take to end before they are killed."""
 
 STEADY_SECONDS = 60.0
-"""Seconds that a child must have run for the back-off to begin anew."""
+"""Seconds that a child must have run to reset the back-off."""
 
 
 class Child:
-    """A `chorus` command as a process, and the thread that keeps it running. It ends when this process does."""
+    """A `chorus` command as a process, and the thread that restarts it. It ends when this process does."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
@@ -42,30 +42,30 @@ class Child:
         self._thread.start()
 
     def trouble(self) -> str | None:
-        """Why it will not be there: its first process ended by itself."""
+        """The reason why it will not run: its first process ended by itself."""
         return self._trouble
 
     def signal(self, number: int, pid: int | None = None) -> None:
-        """Send the process a signal, if there is one. SIGTERM has it drain, and then it is started again.
+        """Send the process a signal, if there is one. After SIGTERM it drains and is restarted.
 
-        pid: of the process that is meant, where another one may have taken its place.
+        pid: of the intended process, in case another one has replaced it.
         """
         process = self._process
         if process is not None and pid in (None, process.pid) and process.poll() is None:
             process.send_signal(number)
 
     def finish(self) -> None:
-        """Send SIGTERM and start no other; see `join`."""
+        """Send SIGTERM and start no replacement; see `join`."""
         self._stopping.set()
         self.signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End the process at once, by the end of its input, and start no other; see `join`."""
+        """End the process at once, by closing its input, and start no replacement; see `join`."""
         self._stopping.set()
         self._close_input()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end, and force it after so many seconds."""
+        """Wait for the end; force it after so many seconds."""
         if not self._thread.is_alive():
             return
         self._thread.join(seconds)
@@ -82,19 +82,19 @@ class Child:
                 return
             if time.monotonic() - began > STEADY_SECONDS or status == 0:
                 back_off = FIRST_BACK_OFF
-            if is_first and status != 0:  # then a cluster that is being launched ends
+            if is_first and status != 0:  # the launch of a cluster then fails
                 self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
                 log.warning("%s", self._trouble)
             else:
-                level = logging.INFO if status == 0 else logging.WARNING  # 0: it was to end, and is replaced
-                log.log(level, "%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
+                level = logging.INFO if status == 0 else logging.WARNING  # 0: it was asked to end, and is replaced
+                log.log(level, "%s ended (%s); restarting in %g s", self.name, _how(status), back_off)
             is_first = False
             self._stopping.wait(back_off)
             back_off = min(LAST_BACK_OFF, 2 * back_off)
 
     def _run_once(self) -> int:
         try:
-            # its input is never written to: it ends with this process, however that ends
+            # its input is never written to: it ends when this process ends, for any reason
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env=_environment())
         except OSError as error:
             log.error("%s can't be started: %s", self.name, error)
@@ -112,7 +112,7 @@ class Child:
 
 
 def end_with_parent() -> None:
-    """End this process when its launcher has ended, however that was: then its standard input, a pipe, does."""
+    """End this process when its launcher ends for any reason: then its standard input, a pipe, is closed."""
     if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
         return  # started by hand, or by a container
 
@@ -131,6 +131,6 @@ def _how(status: int | None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without keys: API servers have them from a file, and replicas have no use for them."""
+    """This process's environment, without keys: API servers get them from a file, and replicas do not use them."""
     keys = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
     return {name: value for name, value in os.environ.items() if not name.startswith(keys)}

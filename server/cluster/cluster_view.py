@@ -1,4 +1,4 @@
-"""What an API server tells of its cluster: sums over replicas, metrics, and where adapters are."""
+"""An API server's view of its cluster: sums over replicas, metrics, and the replicas' adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING = EngineStats()
 
 
 def total(stats: Iterable[EngineStats]) -> EngineStats:
-    """The sum, as of one engine."""
+    """The sum, in the format of one engine's snapshot."""
     result: dict[str, Any] = asdict(NOTHING)
     for one in stats:
         for name in _NAMES:
@@ -45,7 +45,7 @@ def total(stats: Iterable[EngineStats]) -> EngineStats:
 
 
 def counted(stats: EngineStats) -> EngineStats:
-    """What a replica that is gone has counted up: the sum over replicas must not fall."""
+    """Counts of a replica that is gone: the sum over replicas must not fall."""
     grown = {name: getattr(stats, name) for name, metric in METRICS.items() if metric.grows}
     return EngineStats(**grown, step_sizes=stats.step_sizes)
 
@@ -57,14 +57,16 @@ def tenants(links: Iterable[Link]) -> list[TenantStats]:
         for one in link.report.tenants if link.report is not None else ():
             before = found.get(one.name, TenantStats(one.name, 0, 0, 0.0))
             found[one.name] = TenantStats(
-                one.name, before.num_running + one.num_running, before.num_waiting + one.num_waiting,
+                one.name,
+                before.num_running + one.num_running,
+                before.num_waiting + one.num_waiting,
                 before.standing + one.standing,
-            )  # fmt: skip
+            )
     return sorted(found.values(), key=lambda one: one.num_running + one.num_waiting, reverse=True)
 
 
 def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
-    """A snapshot, as of one engine."""
+    """A snapshot, in the format of one engine's."""
     links = fleet.links
     reports = [link.report for link in links if link.report is not None]
     hellos = [link.hello for link in links if link.hello is not None]
@@ -89,13 +91,13 @@ def view_of(fleet: Fleet, catalog: Catalog) -> EngineView:
 
 
 def _nearest_tiers(fleet: Fleet) -> dict[str, Tier]:
-    """Of each content that a replica has near the tier that is nearest to steps."""
+    """Of each content that a replica has in memory, the best tier."""
     reported = {content for link in fleet.links if link.report is not None for content in link.report.tiers}
     return {content: fleet.tier_of(content) for content in reported}
 
 
 def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) -> Picture:
-    """A snapshot for the operator's page, without pages: which is whose is known to the replicas alone.
+    """A snapshot for the operator's page, without pages: only the replicas know who owns them.
 
     requests: open ones. A request counts as running from its first token on.
     """
@@ -129,7 +131,7 @@ def picture_of(fleet: Fleet, catalog: Catalog, requests: Iterable[OpenRequest]) 
 
 
 class ClusterCollector(Collector):
-    """Reads the dispatcher's counts when asked; any thread may."""
+    """Reads the dispatcher's counts when asked; for any thread."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -145,7 +147,7 @@ class ClusterCollector(Collector):
         yield GaugeMetricFamily(
             "chorus_scale_hint", "1: one more replica is needed; -1: one could be removed", dispatcher.scale.value
         )
-        for name in ("chorus_api_server_waiting", "chorus_front_waiting"):  # the second: until the next release
+        for name in ("chorus_api_server_waiting", "chorus_front_waiting"):  # the second name: until the next release
             yield GaugeMetricFamily(name, "Requests queued at this API server", in_flight.num_waiting)
         yield CounterMetricFamily(
             "chorus_replica_deaths",

@@ -1,4 +1,4 @@
-"""A cluster as the app sees it: the same `Backend` as an engine's worker, with replicas behind sockets."""
+"""A cluster as the app sees it: the same `Backend` as an engine's worker, with replicas reached through sockets."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
-"""Seconds between looks at requests that wait for a replica."""
+"""Seconds between checks of requests that wait for a replica."""
 
 UP_POLL_SECONDS = 0.02
-"""Seconds between looks, at the start, at whether a replica is there."""
+"""Seconds between checks, during the start, whether a replica is connected."""
 
 HASH_THREADS = 4
 MAX_HASHES = 1024
 
 
 class ClusterWorker:
-    """Links and dispatcher on an event loop: the server's from `take_loop` on, and until then a thread's of its own.
+    """Links and dispatcher on an event loop: the server's from `take_loop` on, and until then one on its own thread.
 
-    All methods may be called from any thread; what `check_adapter` waits for comes on the loop.
+    All methods may be called from any thread; results that `check_adapter` waits for arrive on the loop.
     """
 
-    progress: int | None = None  # replicas that hang are found by their links
+    progress: int | None = None  # the links themselves find replicas that hang
     stalled: str | None = None
     shared: Path | None = None
 
@@ -85,7 +85,7 @@ class ClusterWorker:
         registry: Address | None = None,
         estimates: Estimates | None = None,
     ) -> None:
-        """on_stop: called at the end of `stop`, once. registry: address of the registry that several API servers share.
+        """on_stop: called once, at the end of `stop`. registry: address of the registry that several API servers share.
         estimates: the policy's.
         """
         self.links = links
@@ -96,12 +96,12 @@ class ClusterWorker:
         self.dispatcher = Dispatcher(links, policy, self._deliver, settings.give_up_seconds, estimates=estimates)
         self.dispatcher.on_change = self._changed
         self.lookers: list[Callable[[], None]] = [self.dispatcher.look]
-        """Called every `LOOK_SECONDS` on the loop; to be added to before `start`."""
+        """Called every `LOOK_SECONDS` on the loop; append to it before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(self.dispatcher, self.soon, self._call, self._learn, lambda: self.stats)
         self._registry = registry
         self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
-        self._has_copy = registry is None  # of the registry's names
+        self._has_copy = registry is None  # names in the registry
         self._config = ModelConfig.read(settings.model)
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
@@ -111,28 +111,31 @@ class ClusterWorker:
         self._thread = threading.Thread(target=self._loop.run_forever, name="chorus-cluster", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._model: ModelInfo  # once a replica has been there
+        self._model: ModelInfo  # once a replica has connected
 
     # --- start and stop ---
 
     def start(self) -> None:
         """Begin to connect, and register the adapters of the start; see `wait_until_ready`.
 
-        AdapterFormatError for an adapter that can't be served where the settings say that it stops the start.
+        Raises AdapterFormatError for an adapter that can't be served if the settings say that it stops the start.
         """
         settings = self._settings
         self.adapters.quarantine |= register_directories(self.adapters, self._inspect, settings, settings.lora_modules)
-        self._tasks = [self._loop.create_task(one) for one in (
-            *(link.run(self) for link in self.links), self._look(), self._follow_registry(),
-        )]  # fmt: skip
+        self._tasks = [
+            self._loop.create_task(one)
+            for one in (
+                *(link.run(self) for link in self.links),
+                self._look(),
+                self._follow_registry(),
+            )
+        ]
         self._thread.start()
 
-    def wait_until_ready(
-        self, trouble: Callable[[], str | None] = lambda: None, *, was_whole: bool = False
-    ) -> None:  # fmt: skip
-        """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one.
+    def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None, *, was_whole: bool = False) -> None:
+        """Return once all replicas are connected. Raises EngineUnavailable with `trouble`'s text as soon as it has one.
 
-        was_whole: they were before, so that one will do: another one's absence must not keep an API server from its
+        was_whole: all were connected before, so one is enough: another's absence must not keep an API server from its
         clients.
         """
         with self._change:
@@ -142,8 +145,8 @@ class ClusterWorker:
                 self._change.wait(0.1)
 
     def take_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of the links, so that no frame goes from thread to thread on its way to a client. What has come
-        meanwhile waits until the caller runs it.
+        """The loop of the links, so no frame changes threads on its way to a client. Frames that arrive before the
+        caller runs the loop wait.
         """
         self.soon(self._loop.stop)
         self._thread.join()
@@ -162,7 +165,7 @@ class ClusterWorker:
         if self._thread.is_alive():  # no server has taken the loop
             loop = self.take_loop()
             with asyncio.Runner(loop_factory=lambda: loop):
-                pass  # its end is that of all tasks
+                pass  # its end ends all tasks
         else:
             self.soon(self._cancel)
         self._on_stop()
@@ -179,7 +182,7 @@ class ClusterWorker:
     async def _follow_registry(self) -> None:
         if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):
             return
-        while not self._num_up():  # a replica is to check the adapters that names stand for
+        while not self._num_up():  # a replica must check the adapters that have names
             await asyncio.sleep(UP_POLL_SECONDS)
         client = self.adapters.follow(self._registry, self.links[0].secret)
         try:
@@ -197,7 +200,7 @@ class ClusterWorker:
                 try:
                     look()
                 except Exception:
-                    log.exception("looking after requests failed")
+                    log.exception("the periodic check of requests failed")
 
     # --- Backend ---
 
@@ -217,7 +220,7 @@ class ClusterWorker:
 
     @property
     def trouble(self) -> str | None:
-        return self.failure or (None if self.healthy else "no replica is there; they are being started")
+        return self.failure or (None if self.healthy else "no replica is connected; they are being started")
 
     def submit(
         self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
@@ -234,7 +237,7 @@ class ClusterWorker:
                 entry = bound if isinstance(bound, CatalogEntry) else newest
                 if entry.manifest.content_hash is not None:
                     self._add(request, entry, on_output, loop, accepted)
-                else:  # it has not been asked for before
+                else:  # it has not been requested before
                     self._hashes.submit(self._hash_and_add, request, entry, on_output, loop, accepted)
         except (ValueError, PoolFull) as error:
             return failed(error)
@@ -253,9 +256,7 @@ class ClusterWorker:
         check_bounds(sum(unstarted.copy().values()) + count - 1, own, most, lambda: 1.0)
 
     def freeze(self, *, frozen: bool) -> Future[None]:
-        return failed(
-            InvalidRequest("mode", "a cluster's replicas go on; pause adapters, with PATCH /v1/adapters/NAME")
-        )
+        return failed(InvalidRequest("mode", "a cluster can't be paused; pause adapters, with PATCH /v1/adapters/NAME"))
 
     def view(self) -> Future[EngineView]:
         return done(view_of(self.dispatcher.fleet, self.adapters))
@@ -293,7 +294,7 @@ class ClusterWorker:
     def on_down(self, link: Link, *, stuck: bool) -> None:
         if link.stats is not None:
             self._gone = total((self._gone, counted(link.stats)))
-        if not self._stopping:  # else the link ends with the cluster, and no replica has died
+        if not self._stopping:  # otherwise the link ends with the cluster, and no replica has died
             self.dispatcher.on_down(link, stuck=stuck)
 
     # --- common ---
@@ -311,9 +312,13 @@ class ClusterWorker:
         return self._hashes.submit(learn)
 
     def _hash_and_add(
-        self, request: Request, entry: CatalogEntry, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        self,
+        request: Request,
+        entry: CatalogEntry,
+        on_output: OnOutput,
+        loop: asyncio.AbstractEventLoop | None,
         accepted: Future[None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         try:
             known = with_content(entry.manifest)
         except AdapterFormatError as error:
@@ -331,9 +336,13 @@ class ClusterWorker:
             self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
 
     def _add(
-        self, request: Request, entry: CatalogEntry | None, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None,
+        self,
+        request: Request,
+        entry: CatalogEntry | None,
+        on_output: OnOutput,
+        loop: asyncio.AbstractEventLoop | None,
         accepted: Future[None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         record = to_record(request, time.monotonic())
         path, rank, num_bytes, version = None, 0, 0, ""
         if entry is not None:
@@ -350,9 +359,9 @@ class ClusterWorker:
             self.abort(request_id)
 
     def _load_everywhere(self, content_hash: str, path: Path) -> None:
-        """Return once every replica that is up has loaded an adapter, or could not and another one has.
+        """Return once every connected replica has loaded an adapter, or could not while another one has.
 
-        AdapterFormatError when none could; EngineUnavailable when none is up.
+        Raises AdapterFormatError if none could; EngineUnavailable if none is connected.
         """
         self._call(self._load, content_hash, path, otherwise=None).result()
         with self._change:
@@ -367,7 +376,7 @@ class ClusterWorker:
                 error = AdapterFormatError(failure[1])
                 error.failure = LoadFailure(failure[0])
                 raise error
-        raise EngineUnavailable("no replica is there to check the adapter; try again later")
+        raise EngineUnavailable("no replica is connected that could check the adapter; try again later")
 
     def _load(self, content_hash: str, path: Path) -> None:
         for link in self.links:
@@ -383,7 +392,7 @@ class ClusterWorker:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _call(self, function: Callable[..., T], *arguments: Any, otherwise: T) -> Future[T]:
-        """Run a function on the loop. otherwise: its result where that has ended."""
+        """Run a function on the loop. otherwise: the result if the loop has ended."""
         result: Future[T] = Future()
 
         def run() -> None:

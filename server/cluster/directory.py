@@ -1,4 +1,4 @@
-"""The directory of a cluster: addresses, secrets, and what its processes tell each other in files."""
+"""The directory of a cluster: addresses, secrets, and files that its processes exchange."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ClusterDirectory:
         secret_file: of a secret that machines share; None: a new secret.
         """
         cls._remove_abandoned()
-        # a socket's path has at most 107 bytes, which a name of the user's choice may exceed
+        # a socket's path has at most 107 bytes, which a user's choice of name might exceed
         directory = cls(Path(tempfile.mkdtemp(prefix=cls._PREFIX)))
         draft = directory.path / "lock.draft"  # no other process finds it before it is locked
         directory._locked = draft.open("w")
@@ -68,27 +68,27 @@ class ClusterDirectory:
         return f"unix:{self.path / name}.sock"
 
     def replica_file(self, index: int) -> Path:
-        """The file that tells where a replica listens."""
+        """The file with the address of a replica."""
         return self.path / f"r{index}.address"
 
     def ready_file(self, api_server: int) -> Path:
-        """The file that an API server makes once it listens for the first time."""
+        """The file that an API server creates once it listens for the first time."""
         return self.path / f"f{api_server}.ready"
 
     def stuck_file(self, name: str) -> Path:
-        """The file in which an API server names the process of a replica that hangs."""
+        """The file in which an API server names a replica's process that hangs."""
         return self.path / f"{name}.stuck"
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas that there are to be now, from `r0` on; further replicas may still have files."""
+        """Number of replicas wanted now, counted from `r0`; more replicas may still have files."""
         return int(self._count_file.read_text())
 
     def tell_replicas(self, count: int) -> None:
         _replace(self._count_file, str(count))
 
     def hint(self, api_server: int) -> tuple[int, int] | None:
-        """An API server's scale hint and the number of replicas that it is about; None before the first."""
+        """An API server's scale hint and the number of replicas that it refers to; None before the first."""
         with suppress(FileNotFoundError):
             hint, about = map(int, self._hint_file(api_server).read_text().split())
             return hint, about
@@ -107,14 +107,14 @@ class ClusterDirectory:
         return [Link(f"r{index}", one, self.secret, silent_seconds) for index, one in enumerate(addresses)]
 
     def replica(self, name: str, listen: str, address_file: Path, tls: Path | None, settings: str) -> Child:
-        """A replica's process of this machine. settings: as JSON."""
+        """A replica's process on this machine. settings: as JSON."""
         self.settings_file.write_text(settings)
         listener = Listener(listen, self.secret_file, address_file, tls)
         return Child(f"replica {name}", ["replica", *listener.flags(), "--settings", str(self.settings_file)])
 
 
 def _replace(file: Path, text: str) -> None:
-    """Readers see what was there, or all of this."""
+    """Write a file atomically: readers see the old content or all of the new one."""
     new = file.with_suffix(".new")
     new.write_text(text)
     new.replace(file)

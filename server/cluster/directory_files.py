@@ -1,4 +1,4 @@
-"""A cluster's directory as an event loop uses it: files are read and written on a thread, never on the loop."""
+"""Access to a cluster's directory from an event loop: a thread reads and writes the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .directory import ClusterDirectory
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Files that may wait for a disk that hangs; what more is to be told is told the next time."""
+"""Files that may wait for a disk that hangs; further ones are written the next time."""
 
 
 class DirectoryFiles:
@@ -25,16 +25,16 @@ class DirectoryFiles:
         self._files = DaemonPool("cluster-directory", threads=1, max_waiting=MAX_WAITING)
 
     def num_replicas(self) -> int:
-        """The number of replicas that there are to be, as of the last time that this was asked."""
+        """The number of replicas wanted, as of the last call."""
         self._soon(self._read_count)
         return self._count
 
     def tell_hint(self, api_server: int, hint: int, about: int) -> None:
-        """Write an API server's scale hint down."""
+        """Write an API server's scale hint."""
         self._soon(partial(self._directory.tell_hint, api_server, hint, about))
 
     def tell_stuck(self, name: str, pid: int | None) -> None:
-        """Name the process of a replica that hangs."""
+        """Name a replica's process that hangs."""
         self._soon(partial(self._directory.stuck_file(name).write_text, str(pid)))
 
     def _read_count(self) -> None:

@@ -1,6 +1,6 @@
-"""The dispatcher of an API server: what happens to requests, by their clients and by replicas, until they end.
+"""The dispatcher of an API server: takes requests from clients and frames from replicas until each request ends.
 
-All of it runs on one event loop. Where a request goes is the placer's.
+All of it runs on one event loop. The placer decides where a request goes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .wire import Frame, Malformed
 
 log = logging.getLogger(__name__)
 
-HINTS = {1: "one more replica is needed", 0: "there are replicas enough", -1: "one replica could be given back"}
+HINTS = {1: "one more replica is needed", 0: "there are enough replicas", -1: "one replica could be removed"}
 
 PRICE_SECONDS = 5.0
-"""Seconds for which policies go on with the same costs, and with the terms that they have computed by them."""
+"""Seconds for which routing policies keep the same costs, and the terms computed from them."""
 
 DIED_TWICE = "two replicas ended while they ran this request; it is not tried on a third"
 
 
 class Dispatcher:
-    """Events of links and requests come in as calls; outputs go to `deliver`."""
+    """Receives requests, and events of links, as method calls; passes outputs to `deliver`."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         estimates: Estimates | None = None,
     ) -> None:
-        """give_up_seconds: after which a request that no replica may take ends with an error. estimates: the policy's,
-        which are kept up to date.
+        """give_up_seconds: a request that no replica may take for so long ends with an error. estimates: the policy's,
+        which the dispatcher keeps up to date.
         """
         self.links = links
         self.fleet = Fleet(links)
@@ -59,20 +59,20 @@ class Dispatcher:
         self.num_deaths = 0
         self.scale = SteadyHint()
         self.num_replicas = len(links)
-        """Replicas that there are to be, as of the last look; there are links for as many as there may ever be."""
+        """Number of replicas wanted at the last look. There are links for the maximum number."""
         self.count_replicas: Callable[[], int] = lambda: len(links)
         self.on_hint: Callable[[int, int], None] = lambda hint, num_replicas: None
-        """Called now and then with the hint that holds, and the number of replicas that it is about."""
+        """Called periodically with the scale hint and the number of replicas that it refers to."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a link came up, went down, or answered to a load."""
+        """Called when a link connected, disconnected, or replied to a load."""
         self.on_stuck: Callable[[Link], None] = lambda link: None
-        """Called with a replica that hangs, so that its process is ended."""
+        """Called with a replica that hangs, to end its process."""
         self.on_arrival: Callable[[str, Path], None] = lambda content_hash, path: None
         """Called with the adapter of each new request that has one."""
         self.on_retire: Callable[[str], None] = lambda content_hash: None
-        """Called with the content of an adapter that no new request has."""
+        """Called with the content hash of an adapter that no new request has."""
         self.on_end: Callable[[str | None, float], None] = lambda content_hash, seconds: None
-        """Called with the adapter of an answer that has ended, and the seconds since its request came."""
+        """Called when a request has ended, with its adapter and the seconds since its arrival."""
         self._deliver = deliver
         self._give_up_seconds = give_up_seconds
         self._clock = clock
@@ -82,15 +82,21 @@ class Dispatcher:
         self._users: Counter[str] = Counter()  # open requests by content hash
         self._sizes: dict[str, int] = {}  # bytes of their adapters
         self._estimates.adapter_bytes = lambda content: self._sizes.get(content, 0)
-        self._retired: set[str] = set()  # contents that no new request begins with
+        self._retired: set[str] = set()  # contents that no new request uses
 
     # --- requests ---
 
     def add(
-        self, record: dict[str, Any], path: Path | None, rank: int, arrival: float, accepted: Future[None],
-        num_bytes: int = 0, version: str = "",
-    ) -> None:  # fmt: skip
-        """Take a request; `accepted` ends with ValueError when its id is in use. rank, num_bytes, version: its
+        self,
+        record: dict[str, Any],
+        path: Path | None,
+        rank: int,
+        arrival: float,
+        accepted: Future[None],
+        num_bytes: int = 0,
+        version: str = "",
+    ) -> None:
+        """Take a request; `accepted` fails with ValueError if its id is in use. rank, num_bytes, version: its
         adapter's.
         """
         if not accepted.set_running_or_notify_cancel():
@@ -109,7 +115,7 @@ class Dispatcher:
         self.placer.place(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request, of which nothing more is delivered; False when it is unknown."""
+        """End a request, and deliver nothing more of it; False if it is unknown."""
         request = self.in_flight.get(request_id)
         if request is None:
             return False
@@ -139,13 +145,13 @@ class Dispatcher:
             self.abort(request.id)
 
     def move(self, request: OpenRequest, target: Link | None = None) -> None:
-        """Take a request from its replica and place it again: at `target` if that may have it, else by the policy."""
+        """Take a request from its replica and place it again: on `target` if that may have it, else by the policy."""
         self.fleet.abort(request)
         self.in_flight.take_back(request)
         self.placer.place(request, target)
 
     def placed(self) -> list[tuple[OpenRequest, Link, list[Link]]]:
-        """Requests at replicas, in order of arrival, with the replicas that each may go on at."""
+        """Requests on replicas, in order of arrival, with the replicas that each may move to."""
         links = {link.name: link for link in self.links}
         return [
             (one, links[one.replica], list(self.fleet.candidates(one)[0]))
@@ -154,7 +160,7 @@ class Dispatcher:
         ]
 
     def move_to(self, request_id: str, source: Link, target: Link) -> bool:
-        """Carry out a plan that was made a while ago; False where it holds no more."""
+        """Carry out a migration plan; False if it is no longer valid."""
         request = self.in_flight.get(request_id)
         if request is None or request.replica != source.name:
             return False
@@ -164,7 +170,9 @@ class Dispatcher:
         return True
 
     def retire(self, content_hash: str) -> None:
-        """No new request has this content; replicas forget it once the last request that has it ends."""
+        """Mark a content as retired: no new request has it, and replicas forget it when the last request with it
+        ends.
+        """
         self._retired.add(content_hash)
         self.on_retire(content_hash)
         self._forget_content(content_hash)
@@ -175,7 +183,7 @@ class Dispatcher:
     # --- links ---
 
     def on_up(self, link: Link) -> None:
-        log.info("replica %s is there", link.name)
+        log.info("replica %s is connected", link.name)
         self.fleet.note_up(link)
         self.placer.place_waiting()
         self.on_change()
@@ -185,11 +193,11 @@ class Dispatcher:
         ended = self.in_flight.lose(link.name)
         self.fleet.note_down(link)
         if link.draining and not lost:
-            log.info("replica %s has ended, as it was to", link.name)
+            log.info("replica %s has ended, as requested", link.name)
         else:
             self.num_deaths += 1
             level = logging.INFO if link.draining else logging.WARNING
-            log.log(level, "replica %s is gone; %d requests go on elsewhere", link.name, len(lost) - len(ended))
+            log.log(level, "replica %s is gone; %d requests continue elsewhere", link.name, len(lost) - len(ended))
         if stuck:
             self.on_stuck(link)
         for request in ended:
@@ -255,7 +263,8 @@ class Dispatcher:
             link.draining = True
             self.fleet.changed()
         elif reason.startswith("field:"):
-            request.refused_by.add(link.name)  # in mid-answer it waits for another: never a refusal to the client
+            # in the middle of generation it waits for another replica: the client never sees a refusal
+            request.refused_by.add(link.name)
         elif request.content_hash is not None:
             link.loaded.discard(request.content_hash)
             link.pinned.pop(request.content_hash, None)
@@ -285,21 +294,21 @@ class Dispatcher:
             self.placer.place_waiting()
 
     def reported_costs(self) -> list[dict[str, float]]:
-        """Costs of steps and transfers (`LearnedCosts`), of each replica that has reported some."""
+        """Learned costs of steps and transfers, for each replica that has reported some."""
         return [link.report.costs for link in self.links if link.report is not None and link.report.costs]
 
     def look(self) -> None:
-        """End requests that no replica has been able to take for too long, see whether there are replicas enough, and
-        price requests by the step costs that replicas have reported.
+        """Time out requests that no replica could take, update the scale hint, and update the costs that price
+        requests.
 
-        To be called now and then.
+        Call this periodically.
         """
         now = self._clock()
         told = self.reported_costs()
         if told and now >= self._next_prices:
             self._next_prices = now + PRICE_SECONDS
             self._estimates.set_costs(mean_costs(told))
-        # one that is being started again is not asked for, nor is another one given back meanwhile
+        # while a replica restarts, the hint neither asks for it nor gives another one back
         states = [self.fleet.state_of(link) for link in self.links if link.takes_requests]
         before, self.num_replicas = self.num_replicas, self.count_replicas()
         is_whole = len(states) == self.num_replicas == before

@@ -1,4 +1,4 @@
-"""The replicas of an API server: what is known of each, and which of them may take a request."""
+"""The replicas of an API server: their known state, and which of them may take a request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
 class Fleet(Placements):
-    """Links, and the load behind each: what it reported of other API servers' requests, and this API server's, as they
-    come and go. No call but `note_up`, `note_down` and `changed` takes longer the more replicas or requests there are.
+    """Links, and the load of each: the reported load of other API servers' requests, plus this API server's, updated as
+    requests come and go. Only `note_up`, `note_down` and `changed` take longer with more replicas or requests.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
@@ -33,9 +33,10 @@ class Fleet(Placements):
     # --- candidates ---
 
     def candidates(self, request: OpenRequest) -> tuple[Sequence[Link], Replicas]:
-        """Replicas that may take a request: they have its adapter and are, if it has tokens, of the kind of these.
+        """Replicas that may take a request: they have its adapter and, if it has tokens, are of the kind that sampled
+        them.
 
-        All replicas are sent the adapter to load, so that any of them can go on with its requests.
+        All replicas are sent the adapter to load, so any of them can continue its requests.
         """
         content, kind = request.content_hash, request.kind if request.num_output_tokens else None
         found = self._candidates.get(content)
@@ -45,11 +46,13 @@ class Fleet(Placements):
             return found
         links = [
             link for link in found[0] if (kind is None or link.identity == kind) and link.name not in request.refused_by
-        ]  # fmt: skip
+        ]
         return found if len(links) == len(found[0]) else (links, self._view(links))
 
     def changed(self, content_hash: str | None = None) -> None:
-        """Replicas may take requests of a content that could not, or the other way round; None: of any content."""
+        """Replicas may take requests of a content that they could not take before, or the other way round; None: of any
+        content.
+        """
         if content_hash is None:
             self._candidates.clear()
         else:
@@ -82,7 +85,7 @@ class Fleet(Placements):
         return not any(content_hash in link.loading for link in self.links)
 
     def pin(self, pins: Mapping[str, Path]) -> None:
-        """Have all replicas, and the ones that come later, keep these contents resident, and no others."""
+        """Have all current and future replicas keep exactly these contents resident."""
         for content in self._pins.keys() - pins.keys():
             for link in self.links:
                 link.unpin(content)
@@ -91,14 +94,16 @@ class Fleet(Placements):
             self.keep_pins(link)
 
     def keep_pins(self, link: Link) -> None:
-        """Have a replica load and pin what it has not; to be called when it came up or has loaded something."""
+        """Have a replica load and pin missing contents; call it when the replica connected or has loaded something."""
         for content, path in self._pins.items():
             if content not in link.failed:
                 link.load(content, path)
                 link.pin(content)
 
     def take_failure(self, content_hash: str | None) -> tuple[str, str] | None:
-        """Why no replica that is up has an adapter; None while one has it or may get it. It is tried again then."""
+        """The reason why no connected replica has an adapter; None while one has it or may get it. The load is then
+        retried.
+        """
         up = [link for link in self.links if link.is_up]
         if content_hash is None or not up or any(content_hash not in link.failed for link in up):
             return None
@@ -107,7 +112,7 @@ class Fleet(Placements):
         return failures[0]
 
     def tier_of(self, content_hash: str | None) -> Tier:
-        """Tier of a content at the replica that has it nearest."""
+        """Best tier of a content on any replica."""
         tiers = {link.report.tiers.get(content_hash or "") for link in self.links if link.report is not None}
         return next((tier for tier in _NEAREST if tier.value in tiers), Tier.DISK)
 
@@ -117,7 +122,7 @@ class Fleet(Placements):
         return bool(up) and all(content_hash in link.pinned and link.pinned[content_hash] is None for link in up)
 
     def pin_failure(self, content_hash: str) -> AdapterFormatError | None:
-        """Why a replica does not keep a content resident that it was told to."""
+        """The reason why a replica does not keep a content resident as requested."""
         for link in self.links:
             if (found := link.failed.get(content_hash) or link.pinned.get(content_hash)) is not None:
                 error = AdapterFormatError(f"replica {link.name}: {found[1]}")
@@ -126,7 +131,7 @@ class Fleet(Placements):
         return None
 
     def overflowing(self) -> set[str]:
-        """Contents with which no request has had finite logits on some replica."""
+        """Contents that had only non-finite logits on some replica."""
         return {one for link in self.links if link.report is not None for one in link.report.overflowing}
 
     # --- requests ---
@@ -163,7 +168,7 @@ class Fleet(Placements):
     # --- links ---
 
     def note_up(self, link: Link) -> None:
-        """A replica is there, with nothing of this API server's."""
+        """A replica has connected, with nothing of this API server's."""
         if link.hello is not None:
             self.state_of(link).max_num_seqs = link.hello.max_num_seqs
         self.changed()
@@ -176,7 +181,7 @@ class Fleet(Placements):
         self.changed()
 
     def note_report(self, link: Link) -> None:
-        """A replica has reported its state. Adapters of this API server's requests are there, or on their way."""
+        """A replica has reported its state. Adapters of this API server's requests are there, or being loaded."""
         load, hello, report = self._loads[link.name], link.hello, link.report
         if hello is not None and report is not None:
             stats, state = report.stats, load.state
@@ -195,9 +200,9 @@ class Fleet(Placements):
 
 
 class _ReplicaLoad:
-    """A replica's state, and what it is made of.
+    """A replica's state, and its parts.
 
-    num_others: requests of other API servers. adapters: how many of this API server's requests are for each. resident,
+    num_others: requests of other API servers. adapters: how many of this API server's requests use each. resident,
     held: the state's `resident` and `on_host`, which this API server adds to.
     """
 

@@ -1,7 +1,8 @@
-"""The in-flight table of an API server: its open requests, where each runs, and what its client has received. No I/O.
+"""The in-flight table of an API server: its open requests, where each runs, and the tokens its client has received. No
+I/O.
 
-A request's `attempt` counts its placements and stands in every row about it, so that a row of an earlier placement,
-such as one of A in A → B → A, is known to be stale and dropped. All that another replica needs to go on is the record:
+A request's `attempt` counts its placements, and every row about it has the number. So a row of an earlier placement,
+such as one on A in A → B → A, is recognized as stale and dropped. Another replica needs only the record to continue:
 prompt, tokens received, seed and parameters (`core.requests.record`).
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEATHS = 2
-"""Replicas that may die while they run a request; it ends with an error then, as it may be what kills them."""
+"""Replicas that may die while they run a request; then it ends with an error, because it may be the cause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,7 @@ class OpenRequest:
     rank: int = 0
     """LoRA rank of its adapter; 0 for none."""
     attempt: int = 0
-    """How often it has been placed on a replica."""
+    """Number of placements on a replica so far."""
     replica: str | None = None
     """The replica that runs it; None while it is queued at the API server."""
     kind: Hashable | None = None
@@ -36,9 +37,9 @@ class OpenRequest:
     deaths: int = 0
     """Replicas that died while running it."""
     is_taken: bool = False
-    """Whether the replica has accepted it."""
+    """The replica has accepted it."""
     is_started: bool = False
-    """Whether a token came in this attempt."""
+    """A token came in this attempt."""
     path: Path | None = None
     """Directory of its adapter."""
     version: str = ""
@@ -50,7 +51,7 @@ class OpenRequest:
     refused_by: set[str] = field(default_factory=set)
     """Names of replicas that refused it."""
     stuck_since: float | None = None
-    """When no replica was left that may run it."""
+    """Time from which no replica was left that may run it."""
 
     @property
     def content_hash(self) -> str | None:
@@ -66,22 +67,20 @@ class OpenRequest:
 
 
 class Placements:
-    """Notified of requests at replicas, on its thread; here nothing is done about it."""
+    """Notified of requests at replicas, on its thread; this base class ignores the notifications."""
 
     def placed(self, request: OpenRequest, replica: str) -> None:
         """A request comes to a replica."""
 
     def started(self, request: OpenRequest, replica: str) -> None:
-        """Its first token there comes; the record does not have it yet."""
+        """Its first token there arrived; the record does not have it yet."""
 
     def left(self, request: OpenRequest, replica: str) -> None:
         """It leaves a replica, or has ended there."""
 
 
 class InFlightTable:
-    """Open requests by id. Each is in exactly one place: at the API server, in the order of arrival, or at one
-    replica.
-    """
+    """Open requests by id. Each is in exactly one place: at the API server, in order of arrival, or at one replica."""
 
     def __init__(self, placements: Placements | None = None) -> None:
         self._placements = placements or Placements()
@@ -92,7 +91,7 @@ class InFlightTable:
         self.num_moves = 0
         """Placements of requests that had been placed before."""
         self.num_stale = 0
-        """Rows that were dropped because they were of an earlier attempt."""
+        """Rows of an earlier attempt that were dropped."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -108,7 +107,9 @@ class InFlightTable:
         return self._open.values()
 
     def waiting(self) -> list[OpenRequest]:
-        """Requests that wait at the API server. A request with tokens comes first: its client has begun to read."""
+        """Requests that wait at the API server. A request with tokens comes first, because its client is already
+        reading.
+        """
         waiting = list(self._at[None].values())
         waiting.sort(key=lambda request: request.num_output_tokens == 0)
         return waiting
@@ -125,16 +126,16 @@ class InFlightTable:
         return len(self._at.get(replica, ()))
 
     def add(self, record: dict[str, Any], rank: int = 0) -> OpenRequest:
-        """A new request, which waits. ValueError if its id is in use."""
+        """A new request, which waits. Raises ValueError if its id is in use."""
         request_id = record["id"]
         if request_id in self._open:
-            raise ValueError(f"there is a request {request_id} already")
+            raise ValueError(f"request {request_id} exists already")
         request = self._open[request_id] = self._at[None][request_id] = OpenRequest(request_id, record, rank)
         self.unstarted[record["tenant"]] += 1
         return request
 
     def place(self, request: OpenRequest, replica: str, kind: Hashable) -> int:
-        """Give a waiting request to a replica; returns the number of the attempt."""
+        """Give a waiting request to a replica; return the number of the attempt."""
         if request.attempt:
             self.num_moves += 1
         self._put(request, replica)
@@ -151,7 +152,7 @@ class InFlightTable:
         return request
 
     def receive(self, request_id: str, attempt: int, tokens: Sequence[int], *, last: bool) -> OpenRequest | None:
-        """Note tokens that came, and the end; None if the row is stale and nothing of it may reach the client."""
+        """Record tokens that arrived, and the end; None if the row is stale, so nothing of it may reach the client."""
         request = self._current(request_id, attempt)
         if request is None:
             return None
@@ -174,7 +175,7 @@ class InFlightTable:
         return request
 
     def take_back(self, request: OpenRequest) -> None:
-        """Have a request wait again, while its replica aborts it: rows that the replica still sends are stale."""
+        """Make a request wait again, while its replica aborts it: rows that the replica still sends are stale."""
         self._put(request, None)
 
     def lose(self, replica: str) -> list[OpenRequest]:
@@ -207,7 +208,7 @@ class InFlightTable:
         return request
 
     def _start(self, request: OpenRequest) -> None:
-        """Before its first token, or its end."""
+        """The request's first token came, or it ended before."""
         if not request.num_output_tokens:
             tenant = request.record["tenant"]
             self.unstarted[tenant] -= 1

@@ -1,4 +1,4 @@
-"""An API server's connection to one replica: it is opened again whenever it ends, until the API server does.
+"""An API server's connection to one replica, which is reopened whenever it ends, until the API server ends.
 
 Tests: tests/server/cluster/test_stay_connected.py
 """
@@ -22,27 +22,27 @@ log = logging.getLogger(__name__)
 
 
 class LinkEvents(Protocol):
-    """What a link tells, on its loop."""
+    """Notifications of a link, on its loop."""
 
     def on_up(self, link: Link) -> None: ...
     def on_frame(self, link: Link, frame: Frame) -> None: ...
     def on_down(self, link: Link, *, stuck: bool) -> None:
-        """The connection has ended, and with it what the replica ran for this API server. stuck: it did not say
-        anything.
+        """The connection has ended, and with it this API server's requests on the replica. stuck: it was silent for too
+        long.
         """
         ...
 
 
 class Link:
-    """A replica as an API server sees it; what it holds is of the current connection.
+    """An API server's view of one replica; its contents belong to the current connection.
 
-    loaded: content hashes of adapters that are registered there; loading: of adapters that it was sent to load;
-    failed: why it could not load an adapter, as a `LoadFailure` and a text. pinned: what it keeps resident, with None,
-    or why it can't; nothing while it is still to answer.
+    loaded: content hashes of registered adapters. loading: of adapters that it was sent to load. failed: the reason why
+    it could not load an adapter, as a `LoadFailure` and a text. pinned: None for a content that it keeps resident, or
+    the reason why it can't; no entry until it replies.
     """
 
     def __init__(self, name: str, address: Address, secret: bytes, silent_seconds: float) -> None:
-        """silent_seconds: after which a replica that says nothing counts as dead; it reports once a second."""
+        """silent_seconds: a replica that sends nothing for so long counts as dead; it reports once a second."""
         self.name = name
         self._address = address
         self.secret = secret
@@ -53,7 +53,7 @@ class Link:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was of a connection."""
+        """Forget the state of a connection."""
         self.hello: Hello | None = None
         self.report: Report | None = None
         self.draining = False
@@ -82,7 +82,7 @@ class Link:
         return None if self.report is None else self.report.stats
 
     def send(self, kind: str, *fields: Any) -> None:
-        """Queue a frame; what a dead replica is sent is lost, as `on_down` will tell."""
+        """Queue a frame; frames to a dead replica are lost, and `on_down` follows."""
         if self._stream is not None:
             try:
                 self._stream.send(kind, *fields)
@@ -91,7 +91,7 @@ class Link:
                 self._stream.close()
 
     def load(self, content_hash: str, path: Path) -> None:
-        """Have the replica register an adapter, unless it has, or does."""
+        """Have the replica register an adapter, unless it has, or is doing so."""
         if self.is_up and content_hash not in self.loaded and content_hash not in self.loading:
             self.loading.add(content_hash)
             self.failed.pop(content_hash, None)
@@ -109,7 +109,7 @@ class Link:
         self.send("pin", content_hash, False)
 
     def note_pinned(self, content_hash: str, failure: str | None, text: str | None) -> None:
-        """The replica has answered to `pin`, which may have been taken back."""
+        """The replica has replied to `pin`, which may have been withdrawn."""
         if content_hash in self._pinning:
             self._pinning.discard(content_hash)
             self.pinned[content_hash] = None if failure is None else (failure, text or "no reason given")
@@ -130,23 +130,24 @@ class Link:
     async def run(self, events: LinkEvents) -> None:
         """Keep the connection open, until cancelled."""
         await stay_connected(
-            f"replica {self.name}", lambda: connect(self._address, self.secret, FROM_REPLICA),
+            f"replica {self.name}",
+            lambda: connect(self._address, self.secret, FROM_REPLICA),
             partial(self._follow, events),
-        )  # fmt: skip
+        )
 
     async def _follow(self, events: LinkEvents, stream: FrameStream) -> None:
         self._stream, stuck = stream, False
         try:
             await self._talk(stream, events)
             if self.draining:
-                raise PlannedEnd("it has ended, as it was to")
+                raise PlannedEnd("it has ended, as requested")
         except TimeoutError:
             stuck = True
-            raise WireError(f"it has said nothing for {self._silent_seconds:g} s") from None
+            raise WireError(f"it was silent for {self._silent_seconds:g} s") from None
         finally:
             self._stream = None
             if self.is_up:
-                self.hello = None  # it takes no requests; what it reported last is still there to count
+                self.hello = None  # it takes no requests, but the last report's counts still add up
                 events.on_down(self, stuck=stuck)
             self.reset()
 
@@ -155,7 +156,7 @@ class Link:
         async with asyncio.timeout(silent) as limit:
             until = clock()
             while (frame := await stream.read()) is not None:
-                if (now := clock()) > until:  # not for each frame, which is dear
+                if (now := clock()) > until:  # not for each frame, which would be expensive
                     until = now + silent / 16
                     limit.reschedule(until + silent)
                 try:

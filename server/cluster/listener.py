@@ -1,4 +1,4 @@
-"""Where a process of a cluster listens: flags, as the launcher writes them and the process reads them."""
+"""The address on which a process of a cluster listens: the flags that the launcher writes and the process parses."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Listener:
         return cls(arguments.listen, arguments.secret_file, arguments.address_file, arguments.tls)
 
     def flags(self) -> list[str]:
-        """The command line's part; it names files, and holds no secret."""
+        """The command-line arguments; they name files, and contain no secret."""
         files = {"secret-file": self.secret_file, "address-file": self.address_file, "tls": self.tls}
         given = [(f"--{name}", str(path)) for name, path in files.items() if path is not None]
         return ["--listen", self.listen, *(word for pair in given for word in pair)]
 
     @property
     def address(self) -> Listening:
-        """AddressError, also for one that needs TLS and has none."""
+        """Raises AddressError, also for an address that needs TLS and has none."""
         return parse_address(self.listen, self.tls)
 
     @property
@@ -39,7 +39,7 @@ class Listener:
         return read_secret(self.secret_file)
 
     def tell(self, address: Listening) -> None:
-        """Peers may connect from now on."""
+        """Publish the address: peers may connect from now on."""
         if self.address_file is not None:
             AddressFile(self.address_file).write(str(address))
 
@@ -53,13 +53,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_secret_flag(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
-        "--secret-file", type=Path, required=required, metavar="FILE",
+        "--secret-file",
+        type=Path,
+        required=required,
+        metavar="FILE",
         help="file with the secret of the cluster's processes: 64 hexadecimal digits",
-    )  # fmt: skip
+    )
 
 
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tls", type=Path, metavar="DIR",
+        "--tls",
+        type=Path,
+        metavar="DIR",
         help=f"directory of {CERTIFICATE}, {KEY} and {CA}, for connections within the cluster",
-    )  # fmt: skip
+    )

@@ -1,7 +1,7 @@
-"""The placer of an API server: which replica a request goes to, or that it waits.
+"""The placer of an API server: chooses a replica for each request, or lets it wait.
 
-A request waits while no replica may take it: none is up, none has its adapter yet, none is of the kind that drew its
-tokens, or the policy has it wait; later ones then wait behind it.
+A request waits while no replica may take it: none is connected, none has its adapter yet, none is of the kind that
+sampled its tokens, or the policy defers it; later requests then wait, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .router import Policy, Replicas
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request as a routing policy sees it; adapters are content hashes."""
+    """A request in the form that routing policies take; adapters are content hashes."""
 
     adapter: str | None
     prompt_tokens: int
@@ -26,7 +26,7 @@ class RoutedRequest:
 
 
 class Placer:
-    """Gives waiting requests of an in-flight table to replicas of a fleet."""
+    """Assigns waiting requests of an in-flight table to replicas of a fleet."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Placer:
         self._policy = policy
         self._fail = fail
         self._clock = clock
-        self._calls: dict[str, OpenRequest] = {}  # the one of each call that was placed last
-        self._is_held = False  # the policy has a request wait; later requests wait behind it
+        self._last_of_group: dict[str, OpenRequest] = {}  # the last request placed of each group of choices
+        self._is_held = False  # the policy has deferred a request; later requests wait for it
 
     def place_waiting(self) -> None:
         self._is_held = False
@@ -75,23 +75,23 @@ class Placer:
         target.send("submit", request.record, attempt)
 
     def _choose(self, wanted: RoutedRequest, request: OpenRequest, replicas: Replicas) -> int | None:
-        """The index of the policy's choice. A call's requests have a prompt prefix in common, so a further request
-        goes where the one before it went, as long as there is room. A request that finds no room even at a replica
-        without requests never will: it is sent there, and the replica says why.
+        """The index of the policy's choice. Choices of one API request share a prompt, so a further one goes to the
+        replica of the previous one while that has room. A request that finds no room even on an empty replica never
+        will: it is sent there, and the replica reports the reason.
         """
-        call = request.record["call"]
-        before = self._calls.get(call)
+        group = request.record["choice_group"]
+        before = self._last_of_group.get(group)
         index = None if before is None or before.replica is None else replicas.find(before.replica)
         if index is None or not replicas[index].has_room(wanted):
             index = self._policy(wanted, replicas)
         if index is None:
             index = next((i for i, replica in enumerate(replicas) if not replica.num_requests), None)
-        if call and index is not None:
-            self._calls[call] = request
+        if group and index is not None:
+            self._last_of_group[group] = request
         return index
 
     def forget(self, request: OpenRequest) -> None:
         """A request has ended."""
-        call = request.record["call"]
-        if self._calls.get(call) is request:
-            del self._calls[call]
+        group = request.record["choice_group"]
+        if self._last_of_group.get(group) is request:
+            del self._last_of_group[group]

@@ -1,4 +1,4 @@
-"""What a thread plans beside an API server's loop: which requests move, and which adapters are preloaded."""
+"""Plans made by a thread next to an API server's loop: migrations of requests, and preloading of adapters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 10.0
-"""Between two placements: an adapter of a replica that was started again is back after about twice as long."""
+"""Seconds between two placements: adapters of a restarted replica are back after about twice as long."""
 
 
 class Planned(ABC, Generic[T]):
-    """A plan at a time. `look` is to be called now and then, on the dispatcher's loop."""
+    """Makes one plan at a time. Call `look` periodically, on the dispatcher's loop."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
@@ -42,7 +42,7 @@ class Planned(ABC, Generic[T]):
         return self._plan is not None
 
     def look(self) -> None:
-        """Carry out the plan that has been made since, or have one made where it is time."""
+        """Carry out the plan that has been completed, or start one if it is due."""
         if self._plan is None:
             self._plan = self._begin(self._clock())
         elif self._plan.done():
@@ -51,19 +51,19 @@ class Planned(ABC, Generic[T]):
 
     @abstractmethod
     def _begin(self, now: float) -> Future[T] | None:
-        """Have a plan made, on the pool's thread; None where none is needed now."""
+        """Make a plan on the pool's thread; None if none is needed now."""
 
     @abstractmethod
     def _carry_out(self, plan: T) -> None: ...
 
     def _mean_adapter_pages(self) -> int:
-        """Mean pages of an adapter, over all adapters that replicas report in their arenas; 1 where there are none."""
+        """Mean pages of an adapter, over all resident adapters that replicas report; 1 without any."""
         pages = sum(link.stats.num_adapter_pages for link in self._links if link.stats is not None)
         return max(1, round(pages / max(1, sum(len(link.resident) for link in self._links))))
 
 
 class Mover(Planned[PlacementPlan]):
-    """Migration: requests of this API server go on at other replicas where the load is uneven."""
+    """Migration: requests of this API server move to other replicas if the load is uneven."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Mover(Planned[PlacementPlan]):
         if self._task is None:
             return None
         plan = self._pool.submit(plan_moves, self._task.problem, self._planner, self._settings)
-        plan.add_done_callback(lambda _: self._soon(self.look))  # at the next look most requests might have ended
+        plan.add_done_callback(lambda _: self._soon(self.look))  # by the next look most requests might have ended
         return plan
 
     def _carry_out(self, plan: PlacementPlan) -> None:
@@ -126,9 +126,9 @@ class Mover(Planned[PlacementPlan]):
 
 
 class Preloader(Planned[list[list[str]]]):
-    """Preloading: replicas have adapters in their arenas before the next request, by burst tolerance.
+    """Preloading: replicas load adapters before the next request, by burst tolerance.
 
-    It knows what this API server is asked for.
+    It only knows the requests of this API server.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float] = time.monotonic) -> None:
@@ -150,7 +150,7 @@ class Preloader(Planned[list[list[str]]]):
         return self._pool.submit(burst_tolerance, rates, pages, [count for _, count in found])
 
     def _carry_out(self, plan: list[list[str]]) -> None:
-        """Have replicas register adapters, and bring registered adapters into their arenas."""
+        """Have replicas register adapters, and make registered adapters resident."""
         for link, wanted in zip(self._links, plan, strict=True):
             for content in wanted:
                 if content in link.loaded:

@@ -1,4 +1,6 @@
-"""The processes of a cluster: replicas, which may be a Ray cluster's, the registry and API servers; their directory."""
+"""The processes of a cluster: replicas, which may run on a Ray cluster, the registry and API servers; and their
+directory.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ RESTART_POLL_SECONDS = 0.1
 
 
 class Kept(Protocol):
-    """A process that is kept running, wherever it is; see `Child`."""
+    """A process that is kept running, on this machine or elsewhere; see `Child`."""
 
     def start(self) -> None: ...
     def trouble(self) -> str | None: ...
@@ -42,11 +44,11 @@ class Kept(Protocol):
 
 
 class ReplicaLauncher(Protocol):
-    """Makes replicas' processes. threads: of each of so many replicas, where the settings do not say."""
+    """Makes replicas' processes. threads: of each of so many replicas, unless the settings give a number."""
 
     def threads(self, count: int) -> int: ...
     def replica(self, index: int, settings: str) -> Kept:
-        """A replica that is not yet started, and that will tell its address to the cluster's directory."""
+        """A replica that is not yet started, and that will write its address to the cluster's directory."""
         ...
 
     def close(self) -> None:
@@ -62,7 +64,7 @@ class LocalLauncher:
         self._plan = plan
         base = None if plan.listen is None else parse_address(plan.listen, plan.tls)
         if isinstance(base, UnixSocket):
-            raise AddressError(f"{base} is of one replica; leave --listen out for unix sockets")
+            raise AddressError(f"{base} is the address of one replica; leave --listen out for unix sockets")
         self._base = base
 
     def threads(self, count: int) -> int:
@@ -83,10 +85,10 @@ class Processes:
     """The children of a cluster's first process; see `stop`."""
 
     def __init__(self, plan: ClusterPlan, settings: Settings) -> None:
-        """OSError, AddressError and TlsError among them, or ValueError for a plan that can't be carried out."""
+        """Raises OSError, including AddressError and TlsError, or ValueError for a plan that can't be carried out."""
         self.directory = directory = ClusterDirectory.new(plan.secret_file)
         self.replicas: list[Kept] = []
-        self._leaving: list[Kept] = []  # the replica behind `replicas`, while it is given back
+        self._leaving: list[Kept] = []  # a replica that no longer belongs to `replicas`, while it drains
         self._plan = plan
         self._grace_seconds = settings.grace_seconds
         self.api_servers: list[Child] = []
@@ -123,14 +125,14 @@ class Processes:
         return all(self.directory.ready_file(index).exists() for index in range(len(self.api_servers)))
 
     def trouble(self) -> str | None:
-        """Why the cluster will not be there: a child that could not start."""
+        """The reason why the cluster can't run: a child that could not start."""
         for child in (*self._registry, *self.replicas, *self.api_servers):
             if (text := child.trouble()) is not None:
                 return text
         return None
 
     def kill(self, name: str, pid: int | None) -> None:
-        """End a replica's process that hangs, unless another one has taken its place; it is started again."""
+        """End a replica's process that hangs, unless another one has replaced it; it is restarted."""
         found = dict(enumerate((*self.replicas, *self._leaving))).get(int(name.removeprefix("r")))
         if found is not None:
             found.signal(signal.SIGKILL, pid)
@@ -145,7 +147,7 @@ class Processes:
                 self.kill(f"r{index}", pid)
 
     def follow_hints(self) -> None:
-        """Obey the API servers: one more replica where any of them asks for it, one less where all of them say so."""
+        """Follow the API servers' hints: add a replica if any of them asks for one, remove one if all of them agree."""
         count = len(self.replicas)
         told = [self.directory.hint(api_server) for api_server in range(len(self.api_servers))]
         hints = [found[0] for found in told if found is not None and found[1] == count]
@@ -153,10 +155,10 @@ class Processes:
             self.scale(max(hints), count)
 
     def scale(self, hint: int, about: int) -> None:
-        """Start one more replica, or give the last one back, within the plan's bounds; returns at once.
+        """Add a replica, or remove the last one, within the plan's limits; returns at once.
 
-        about: the number of replicas that the hint is about. As every change changes it, a hint that comes late, or
-        again, does nothing; nor does one while replicas are being replaced.
+        about: the number of replicas that the hint refers to. Every change changes this number, so a late or repeated
+        hint has no effect. Hints are also ignored while replicas are being replaced.
         """
         wanted = min(max(about + hint, self._plan.least), self._plan.most)
         if wanted == about or not self._changing.acquire(blocking=False):
@@ -169,11 +171,11 @@ class Processes:
 
     @property
     def is_changing(self) -> bool:
-        """True while replicas are replaced, or one comes or goes."""
+        """True while replicas are replaced, added or removed."""
         return self._changing.locked()
 
     def _change(self, change: Callable[[], None]) -> None:
-        """The caller has locked `_changing`."""
+        """The caller holds `_changing`."""
         try:
             change()
         except Exception:
@@ -184,18 +186,18 @@ class Processes:
     def _start_one(self) -> None:
         assert self._launcher is not None
         index = len(self.replicas)
-        log.info("replica r%d is started, as the load asks for it", index)
+        log.info("adding replica r%d: the load needs it", index)
         replica = self._launcher.replica(index, self._settings)
         replica.start()
         self.replicas.append(replica)
         self.directory.tell_replicas(index + 1)
 
     def _give_back(self) -> None:
-        """The API servers move the last replica's requests to others, and it ends."""
+        """Remove the last replica: the API servers move its requests to others, and it ends."""
         replica = self.replicas.pop()
         self._leaving.append(replica)
         index = len(self.replicas)
-        log.info("replica r%d is given back, as the load does without it", index)
+        log.info("removing replica r%d: the load does not need it", index)
         self.directory.tell_replicas(index)
         self.directory.replica_file(index).unlink(missing_ok=True)
         replica.finish()
@@ -203,7 +205,7 @@ class Processes:
         self._leaving.clear()
 
     def restart_replicas(self) -> None:
-        """Replace the replicas' processes, one after another, while answers go on; returns at once."""
+        """Replace the replicas' processes, one after another, while requests continue; returns at once."""
         threading.Thread(target=self._restart_replicas, name="chorus-restart", daemon=True).start()
 
     def _restart_replicas(self) -> None:
@@ -211,9 +213,9 @@ class Processes:
             for index, replica in enumerate(self.replicas):
                 address = AddressFile(self.directory.replica_file(index))
                 before = address.stamp()
-                log.info("replica r%d is replaced", index)
+                log.info("replica r%d has been replaced", index)
                 replica.signal(signal.SIGTERM)
-                # a new process that can't start stops the others' being replaced
+                # if a new process can't start, the others are not replaced
                 while address.stamp() in (before, None):
                     if self._stopping.wait(RESTART_POLL_SECONDS):
                         return
@@ -222,7 +224,7 @@ class Processes:
             log.info("all replicas have been replaced")
 
     def drain_api_servers(self, seconds: float) -> None:
-        """Have the API servers end their answers, within so many seconds."""
+        """Have the API servers finish their requests within so many seconds."""
         for api_server in self.api_servers:
             api_server.finish()
         _join(self.api_servers, seconds)
@@ -250,7 +252,7 @@ def _launcher_of(plan: ClusterPlan, directory: ClusterDirectory) -> ReplicaLaunc
 def _registry_of(plan: ClusterPlan, directory: ClusterDirectory, settings: Settings) -> list[Child]:
     """The registry's process, unless it runs elsewhere or none is needed.
 
-    Where adapters are uploaded, their names lie beside them, so that the cluster has both again after a restart.
+    With uploads, the names are stored next to the files, so the cluster has both again after a restart.
     """
     file = plan.registry
     if file is None and plan.api_servers == 1:

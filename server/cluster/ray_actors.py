@@ -1,11 +1,10 @@
-"""Replicas on a Ray cluster: Ray chooses their nodes, and begins them elsewhere when a node is gone.
+"""Replicas on a Ray cluster: Ray chooses their nodes, and starts them elsewhere when a node is gone.
 
-An actor keeps one replica's process running on its node, as `Child` does here, and tells where it listens. Nothing else
-goes through Ray: no request, no token, and no secret, of which each node has files of its own at the same paths.
+An actor keeps one replica's process running on its node, as `Child` does here, and reports its address. Requests,
+tokens and secrets do not go through Ray: each node has its own files of secrets at the same paths.
 """
 
-# Ray is an extra: types are checked where it is not installed, too.
-# pyright: reportMissingImports=false
+# Ray is an extra: types are checked without it, too. pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -30,25 +29,25 @@ from .replica_process import ReplicaSettings
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
-"""Address of a Ray cluster that is begun here and ends with this process."""
+"""Address of a Ray cluster that is started here and ends with this process."""
 
 POLL_SECONDS = 0.5
-"""Seconds between looks at where an actor's replica listens."""
+"""Seconds between checks of the address of an actor's replica."""
 
 DRAIN_SECONDS = 3600.0
 """Seconds that an actor waits for a replica that drains; `RayReplica.join` ends both sooner."""
 
 PLACING_SECONDS = 20.0
-"""Seconds after which it is said that a replica has not been placed."""
+"""Seconds after which the log says that a replica has not been placed."""
 
 OBJECT_STORE_BYTES = 200 << 20
-"""For Ray's own objects, of which there are hardly any."""
+"""Bytes for Ray's own objects, of which there are hardly any."""
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # its own, 15, would be the replicas', too
-    "RAY_agent_register_timeout_ms": "300000",  # its own, 30 s, is too short for a node that is starting replicas
+    "RAY_worker_niceness": "0",  # Ray's own value, 15, would apply to the replicas, too
+    "RAY_agent_register_timeout_ms": "300000",  # Ray's own 30 s are too short for a node that is starting replicas
 }
 
 
@@ -56,7 +55,7 @@ class ReplicaHost:
     """The actor of one replica."""
 
     def __init__(self, name: str, settings: str, secret_file: str, tls: str | None, *, is_local: bool) -> None:
-        """settings: as JSON. is_local: all of the cluster is on this machine, so that a unix socket will do."""
+        """settings: as JSON. is_local: the whole cluster is on this machine, so a unix socket is enough."""
         import ray
 
         self._directory = directory = ClusterDirectory.new(Path(secret_file))
@@ -66,7 +65,7 @@ class ReplicaHost:
         self._child.start()
 
     def state(self) -> tuple[tuple[str, int] | None, str | None]:
-        """Where the replica listens, as `AddressFile.stamp`, and why it will not be there."""
+        """The replica's address, as `AddressFile.stamp`, and the reason why it will not run."""
         return self._address.stamp(), self._child.trouble()
 
     def signal(self, number: int, pid: int | None) -> None:
@@ -86,7 +85,7 @@ class ReplicaHost:
 
 
 class RayReplica:
-    """A replica in an actor, as the launcher sees it: what `Child` is of one on this machine."""
+    """A replica in an actor, for the launcher: the counterpart of `Child` on this machine."""
 
     def __init__(self, name: str, actor: Any, address: AddressFile) -> None:
         self._name = name
@@ -124,7 +123,9 @@ class RayReplica:
         self._thread.join(seconds)
 
     def _follow(self) -> None:
-        """Have API servers connect to where the replica is: it, its actor and its node may be replaced at any time."""
+        """Publish the replica's address for the API servers: the replica, its actor and its node may be replaced at any
+        time.
+        """
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
@@ -135,14 +136,14 @@ class RayReplica:
             except GetTimeoutError:
                 log.warning("replica %s waits for a node of the Ray cluster that has room for it", self._name)
                 continue
-            except ActorDiedError as error:  # for good: it could not begin
+            except ActorDiedError as error:  # for good: it could not start
                 if not self._stopping.is_set():
                     self._trouble = f"replica {self._name} can't be placed: {' '.join(str(error).split())}"
                     log.error("%s", self._trouble)
                 return
             except RayError as error:
                 if not is_gone:
-                    log.warning("replica %s is begun elsewhere: %s", self._name, str(error).partition("\n")[0])
+                    log.warning("replica %s is restarted elsewhere: %s", self._name, str(error).partition("\n")[0])
                 is_gone = True
                 continue
             is_gone = False
@@ -152,7 +153,7 @@ class RayReplica:
 
 
 class RayLauncher:
-    """Replicas as actors of a Ray cluster; LaunchError where there is none."""
+    """Replicas as actors of a Ray cluster; raises LaunchError without one."""
 
     def __init__(self, directory: ClusterDirectory, plan: ClusterPlan) -> None:
         import_ray()
@@ -189,12 +190,15 @@ class RayLauncher:
             engine.device == "auto" and any("GPU" in node for node in self._nodes)
         )
         remote = ray.remote(ReplicaHost).options(
-            # no node with more processors will come to one machine: its replicas share them, as without Ray
+            # on one machine no node with more processors will appear: its replicas share them, as without Ray
             num_cpus=0 if self._is_local else engine.threads or 1,
-            name=None, num_gpus=int(needs_gpu), max_restarts=-1, scheduling_strategy="SPREAD",
-        )  # fmt: skip
+            name=None,
+            num_gpus=int(needs_gpu),
+            max_restarts=-1,
+            scheduling_strategy="SPREAD",
+        )
         tls = None if plan.tls is None else str(plan.tls.absolute())
-        # not resolved: a mounted secret's files are links to places with other names on each node
+        # not resolved: files of a mounted secret are links to different paths on each node
         secret = str((plan.secret_file or directory.secret_file).absolute())
         actor = remote.remote(f"r{index}", settings, secret, tls, is_local=self._is_local)
         return RayReplica(f"r{index}", actor, AddressFile(directory.replica_file(index)))
@@ -206,7 +210,7 @@ class RayLauncher:
 
 
 def join(address: str, cpus: int | None, gpus: int | None) -> NoReturn:
-    """Become a node of a Ray cluster, until a signal; replaces this process by Ray's. LaunchError without Ray."""
+    """Become a node of a Ray cluster until a signal; replaces this process by Ray's. Raises LaunchError without Ray."""
     import_ray()
     counts = {"cpus": cpus, "gpus": gpus}
     more = [f"--num-{name}={count}" for name, count in counts.items() if count is not None]
@@ -215,13 +219,13 @@ def join(address: str, cpus: int | None, gpus: int | None) -> NoReturn:
 
 
 def even_share(cpus: Sequence[int], count: int) -> int:
-    """Most processors of each of so many replicas with which all of them find nodes; 1 where none do. cpus: by node."""
+    """Most processors per replica with which so many replicas all find nodes; 1 if none do. cpus: by node."""
     most = max(cpus, default=0)
     return next((share for share in range(most, 1, -1) if sum(one // share for one in cpus) >= count), 1)
 
 
 def import_ray() -> None:
-    """Import Ray with the settings of a cluster. LaunchError where it is not installed."""
+    """Import Ray with the settings of a cluster. Raises LaunchError if it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -232,7 +236,7 @@ def import_ray() -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep the handlers of this process's signals, which Ray replaces."""
+    """Keep this process's signal handlers, which Ray replaces."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

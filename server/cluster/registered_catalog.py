@@ -1,8 +1,8 @@
-"""The catalog of one of several API servers: its names are the registry's.
+"""The catalog of one of several API servers; the registry owns its names.
 
-A change is made at the registry, and here, as in every other API server, once it tells of it. What an API server has
-registered from its directories at the start is its own until a client changes it. A kept version is an entry of its own
-there, named `name@version`.
+A change is made in the registry, and in every API server, including this one, when the registry announces it. Adapters
+that an API server has registered from its directories at the start are its own until a client changes them. A kept
+version is a separate entry there, named `name@version`.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 START = "0"
-"""Version of an adapter of the start: the registry's begin with 1."""
+"""Version of an adapter registered at the start; the registry's begin with 1."""
 
 Check = Callable[[Path], "AdapterManifest"]
-"""Reads an adapter, hashes it and has the replicas load it; it may take long. Raises AdapterFormatError."""
+"""Reads an adapter, hashes it and has the replicas load it; this may take long. Raises AdapterFormatError."""
 
 
 class RegisteredCatalog(Catalog):
-    """A catalog; its `put` and `remove` are done when every API server knows; RegistryAway while the registry is
-    away.
+    """A catalog whose `put` and `remove` complete when every API server knows; they raise RegistryAway while the
+    registry is away.
     """
 
     def __init__(self, cluster: Cluster, check: Check) -> None:
         """check: for adapters that other API servers have registered."""
         super().__init__(cluster)
         self._check = check
-        self._checked: dict[str, AdapterManifest] = {}  # of this API server's own writes, by content hash
+        self._checked: dict[str, AdapterManifest] = {}  # this API server's own writes, by content hash
         self._client: RegistryClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def follow(self, address: Address, secret: bytes) -> RegistryClient:
-        """Begin to follow a registry, on the running loop; the client, of which a copy is to be waited for."""
+        """Begin to follow a registry, on the running loop; returns the client, whose first copy the caller should
+        await.
+        """
         self._loop = asyncio.get_running_loop()
         self._client = client = RegistryClient(address, secret, self.adopt)
         client.start()
@@ -102,7 +104,7 @@ class RegisteredCatalog(Catalog):
         return self._soon(self._remove(name, force=force))
 
     async def adopt(self, name: str, now: Registered | None) -> None:
-        """Act on a change that the registry has sent. No request begins with the name's old content from then on."""
+        """Apply a change that the registry has sent. No request begins with the name's old content from then on."""
         (self.paused.add if now is not None and now.paused else self.paused.discard)(name)
         if now is None:
             self.quarantine.pop(name, None)
@@ -112,8 +114,10 @@ class RegisteredCatalog(Catalog):
         before = self.get(name) if name in self else None
         path, content = Path(now.path), now.content_hash
         if before is not None and (before.manifest.path, before.manifest.content_hash, before.label) == (
-            path, content, now.label,
-        ):  # fmt: skip
+            path,
+            content,
+            now.label,
+        ):
             if before.pinned != now.pinned:
                 super()._set_pinned(before, pinned=now.pinned)
             return
@@ -124,7 +128,7 @@ class RegisteredCatalog(Catalog):
             if manifest.content_hash != content:
                 raise AdapterFormatError(f"{now.path}: the files have changed since in the cluster")
             self.register(name, manifest, label=now.label, pinned=now.pinned)
-        except Exception as error:  # whatever it is: the old content must not be served under this name
+        except Exception as error:  # for any error: the old content must not be served under this name
             log.warning("adapter %s of the cluster can't be served by this API server: %s", name, error)
             if name in self:
                 self.unregister(name)
@@ -138,9 +142,10 @@ class RegisteredCatalog(Catalog):
     async def _put_version(
         self, name: str, manifest: AdapterManifest, *, replace: bool, label: str | None, keep: int
     ) -> tuple[AdapterState, bool]:
-        """Have the registry make the newest version, keep those before it, and forget the oldest ones."""
+        """Have the registry make the newest version, keep earlier ones, and forget the oldest."""
         before = None
-        if name in self and name not in self._known_client.copy.entries:  # of the start: the registry has none of it
+        # registered at the start: the registry does not have it
+        if name in self and name not in self._known_client.copy.entries:
             newest = self.get(name)
             before = self._registered(name, await self._hashed(newest.manifest), newest.label, pinned=newest.pinned)
         entry = self._registered(name, manifest, label or "")
@@ -157,9 +162,11 @@ class RegisteredCatalog(Catalog):
         return newest if newest.label == label else self.state(versioned(name, label)).result(), existed
 
     def _registered(self, name: str, manifest: AdapterManifest, label: str, *, pinned: bool = False) -> Registered:
-        """An entry of the registry. AdapterFormatError without a content hash."""
+        """An entry for the registry. Raises AdapterFormatError without a content hash."""
         if manifest.content_hash is None:
-            raise AdapterFormatError(f"{manifest.path}: its content is not known, so the cluster can't tell it apart")
+            raise AdapterFormatError(
+                f"{manifest.path}: its content hash is not known, so the cluster can't identify it"
+            )
         return Registered.of(name, manifest, label, pinned=pinned, paused=name in self.paused)
 
     def _set_pinned(self, entry: CatalogEntry, *, pinned: bool) -> Future[bool]:
@@ -172,10 +179,15 @@ class RegisteredCatalog(Catalog):
         return False
 
     async def _put(
-        self, name: str, manifest: AdapterManifest, *, label: str, paused: bool | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        *,
+        label: str,
+        paused: bool | None = None,
         pinned: bool | None = None,
-    ) -> None:  # fmt: skip
-        """Write an entry of the registry again. paused, pinned: None: as it is."""
+    ) -> None:
+        """Write an entry of the registry again. paused, pinned: None: unchanged."""
         pinned = self.get(name).pinned if pinned is None else pinned
         entry = self._registered(name, manifest, label, pinned=pinned)
         if paused is not None:
@@ -196,7 +208,7 @@ class RegisteredCatalog(Catalog):
         try:
             if (
                 entry.name not in client.copy.entries
-            ):  # of the start: other API servers have it, too, and must learn of this
+            ):  # registered at the start: other API servers have it, too, and must learn of the change
                 await self._put(entry.name, await self._hashed(entry.manifest), label=entry.label)
             await client.remove(name)
         except RegistryRefusal as refusal:
@@ -222,6 +234,6 @@ class RegisteredCatalog(Catalog):
 
 
 def _exists(refusal: RegistryRefusal, name: str) -> Exception:
-    """A refusal to load, as `BackendAdapters.put` says it."""
+    """Convert a refusal to load to an error of `BackendAdapters.put`."""
     kinds = {EXISTS: FileExistsError(name), TAKEN: LabelTaken(refusal.message)}
     return kinds.get(refusal.reason, refusal)

@@ -1,9 +1,8 @@
-"""The registry of a cluster: a process that owns what the adapters' names mean, and tells every API server of each
-change.
+"""The adapter registry of a cluster: a process that owns the adapters' names and tells every API server each change.
 
-An API server sends `subscribe` once and gets a copy, in parts, and then each change. It answers each with `seen`, and a
-write is done when all API servers have seen it: none of them begins a request with the old content from then on. A peer
-that breaks the protocol loses its connection and nothing else.
+An API server sends `subscribe` once and gets a copy of the table, in parts, and then each change. It answers each
+change with `seen`. A write completes when all API servers have seen it, so none starts a request with the old content
+afterwards. A peer that breaks the protocol loses its connection; nothing else is affected.
 """
 
 from __future__ import annotations
@@ -35,50 +34,52 @@ TO_REGISTRY = ("subscribe", "seen", "put", "load", "remove")
 FROM_REGISTRY = ("copy", "changed", "removed", "done", "failed")
 
 MAX_REQUEST_BYTES = 64 << 10
-"""Largest payload of an API server's frame: a name, a path and little else."""
+"""Largest payload of an API server's frame: a name, a path and little more."""
 
 MAX_COPY_BYTES = 16 << 20
 """Largest payload of the registry's frame."""
 
 COPY_PART = 1000
-"""Entries in a part of a copy: each at most 5 KB, most of it its path."""
+"""Entries in one part of the copy. An entry has at most 5 KB, most of it its path."""
 
 MAX_WRITES = 1024
-"""Writes that are not done yet; further ones are refused."""
+"""Most writes in progress; further ones are refused."""
 
 SEEN_SECONDS = 45.0
-"""Seconds that an API server may take to act on a change, which may be to have an adapter read from a disk; then it
-loses its connection, and the write does not wait for it."""
+"""Seconds that an API server has to act on a change, which may mean reading an adapter from a disk. After that it loses
+its connection, and the write does not wait for it.
+"""
 
 FIRST_WRITE_SECONDS = 2.0
-"""Seconds after the start in which nothing is written, so that the API servers of the last run come back first: one
-that has not would not see the change, and go on with the old content. They try again within `LAST_RETRY_SECONDS`."""
+"""Seconds after the start during which nothing is written, so that API servers of the previous run can reconnect: one
+that has not would miss the change and go on with the old content. They try again within `LAST_RETRY_SECONDS`.
+"""
 
 INVALID, EXISTS, UNKNOWN, FULL, UNWRITABLE, BUSY = "invalid", "exists", "unknown", "full", "unwritable", "busy"
 TAKEN = "taken"
-"""Reasons for which a write fails."""
+"""Reasons why a write fails."""
 
 
 class Registry:
-    """Serves one store to API servers; on one event loop: its thread never waits for the disk."""
+    """Serves one store to API servers on one event loop, which never waits for the disk."""
 
     def __init__(self, store: RegistryStore, secret: bytes, first_write_seconds: float = FIRST_WRITE_SECONDS) -> None:
         self._store = store
         self._secret = secret
         self._refusals = RareLog(log)
         self._disk = ThreadPoolExecutor(1, "chorus-registry")
-        self._api_servers: dict[FrameStream, int] = {}  # subscribed ones, and the generation that each has seen
+        self._api_servers: dict[FrameStream, int] = {}  # subscribed ones, and the last generation that each has seen
         self._news = asyncio.Condition()
-        self._writing = asyncio.Lock()  # one change at a time, so that all API servers see them in one order
+        self._writing = asyncio.Lock()  # one change at a time, so all API servers see the changes in one order
         self._open_at = asyncio.get_running_loop().time() + first_write_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, for an address's `listen`."""
+        """Serve one connection; the handler for an address's `listen`."""
         try:
             stream = await accept(reader, writer, self._secret, TO_REGISTRY, MAX_REQUEST_BYTES)
         except (WireError, OSError) as error:
-            self._refusals.warning("a connection to the registry was refused: %s", error)
+            self._refusals.warning("refused a connection to the registry: %s", error)
             return
         reason = None
         try:
@@ -86,14 +87,14 @@ class Registry:
                 await self._take(stream, frame)
         except WireError as error:
             reason = str(error)
-            log.warning("an API server's connection to the registry ends: %s", error)
+            log.warning("closing an API server's connection to the registry: %s", error)
         except OSError as error:
             log.info("an API server's connection to the registry broke: %s", error)
         finally:
             await self._forget(stream, reason)
 
     async def close(self) -> None:
-        """End all connections and close the file; changes that have begun are finished."""
+        """Close all connections and the file; changes in progress are completed."""
         async with self._writing:
             for stream in list(self._api_servers):
                 await self._forget(stream, "the registry ends")
@@ -116,7 +117,8 @@ class Registry:
             if len(self._tasks) >= MAX_WRITES:
                 self._send(stream, "failed", fields[0], BUSY, f"{MAX_WRITES} writes wait already; try again")
                 return
-            # not awaited: the writer, which is an API server too, has to be read to have seen its own change
+            # not awaited: the writer is an API server too, and its frames must be read for it to report that it has
+            # seen the change
             task = asyncio.get_running_loop().create_task(self._write(stream, kind, fields[0], fields[1:]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -132,7 +134,7 @@ class Registry:
             self._api_servers[stream] = generation
 
     async def _write(self, stream: FrameStream, kind: str, call: int, fields: list[Any]) -> None:
-        """Make a change, have all API servers see it, and answer."""
+        """Make a change, wait until all API servers have seen it, and reply."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self._open_at - loop.time()))
         try:
@@ -145,9 +147,9 @@ class Registry:
         self._send(stream, "done", call, *answer)
 
     async def _put(self, fields: list[Any]) -> tuple[int, bool, str]:
-        """Change what is said of a version, such as whether it is paused."""
+        """Change a version's properties, such as whether it is paused."""
         if len(fields) != 2 or not isinstance(fields[0], list) or type(fields[1]) is not bool:
-            raise ValueError("put has an adapter's fields, and whether it may replace another")
+            raise ValueError("put must have an adapter's fields, and whether it may replace another")
         entry, replace = check_entry(fields[0])._replace(generation=0), fields[1]
 
         def put() -> tuple[Done, bool, str]:
@@ -161,28 +163,28 @@ class Registry:
     async def _load(self, fields: list[Any]) -> tuple[int, bool, str]:
         """Make a new version, by `plan_load`."""
         if len(fields) != 5 or type(fields[1]) is not bool or type(fields[2]) is not int or fields[2] < 1:
-            raise ValueError("load has an adapter's fields, whether it may replace, and how many versions are kept")
+            raise ValueError(
+                "load must have an adapter's fields, whether it may replace, and how many versions are kept"
+            )
         entry, replace, keep = check_entry(_fields(fields[0]))._replace(generation=0), fields[1], fields[2]
         before = None if fields[3] is None else check_entry(_fields(fields[3]))
         last_number = fields[4]
         if type(last_number) is not int or last_number < 0:
-            raise ValueError("the last number of a version is no number")
+            raise ValueError("the last version must be an integer")
 
         def load() -> tuple[Done, bool, str]:
-            plan = plan_load(
-                self._store, entry, replace=replace, keep=keep, before=before, last_number=last_number
-            )  # fmt: skip
+            plan = plan_load(self._store, entry, replace=replace, keep=keep, before=before, last_number=last_number)
             return self._store.change(plan.changes), plan.existed, plan.entry.label
 
         return await self._change(load)
 
     async def _remove(self, fields: list[Any]) -> tuple[int, bool, str]:
         if len(fields) != 1 or not isinstance(fields[0], str):
-            raise ValueError("remove has a name")
+            raise ValueError("remove must have a name")
         return await self._change(lambda: (self._store.change(plan_removal(self._store, fields[0])), True, ""))
 
     async def _change(self, change: Callable[[], tuple[Done, bool, str]]) -> tuple[int, bool, str]:
-        """Write a change, and tell it to all API servers."""
+        """Write a change, and send it to all API servers."""
         async with self._writing:
             done, existed, label = await self._on_disk(change)
             for count, (name, entry) in enumerate(done.told, self._store.generation + 1 - len(done.told)):
@@ -195,7 +197,9 @@ class Registry:
             return self._store.generation, existed, label
 
     async def _wait_until_seen(self, generation: int) -> None:
-        """Return once no API server is left that knows less; one that takes too long loses its connection."""
+        """Return once every connected API server has seen the generation; one that takes too long loses its
+        connection.
+        """
         async with self._news:
             try:
                 async with asyncio.timeout(SEEN_SECONDS):
@@ -215,8 +219,8 @@ class Registry:
         try:
             stream.send(kind, *fields)
         except (WireError, OSError) as error:
-            log.warning("an API server's connection to the registry ends: %s", error)
-            stream.close()  # its reader finds out, and forgets it
+            log.warning("closing an API server's connection to the registry: %s", error)
+            stream.close()  # its reader notices, and forgets it
 
     async def _forget(self, stream: FrameStream, reason: str | None) -> None:
         self._api_servers.pop(stream, None)
@@ -252,9 +256,9 @@ async def serve(
     ready: Callable[[Listening], None] = lambda address: None,
     first_write_seconds: float = FIRST_WRITE_SECONDS,
 ) -> None:
-    """Serve a file at an address until the task is cancelled.
+    """Serve a store's file at an address until the task is cancelled.
 
-    RegistryError for a file that can't be used, OSError for the address. `ready` is called once API servers may
+    Raises RegistryError if the file can't be used, OSError for the address. `ready` is called once API servers may
     connect.
     """
     store = await asyncio.to_thread(RegistryStore, file)
@@ -270,14 +274,14 @@ async def serve(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, required=True, help="SQLite file, made where there is none")
+    parser.add_argument("--file", type=Path, required=True, help="SQLite file, created if it is missing")
     parser.add_argument("--first-write-seconds", type=float, default=FIRST_WRITE_SECONDS, help=argparse.SUPPRESS)
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log's lines")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="format of log lines")
     listener.add_flags(parser)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
+    """Serve until SIGTERM or SIGINT; return the exit code."""
     where = Listener.of(given)
 
     def ready(address: Listening) -> None:

@@ -1,7 +1,7 @@
-"""An API server's copy of the registry, and its way to change it.
+"""An API server's copy of the registry, and its connection for changes.
 
-The copy follows the registry's changes; while the registry is away it stays as it is, so that requests are routed all
-the same, and changes are refused with 503.
+The copy follows the registry's changes. While the registry is away the copy stays the same, so requests are still
+routed, and changes are refused with 503.
 
 Tests: tests/server/cluster/test_registry.py
 """
@@ -26,29 +26,29 @@ from .wire import Frame, Malformed, WireError
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
-"""Seconds that a change may take, with all API servers' having seen it."""
+"""Seconds that a change may take until all API servers have seen it."""
 
 MAX_RETIRED = 10_000
-"""Retired entries whose files wait to be removed; what more there are is set aside, not removed."""
+"""Retired entries whose files wait to be removed; beyond this number they are set aside instead of removed."""
 
 Change = tuple[str, Entry | None]
-"""A name, and what it means now; None for nothing."""
+"""A name, and its entry now; None if it has none."""
 
 Adopt = Callable[[str, Entry | None], Awaitable[None]]
-"""Has the API server act on a change. Once it returns, no request begins with what the name meant before."""
+"""Applies a change in the API server. Once it returns, no request begins with the name's previous content."""
 
 _STATUS = {INVALID: 400, EXISTS: 409, UNKNOWN: 404}
 
 
 class RegistryAway(ApiError):
-    """The registry does not answer, so nothing can be changed."""
+    """The registry does not respond, so nothing can be changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message, code="registry_unavailable", retry_after=1)
 
 
 class RegistryRefusal(ApiError):
-    """The registry does not make a change."""
+    """The registry refuses a change."""
 
     def __init__(self, reason: str, message: str) -> None:
         code = "storage_unavailable" if reason == UNWRITABLE else f"registry_{reason}"
@@ -57,40 +57,42 @@ class RegistryRefusal(ApiError):
 
 
 class RegistryCopy:
-    """The registry's content as of a generation; frames are applied in the order in which they came.
+    """The registry's content as of a generation; frames are applied in order of arrival.
 
-    changes: that were applied; the owner pops them.
+    changes: applied ones; the owner pops them.
     """
 
     def __init__(self) -> None:
         self.changes: deque[Change] = deque()
         self._entries: dict[str, Entry] = {}
-        self._coming: dict[str, Entry] | None = {}  # of a copy until its last part comes
+        self._coming: dict[str, Entry] | None = {}  # a copy that waits for its last part
         self.identity: str | None = None
         self.generation = 0
-        self._retired: deque[Entry] = deque(maxlen=MAX_RETIRED)  # by changes that this API server was told of
+        self._retired: deque[Entry] = deque(maxlen=MAX_RETIRED)  # by changes that this API server received
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What each name means."""
+        """The entry of each name."""
         return MappingProxyType(self._entries)
 
     def take_retired(self) -> list[Entry]:
-        """Entries that lost their names, once; none of what is not in a copy any more: that may be a lost file's."""
+        """Entries that lost their names, once; entries missing from a new copy are not included: they may be those of a
+        lost file.
+        """
         retired, self._retired = list(self._retired), deque(maxlen=MAX_RETIRED)
         return retired
 
     def begin(self) -> None:
-        """A connection is new: its first frames are a copy."""
+        """A new connection: its first frames are a copy."""
         self._coming = {}
 
     def apply(self, frame: Frame) -> bool:
-        """Take a frame; True once its generation is this copy's. Malformed for what does not follow."""
+        """Take a frame; True once its generation is this copy's. Raises Malformed for a frame out of order."""
         try:
             if frame.kind == "copy":
                 return self._take_part(*frame.fields)
             if self._coming is not None:
-                raise Malformed(f"the registry sent {frame.kind} before its copy was whole")
+                raise Malformed(f"the registry sent {frame.kind} before its copy was complete")
             if frame.kind == "changed":
                 (fields,) = frame.fields
                 entry = check_entry(fields)
@@ -98,7 +100,7 @@ class RegistryCopy:
             else:
                 generation, name = frame.fields
                 if not isinstance(name, str) or name not in self._entries:
-                    raise Malformed("the registry removed a name that it had not announced")
+                    raise Malformed("the registry removed an unknown name")
                 self._follow(generation, name, None)
         except (ValueError, TypeError) as error:
             raise Malformed(f"the registry sent {frame.kind} that can't be read: {error}") from None
@@ -106,7 +108,7 @@ class RegistryCopy:
 
     def _follow(self, generation: int, name: str, now: Entry | None) -> None:
         if generation != self.generation + 1:
-            raise Malformed(f"the registry sent generation {generation!r} behind {self.generation}")
+            raise Malformed(f"the registry sent generation {generation!r} after {self.generation}")
         self.generation = generation
         if (before := self._entries.get(name)) is not None:
             self._retired.append(before)
@@ -125,8 +127,11 @@ class RegistryCopy:
         if not is_last:
             return False
         if self.identity == identity and generation < self.generation:
-            log.warning("the registry went back from generation %d to %d; was its file restored from a backup?",
-                        self.generation, generation)  # fmt: skip
+            log.warning(
+                "the registry went back from generation %d to %d; was its file restored from a backup?",
+                self.generation,
+                generation,
+            )
         coming, self._coming = self._coming, None
         self.identity, self.generation = identity, generation
         for name in [*coming, *(self._entries.keys() - coming.keys())]:
@@ -144,10 +149,10 @@ class RegistryCopy:
 
 
 class RegistryClient:
-    """Keeps a copy up to date over one connection, which is made again whenever it breaks; on one event loop.
+    """Keeps a copy up to date over one connection, which is reopened whenever it breaks; on one event loop.
 
     The client confirms a change to the registry once `adopt` has returned for it; so `adopt` has `SEEN_SECONDS`. An
-    error of `adopt` is logged: the API server has to see to it that it serves nothing under the name then.
+    error of `adopt` is logged: the API server must then serve nothing under the name.
     """
 
     def __init__(self, address: Address, secret: bytes, adopt: Adopt | None = None) -> None:
@@ -155,7 +160,7 @@ class RegistryClient:
         self._secret = secret
         self._adopt = adopt
         self.copy = RegistryCopy()
-        self._stream: FrameStream | None = None  # once the copy is whole
+        self._stream: FrameStream | None = None  # once the copy is complete
         self._calls: dict[int, asyncio.Future[tuple[int, bool, str]]] = {}
         self._numbers = itertools.count(1)
         self._first = asyncio.Event()
@@ -180,32 +185,32 @@ class RegistryClient:
         return self._stream is not None
 
     async def put(self, entry: Entry, *, replace: bool = True) -> tuple[int, bool]:
-        """Register what a name means; its generation, and whether it meant something before. On return all API servers
-        know.
+        """Register the entry of a name; returns its generation, and whether the name existed before. On return all API
+        servers know it.
 
-        RegistryAway; RegistryRefusal.
+        Raises RegistryAway, RegistryRefusal.
         """
         return (await self._write("put", list(entry), replace))[:2]
 
     async def load(
         self, entry: Entry, *, replace: bool, keep: int, before: Entry | None = None, last_number: int = 0
     ) -> tuple[str, bool]:
-        """Make a version the newest of its name, by `plan_load`; its label, and whether the name meant something
-        before. Raises what `put` does.
+        """Make a version the newest of its name, by `plan_load`; returns its label, and whether the name existed
+        before. Raises the errors of `put`.
         """
         fields = list(entry), replace, keep, before and list(before), last_number
         _, existed, label = await self._write("load", *fields)
         return label, existed
 
     async def remove(self, name: str) -> int:
-        """Forget a name; the generation of that. Raises what `put` does."""
+        """Forget a name; returns the generation of the change. Raises the errors of `put`."""
         return (await self._write("remove", name))[0]
 
     async def _write(self, kind: str, *fields: object) -> tuple[int, bool, str]:
         stream = self._stream
         if stream is None:
             raise RegistryAway(
-                "the cluster's registry does not answer, so adapters can't be changed; known adapters are served"
+                "the cluster's registry does not answer, so adapters can't be changed; known adapters are still served"
             )
         number = next(self._numbers)
         done = self._calls[number] = asyncio.get_running_loop().create_future()
@@ -215,7 +220,7 @@ class RegistryClient:
                 return await done
         except (TimeoutError, WireError, OSError):
             raise RegistryAway(
-                "the cluster's registry went away before it answered; look whether the change was made, or try again"
+                "the cluster's registry went away before it answered; check whether the change was made, or try again"
             ) from None
         finally:
             del self._calls[number]
@@ -224,7 +229,7 @@ class RegistryClient:
         return connect(self._address, self._secret, FROM_REGISTRY, MAX_COPY_BYTES)
 
     async def _follow(self, stream: FrameStream) -> None:
-        """One connection, to its end."""
+        """One connection, until it ends."""
         self.copy.begin()
         try:
             stream.send("subscribe")
@@ -247,9 +252,7 @@ class RegistryClient:
         self._end_call(frame)
 
     async def _adopt_all(self) -> None:
-        """Have the API server act on what was applied; what is left when this is cut short is acted on the next
-        time.
-        """
+        """Apply received changes in the API server; if this is interrupted, the rest is applied the next time."""
         while self.copy.changes:
             name, now = self.copy.changes[0]
             if self._adopt is not None:
@@ -260,7 +263,7 @@ class RegistryClient:
             self.copy.changes.popleft()
 
     def _end_call(self, frame: Frame) -> None:
-        """Hand a write its answer."""
+        """Give a write its reply."""
         number, *rest = frame.fields or (None,)
         done = self._calls.get(number) if type(number) is int else None
         if len(rest) != (3 if frame.kind == "done" else 2) or type(number) is not int:

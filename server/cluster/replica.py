@@ -1,7 +1,7 @@
-"""A replica: an engine's worker behind a socket, which any number of API servers share.
+"""A replica: an engine's worker that any number of API servers share through a socket.
 
-It knows adapters by the hash of their content, under which they are registered here. What an API server has sent ends
-with the API server's connection; a peer that breaks the protocol loses its connection and nothing else.
+It knows adapters by content hash, under which they are registered here. Everything that an API server has sent ends
+with its connection. A peer that breaks the protocol loses its connection; nothing else is affected.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ TO_REPLICA = ("submit", "abort", "load", "pin", "prefetch", "forget", "drain")
 FROM_REPLICA = ("hello", "taken", "refused", "out", "loaded", "pinned", "stats")
 
 REPORT_SECONDS = 0.1
-"""Seconds between two reports of a replica that works."""
+"""Seconds between two reports of a busy replica."""
 
 IDLE_REPORTS = 10
-"""Reports that one without work leaves out, but for the last."""
+"""Reports that an idle replica skips before it sends one again."""
 
 PIN_SECONDS = 0.05
-"""Seconds between two looks at whether an adapter that is to be pinned has been read."""
+"""Seconds between two checks of whether an adapter to be pinned has been read."""
 
 LOAD_THREADS = 2
 MAX_LOADS = 1 << 16
@@ -59,18 +59,18 @@ MALFORMED = "malformed"
 NOT_HERE = "not_here"
 DRAINING = "draining"
 BROKEN = "broken"
-"""Reasons of a refusal, beside the names of wrong fields."""
+"""Reasons of a refusal, in addition to the names of wrong fields."""
 
 
 class WrongContent(AdapterFormatError):
-    """The directory does not hold the adapter that it was said to."""
+    """The directory does not hold the adapter with the content hash that was given."""
 
     failure = LoadFailure.CHANGED
 
 
 class Replica:
-    """Serves API servers. worker: a started one. hello: what it is. roots: directories below which adapters must
-    lie.
+    """Serves API servers. worker: a started one. hello: the first frame, which describes the replica. roots:
+    directories that must contain the adapters.
     """
 
     def __init__(self, worker: EngineWorker, hello: Hello, secret: bytes, roots: Sequence[Path]) -> None:
@@ -88,8 +88,8 @@ class Replica:
         self._pinned: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve an API server that has connected, until it goes; the handler of an address's `listen`."""
-        with suppress(asyncio.CancelledError):  # at the process's end, which asyncio would log as an error
+        """Serve one API server's connection until it closes; the handler for an address's `listen`."""
+        with suppress(asyncio.CancelledError):  # at the process's end; asyncio would log it as an error
             await self._serve(reader, writer)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -104,14 +104,14 @@ class Replica:
             stream.send("hello", self._hello)
             await api_server.run()
         except (WireError, OSError) as error:
-            log.warning("an API server's connection ends: %s: %s", type(error).__name__, error)
+            log.warning("closing an API server's connection: %s: %s", type(error).__name__, error)
             stream.close(f"{type(error).__name__}: {error}")
         finally:
             self._api_servers.discard(api_server)
             api_server.end()
 
     async def report(self) -> None:
-        """Tell the API servers how the replica is, again and again."""
+        """Report this replica's state to the API servers periodically."""
         count, seen, costs = 0, None, LearnedCosts()
         while True:
             await asyncio.sleep(REPORT_SECONDS)
@@ -136,7 +136,7 @@ class Replica:
         return not any(api_server.num_open for api_server in self._api_servers)
 
     async def load(self, content_hash: str, path: Path) -> None:
-        """Register the adapter of this content that lies at a path. Errors: AdapterFormatError, PoolFull."""
+        """Register the adapter with this content hash from a path. Errors: AdapterFormatError, PoolFull."""
         if content_hash not in self._loaded:
             loading = self._loading.get(content_hash)
             if loading is None:
@@ -153,12 +153,14 @@ class Replica:
         image = HostImage()
         manifest = with_content(self.worker.check_adapter(path, self._roots, image))
         if manifest.content_hash != content_hash:
-            raise WrongContent(f"{path}: holds another adapter by now; register it again")
+            raise WrongContent(f"{path}: now holds another adapter; register it again")
         with open_unchanged(manifest):
             return manifest, image
 
     async def pin(self, content_hash: str) -> None:
-        """Keep a registered adapter resident until `unpin`. Errors: AdapterFormatError; InvalidRequest without room."""
+        """Keep a registered adapter resident until `unpin`. Errors: AdapterFormatError; InvalidRequest if there is no
+        room.
+        """
         self._pinned.add(content_hash)
         adapters = self.worker.adapters
         while content_hash in self._pinned and not await asyncio.wrap_future(adapters.pin(content_hash)):
@@ -170,7 +172,7 @@ class Replica:
             self.worker.adapters.unpin(content_hash)
 
     def compile(self, grammar: Mapping[str, Any]) -> Future[None]:
-        """Have a request's grammar compiled beside the steps, before the engine needs it, which tells what is wrong."""
+        """Compile a request's grammar while steps go on, before the engine needs it; the compiler reports faults."""
         return self._compiler.submit(self._compile, grammar)
 
     def _compile(self, grammar: Mapping[str, Any]) -> None:
@@ -198,16 +200,21 @@ class _ApiServer:
         self._rows: list[list[Any]] = []
         self._step: StepInfo | None = None
         self._handlers: dict[str, Callable[..., None]] = {
-            "submit": self._submit, "abort": self._abort, "load": self._load, "forget": self._forget,
-            "pin": self._pin, "prefetch": self._prefetch, "drain": replica.drain,
-        }  # fmt: skip
+            "submit": self._submit,
+            "abort": self._abort,
+            "load": self._load,
+            "forget": self._forget,
+            "pin": self._pin,
+            "prefetch": self._prefetch,
+            "drain": replica.drain,
+        }
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     async def run(self) -> None:
-        """Obey the API server until it closes the connection."""
+        """Execute the API server's frames until it closes the connection."""
         while (frame := await self._stream.read()) is not None:
             self._obey(frame)
 
@@ -218,7 +225,7 @@ class _ApiServer:
             self._stream.close(str(error))
 
     def end(self) -> None:
-        """Abort what the API server has sent."""
+        """Abort the API server's requests."""
         for request_id in self._open:
             self._worker.abort(request_id)
         self._open.clear()
@@ -259,7 +266,7 @@ class _ApiServer:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop has ended, and the process with it
-            log.debug("an answer came after the end")
+            log.debug("an output came after the end")
 
     def _answer(self, request_id: str, attempt: int, future: Future[NotHere | None]) -> None:
         error = future.exception()
@@ -280,10 +287,10 @@ class _ApiServer:
         self.send("refused", request_id, attempt, reason, text)
 
     def _put(self, attempt: int, output: RequestOutput) -> None:
-        """Take an output, on the loop; all of a step leave in one frame, as they are handed over in one turn.
+        """Take an output, on the loop. All outputs of a step arrive in one turn and leave in one frame.
 
-        The end of the engine is no end of a request: this process ends with it, and the API server has the request go
-        on elsewhere.
+        If the engine ends, its requests do not end here: this process ends too, and the API server continues them
+        elsewhere.
         """
         if output.finish_reason is FinishReason.ERROR and self._worker.failure is not None:
             return
@@ -318,7 +325,7 @@ class _ApiServer:
             self._replica.unpin(content_hash)
 
     def _tell(self, kind: str, content_hash: str, future: asyncio.Future[None]) -> None:
-        """Answer that an adapter is loaded or pinned, or why not."""
+        """Answer that an adapter is loaded or pinned, or the reason why not."""
         error = None if future.cancelled() else future.exception()
         if error is None:
             self.send(kind, content_hash, None, None)
@@ -342,16 +349,16 @@ class _ApiServer:
 
 def _check_text(value: Any) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
+        raise TypeError(f"{value!r:.40} must be text")
 
 
 def _check_tokens(tokens: Any) -> None:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise TypeError("tokens are no list of numbers")
+        raise TypeError("tokens must be a list of integers")
 
 
 def _bring(content_hash: str, engine: Engine) -> None:
-    """Load an adapter that is in host memory into free pages, if there are enough, on the engine's thread."""
+    """Load an adapter from host memory into free pages, if there are enough, on the engine's thread."""
     store = engine.store
     if content_hash in store and store.tier(adapter := store.get(content_hash)) is Tier.HOST:
         with suppress(OutOfPages):
@@ -359,12 +366,15 @@ def _bring(content_hash: str, engine: Engine) -> None:
 
 
 def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
-    """What a report tells beside the counts, on the engine's thread."""
+    """Fields of a report in addition to the counters, read on the engine's thread."""
     store = engine.store
     near = [one for _, one in store.cached()]
     running, waiting = engine.adapter_load()
     return {
         "tiers": {one.name: store.tier(one).value for one in near},
         "overflowing": [one.name for one in near if (one.num_overflows or 0) >= MOST_OVERFLOWS],
-        "running": running, "waiting": waiting, "tenants": engine.tenants(), "costs": costs.observe(engine),
-    }  # fmt: skip
+        "running": running,
+        "waiting": waiting,
+        "tenants": engine.tenants(),
+        "costs": costs.observe(engine),
+    }

@@ -1,4 +1,4 @@
-"""The process of a replica, `chorus replica`: an engine behind an address, until its parent ends or ends it.
+"""The process of a replica, `chorus replica`: an engine that listens at an address until its parent ends it or ends.
 
 Tests: tests/server/cluster/test_cluster.py
 """
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class ReplicaSettings(BaseModel):
-    """engine: without adapters; API servers name the adapters to load. roots: directories below which adapters must
-    lie.
+    """engine: without adapters; API servers name the adapters to load. roots: directories that must contain the
+    adapters.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,15 +60,17 @@ class ReplicaSettings(BaseModel):
 log = logging.getLogger(__name__)
 
 EMPTY_SECONDS = 0.1
-"""Seconds between looks at whether a draining replica is empty, or its engine broken."""
+"""Seconds between checks whether a draining replica is empty, or its engine broken."""
 
 REFUSING_SECONDS = 0.3
-"""Seconds that a draining replica without requests refuses requests that were under way to it."""
+"""Seconds for which a draining replica without requests refuses requests that were on their way to it."""
 
 
 def run(listener: Listener, settings_file: Path) -> int:
-    """Serve until SIGTERM, then drain; the exit code. The process ends at once when its standard input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the API server's, which drains
+    """Serve until SIGTERM, then drain; return the exit code. The process ends at once when its standard input
+    closes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the API server, which drains
     end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())
     log_to_stderr("warning", settings.log_format)
@@ -103,7 +105,7 @@ async def _serve(
     reports = asyncio.create_task(replica.report())
     try:
         server, opened = await address.listen(replica.serve)
-    except OSError as error:  # TlsError among them
+    except OSError as error:  # includes TlsError
         raise LaunchError(f"a replica can't listen on {address}: {error}") from None
     tell(opened)
     log.info("listening on %s", opened)

@@ -1,4 +1,4 @@
-"""Reports of a replica to its API servers: what it is, how it is, and what its steps cost."""
+"""Reports of a replica to its API servers: its identity, its state, and the costs of its steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 WHOLE_BYTES = 64 << 20
-"""A file of the model of at most this size is hashed whole; of a larger one `SAMPLES` pieces."""
+"""A file of the model of at most this size is hashed whole; of a larger one, `SAMPLES` pieces."""
 
 SAMPLES = 64
 SAMPLE_BYTES = 256 << 10
 
 
 class Told:
-    """What one process tells another of itself, as plain data for a frame."""
+    """A message in which one process describes itself, as plain data for a frame."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class Told:
 
     @classmethod
     def from_wire(cls, data: Any) -> Self:
-        """Malformed for what `to_wire` does not give."""
+        """Parse the result of `to_wire`. Raises Malformed for anything else."""
         try:
             return _adapter(cls).validate_python(data)
         except ValidationError as error:
@@ -61,17 +61,20 @@ _Model = Annotated[
     PlainValidator(lambda told: ModelInfo(*_MODEL.validate_python(told))),
     PlainSerializer(lambda model: (model.vocab_size, model.max_model_len, model.eos_token_ids, model.window)),
 ]
-"""Without the model's grammars, which an API server has no use for."""
+"""Without the model's grammars, which an API server does not need."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity(Told):
-    """What a replica computes with. model: hash of its files. level: of the kernels. version: Chorus's."""
+    """The model, kernels and version that a replica computes with."""
 
     model: str
+    """Hash of the model's files."""
     dtype: str
     level: str
+    """Version of the kernels."""
     version: str
+    """Version of Chorus."""
 
 
 def identity_of(engine: Engine) -> ModelIdentity:
@@ -94,7 +97,9 @@ def _level(cpu_kernels: str, device: str) -> str:
 
 
 def model_hash(directory: Path, *, dummy: bool = False) -> str:
-    """Hash of a checkpoint: its configuration, and names, sizes and bytes of its weights. dummy: without weights."""
+    """Hash of a checkpoint: its configuration, and the names, sizes and bytes of its weights. dummy: without
+    weights.
+    """
     digest = hashlib.sha256(b"chorus model 1\n")
     patterns = ("config.json",) if dummy else ("config.json", "*.safetensors")
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
@@ -112,7 +117,7 @@ def model_hash(directory: Path, *, dummy: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Told):
-    """A replica's first words."""
+    """A replica's first frame."""
 
     identity: ModelIdentity
     model: _Model
@@ -137,44 +142,45 @@ class Hello(Told):
 
 @dataclass(frozen=True, slots=True)
 class Report(Told):
-    """A replica at one moment.
-
-    num_yours: requests of the API server that it is sent to. tiers: of adapters that are not only on disk, by content
-    hash. running, waiting: names of adapters. overflowing: content hashes of adapters to set aside. costs: of its steps
-    and transfers, see `LearnedCosts`; empty before the first step.
-    """
+    """A replica at one moment."""
 
     stats: EngineStats
     num_yours: int = 0
+    """Requests of the API server that receives the report."""
     draining: bool = False
     tiers: dict[str, str] = field(default_factory=dict)
+    """Tiers of adapters that are not only on disk, by content hash."""
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
+    """Names of adapters."""
     tenants: list[TenantStats] = field(default_factory=list)
     overflowing: list[str] = field(default_factory=list)
+    """Content hashes of adapters to quarantine."""
     costs: dict[str, float] = field(default_factory=dict)
+    """Learned costs of its steps and transfers, see `LearnedCosts`; empty before the first step."""
 
 
 _DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank")
 """Terms of `StepCost`, in the order of `LearnedPrices.terms`."""
 
 _WEIGHT = 0.2
-"""Share by which a prefill step moves the price of a prompt's token, as the engine's other estimates move."""
+"""Weight of a prefill step in the learned price of a prompt token, the same as for the engine's other estimates."""
 
 
 class LearnedCosts:
-    """Prices of an engine's decode steps, learned from one step for each report: more would slow down all of them."""
+    """Prices of an engine's steps, learned from one step per report: more would slow down all of them."""
 
     def __init__(self) -> None:
         self._prices = LearnedPrices()
         self._last: StepPlan | None = None
-        self._per_token: float | None = None  # of a prompt
+        self._per_token: float | None = None  # per prompt token
         self._last_prefill: StepPlan | None = None
 
     def observe(self, engine: Engine) -> dict[str, float]:
-        """Learn from the last decode step, on the engine's thread, and return what is known by now.
+        """Learn from the last decode step, on the engine's thread, and return the current values.
 
-        That is terms of `StepCost`, and seconds per byte to read an adapter (disk) and to copy it from the host (link).
+        These are terms of `StepCost`, and seconds per byte for reading an adapter (disk) and copying it from the host
+        (link).
         """
         plan, seconds = engine.last_decode
         if plan is not None and plan is not self._last:
@@ -187,22 +193,25 @@ class LearnedCosts:
         per_token = engine.costs.prefix_page / engine.block_tokens if self._per_token is None else self._per_token
         page = engine.executor.layout.page_bytes
         return {
-            **terms, "per_token": per_token, "per_row": max(0.0, terms["per_row"] - per_token),  # a row has a token
-            "disk": engine.costs.disk_adapter_page / page, "link": engine.costs.host_adapter_page / page,
-        }  # fmt: skip
+            **terms,
+            "per_token": per_token,
+            "per_row": max(0.0, terms["per_row"] - per_token),  # each decoding sequence has one token
+            "disk": engine.costs.disk_adapter_page / page,
+            "link": engine.costs.host_adapter_page / page,
+        }
 
     def _observe_prefill(self, plan: StepPlan | None, seconds: float) -> None:
-        """Learn what a prompt's token adds to a decode step of the same rows, whose own price is known."""
+        """Learn what a prompt token adds to a decode step of the same size, whose own price is known."""
         if plan is None or plan is self._last_prefill:
             return
         self._last_prefill = plan
         seconds -= self._prices.step_seconds(batch_of(plan), plan.merged, context_of(plan))
-        found = max(0.0, seconds) / (plan.num_tokens - len(plan.rows))
+        found = max(0.0, seconds) / (plan.num_tokens - len(plan.sequences))
         self._per_token = found if self._per_token is None else self._per_token + _WEIGHT * (found - self._per_token)
 
 
 def mean_costs(told: Sequence[Mapping[str, float]]) -> CostModel:
-    """Return the mean of the costs that replicas have reported, at least one: replicas are taken to be alike."""
+    """Return the mean of the costs that replicas have reported, at least one: replicas are assumed to be alike."""
 
     def mean(name: str) -> float:
         return sum(one.get(name, 0.0) for one in told) / len(told)

@@ -1,4 +1,6 @@
-"""Rows of `out` frames: a step's outputs as plain data. The plain row of one token is `[id, attempt, [token]]`."""
+"""Rows of `out` frames: a step's outputs as plain data. The row of an output with only a token is `[id, attempt,
+[token]]`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from .wire import Malformed
 
 _INT = frozenset((int,))
 _ENDS, _MORE = (_PLAIN := RequestOutput("", ()))[2:5], _PLAIN[6:11]
-"""Fields of an output with nothing beside a token, before and behind its step, which is the frame's; the number of
+"""An output with nothing but a token, before and after the fields of its step, which the frame has; the number of
 preemptions is sent with the end.
 """
 
 
 def to_row(output: RequestOutput, attempt: int) -> list[Any]:
-    """An output as a row. What is as in most outputs is left out."""
-    if output[2:5] == _ENDS and output[6:11] == _MORE:  # as most rows are
+    """An output as a row, without fields that have their usual values."""
+    if output[2:5] == _ENDS and output[6:11] == _MORE:  # like most rows
         return [output.request_id, attempt, output.token_ids]
     values = ((key, getattr(output, name), getattr(_PLAIN, name), write) for key, name, write, _ in _REST)
     rest = {key: write(value) for key, value, usual, write in values if value != usual}
@@ -27,7 +29,7 @@ def to_row(output: RequestOutput, attempt: int) -> list[Any]:
 
 
 def from_row(row: Any, step: StepInfo | None) -> tuple[RequestOutput, int]:
-    """The output and the attempt of a row. Malformed for what `to_row` does not give."""
+    """The output and the attempt of a row. Raises Malformed for anything that `to_row` does not return."""
     try:
         request_id, attempt, tokens, *more = row
         if not (isinstance(request_id, str) and isinstance(attempt, int) and _INT.issuperset(map(type, tokens))):
@@ -74,4 +76,4 @@ _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] =
     ("prompt", "prompt_logprobs", _scores, _read_logprobs),
     ("preempted", "num_preemptions", int, int),
 )
-"""Of what a row may tell beside tokens the key, the output's field, and how it is written and read."""
+"""Fields of a row other than tokens: the key, the output's field, and how it is written and read."""

@@ -1,8 +1,8 @@
 """A connection that carries frames between two processes that share a secret, over asyncio's streams.
 
-The process that connects is the client. Both sides send a nonce; then the client proves that it has the secret, and
-after it the server: HMAC-SHA256 of the role and both nonces. Until then a frame has at most `OPENING_BYTES`.
-`stay_connected` opens a connection anew whenever it ends.
+The process that connects is the client. Both sides send a nonce. Then the client proves that it has the secret, and the
+server after it: HMAC-SHA256 of the role and both nonces. Until then a frame has at most `OPENING_BYTES`.
+`stay_connected` reopens a connection whenever it ends.
 
 Tests: tests/server/cluster/test_wire.py
 """
@@ -26,10 +26,10 @@ OPENING_BYTES = 4096
 """Largest payload of a peer that has not yet proved that it has the secret."""
 
 OPENING_SECONDS = 10.0
-"""Seconds that the opening may take."""
+"""Seconds that the opening handshake may take."""
 
 MAX_UNSENT_BYTES = 128 << 20
-"""Bytes that may wait for a peer that does not read; then its connection ends."""
+"""Bytes that may wait for a peer that does not read; beyond them its connection ends."""
 
 READ_BYTES = 256 << 10
 SECRET_BYTES = 32
@@ -42,15 +42,15 @@ class WrongSecret(WireError):
 
 
 class PeerRefused(WireError):
-    """The peer ended the connection and said why."""
+    """The peer ended the connection and gave the reason."""
 
 
 class PlannedEnd(WireError):
-    """The peer ended the connection after it had told that it would end."""
+    """The peer ended the connection after announcing its end."""
 
 
 class PeerStuck(WireError):
-    """The peer does not read what it is sent."""
+    """The peer does not read the frames sent to it."""
 
 
 class FrameStream:
@@ -66,14 +66,15 @@ class FrameStream:
         self._out = out
 
     async def read(self) -> Frame | None:
-        """The next frame, None once the peer has closed the connection between two frames.
+        """The next frame; None once the peer has closed the connection between two frames.
 
-        Raises WireError for what is no frame, Refused for the peer's reason, ConnectionError when the connection broke.
+        Raises WireError for invalid data, Refused with the peer's reason, ConnectionError if the connection broke.
         """
         while (frame := self._frames.next_frame()) is None:
             try:
                 data = await self._reader.read(READ_BYTES)
-            except ssl.SSLError as error:  # such as a certificate that the server rejects: the client learns of it late
+            # such as a certificate that the server rejects, which the client learns of late
+            except ssl.SSLError as error:
                 raise tls_error(error) from None
             if not data:
                 self._frames.close()
@@ -86,13 +87,15 @@ class FrameStream:
         return frame
 
     def send(self, kind: str, *fields: Any) -> None:
-        """Queue a frame. PeerStuck when too much waits already; FrameTooLarge; what is sent to a dead peer is lost."""
+        """Queue a frame. Raises PeerStuck if too much waits already, and FrameTooLarge; frames to a dead peer are
+        lost.
+        """
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise PeerStuck(f"the peer has left {MAX_UNSENT_BYTES} bytes unread")
         self._writer.write(self._out.frame(kind, *fields))
 
     async def drain(self) -> None:
-        """Wait until the peer has read most of what it was sent."""
+        """Wait until the peer has read most of the frames sent to it."""
         await self._writer.drain()
 
     def close(self, reason: str | None = None) -> None:
@@ -102,7 +105,7 @@ class FrameStream:
         self._writer.close()
 
     async def open(self, secret: bytes, *, is_client: bool, max_bytes: int) -> None:
-        """Prove to each other that both have the secret; see `connect` and `accept`."""
+        """Prove to each other that both sides have the secret; see `connect` and `accept`."""
         ours, role, other = (
             secrets.token_bytes(SECRET_BYTES),
             *(("client", "server") if is_client else ("server", "client")),
@@ -122,46 +125,54 @@ class FrameStream:
     async def _opening_field(self, kind: str) -> bytes:
         frame = await self.read()
         if frame is None:
-            raise WireError("the peer ended the connection while it was opened")
+            raise WireError("the peer ended the connection during the handshake")
         if frame.kind != kind or len(frame.fields) != 1 or not isinstance(frame.fields[0], bytes):
-            raise Malformed(f"the peer sent {frame.kind} where {kind} was to come")
+            raise Malformed(f"the peer sent {frame.kind} instead of {kind}")
         if len(frame.fields[0]) != SECRET_BYTES:
             raise Malformed(f"{kind} has {len(frame.fields[0])} bytes, not {SECRET_BYTES}")
         return frame.fields[0]
 
 
 async def connect(address: Address, secret: bytes, kinds: Collection[str], max_bytes: int = MAX_BYTES) -> FrameStream:
-    """A connection to the server at an address. OSError when nothing listens; WireError, as `accept`."""
+    """Open a connection to the server at an address. Raises OSError if nothing listens; WireError, like `accept`."""
     async with asyncio.timeout(OPENING_SECONDS):  # TimeoutError is an OSError
         reader, writer = await address.open()
     return await _opened(reader, writer, secret, kinds, max_bytes, is_client=True)
 
 
 async def accept(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    kinds: Collection[str],
     max_bytes: int = MAX_BYTES,
-) -> FrameStream:  # fmt: skip
-    """A connection that a client has made, in the handler of an address's `listen`.
+) -> FrameStream:
+    """A connection from a client, in the handler of an address's `listen`.
 
-    Raises the WireError that says what is wrong with the peer. The peer has been sent it, and the connection is closed.
+    Raises a WireError with the peer's fault, after sending it to the peer and closing the connection.
     """
     return await _opened(reader, writer, secret, kinds, max_bytes, is_client=False)
 
 
 async def _opened(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, kinds: Collection[str], max_bytes: int,
-    *, is_client: bool,
-) -> FrameStream:  # fmt: skip
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    kinds: Collection[str],
+    max_bytes: int,
+    *,
+    is_client: bool,
+) -> FrameStream:
     frames = FrameReader({*kinds, *_OPENING}, OPENING_BYTES)
     stream = FrameStream(reader, writer, frames, FrameWriter(max_bytes))
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             await stream.open(secret, is_client=is_client, max_bytes=max_bytes)
     except TimeoutError:
-        stream.close("the opening took too long")
+        stream.close("the handshake took too long")
         raise WireError(f"the peer did not open the connection within {OPENING_SECONDS:g} s") from None
     except BaseException as error:
-        # a peer of another version can't read the reason; it finds out by itself
+        # a peer of another version can't read the reason; it reports its own
         stream.close(
             str(error) if isinstance(error, WireError) and not isinstance(error, OtherVersion | PeerRefused) else None
         )
@@ -170,7 +181,7 @@ async def _opened(
 
 
 def new_secret(path: Path) -> bytes:
-    """Write a new secret into a new file that only this user may read; returns it."""
+    """Write a new secret into a new file that only this user may read; return it."""
     secret = secrets.token_bytes(SECRET_BYTES)
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secret.hex())
@@ -178,25 +189,28 @@ def new_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file: 64 hexadecimal digits. ValueError, without what is there, unless it is one."""
+    """The secret in a file: 64 hexadecimal digits. Raises ValueError, which does not show the contents, for anything
+    else.
+    """
     try:
         secret = bytes.fromhex(path.read_text().strip())
     except ValueError:
         secret = b""
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"{path} holds no secret: {2 * SECRET_BYTES} hexadecimal digits are needed")
+        raise ValueError(f"{path} must hold a secret of {2 * SECRET_BYTES} hexadecimal digits")
     return secret
 
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.02, 0.5
-"""Most seconds between tries to connect: at first, and after many. The last is below the registry's
-`FIRST_WRITE_SECONDS`."""
+"""Most seconds between attempts to connect: at first, and after many. The last value is below the registry's
+`FIRST_WRITE_SECONDS`.
+"""
 
 
 def _trouble(error: OSError, stream: FrameStream | None) -> str:
-    """What is told of a connection that ended; the peer is told it, too, unless it has ended the connection."""
+    """The reason why a connection ended, for the log and for the peer, unless the peer ended it."""
     if isinstance(error, PlannedEnd):
         return str(error)
     trouble = f"{type(error).__name__}: {error}"
@@ -208,7 +222,7 @@ def _trouble(error: OSError, stream: FrameStream | None) -> str:
 async def stay_connected(
     peer: str, connect: Callable[[], Awaitable[FrameStream]], talk: Callable[[FrameStream], Awaitable[None]]
 ) -> None:
-    """Connect and have `talk` read until the peer goes, again and again, until cancelled. A trouble is logged once, as
+    """Connect and let `talk` read until the peer disconnects, repeatedly, until cancelled. A problem is logged once, as
     a warning unless the peer is being replaced (`PlannedEnd`).
     """
     retry, told, level = FIRST_RETRY_SECONDS, None, logging.WARNING
@@ -219,18 +233,18 @@ async def stay_connected(
             retry, told, level = FIRST_RETRY_SECONDS, None, logging.WARNING
             await talk(stream)
             trouble = "it ended the connection"
-        except FileNotFoundError:  # it has not listened yet
+        except FileNotFoundError:  # it does not listen yet
             pass
-        except OSError as error:  # WireError among them
+        except OSError as error:  # includes WireError
             trouble = _trouble(error, stream)
             level = logging.INFO if isinstance(error, PlannedEnd) else level
-        except Exception:  # of this process's own: the peer must not be lost to it for good
-            log.exception("what %s sent could not be dealt with; it is connected anew", peer)
+        except Exception:  # an error of this process itself: the peer must not be lost to it for good
+            log.exception("a frame of %s could not be processed; connecting again", peer)
         finally:
             if stream is not None:
                 stream.close()
         if trouble not in (None, told):
-            log.log(level, "%s is away: %s", peer, trouble)
+            log.log(level, "%s is not connected: %s", peer, trouble)
             told = trouble
         await asyncio.sleep(retry * random.uniform(0.5, 1))
         retry = min(LAST_RETRY_SECONDS, 2 * retry)

@@ -1,5 +1,5 @@
-"""A cluster of this machine: one API server in this process, or several in processes of their own, and what they
-need.
+"""A cluster on this machine: one API server in this process, or several in their own processes, and the processes that
+they need.
 
 Tests: tests/server/cluster/test_cluster.py
 """
@@ -44,7 +44,9 @@ STUCK_POLL_SECONDS = 1.0
 
 
 def up(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
-    """Serve a cluster until a signal; the exit code. given: the settings of flags, by name, for API servers."""
+    """Serve a cluster until a signal; return the exit code. given: the settings given as flags, by name, for API
+    servers.
+    """
     check_model(settings)
     if plan.migration in NEED_HIGHS and not has_highs():
         raise LaunchError(f"--migration {plan.migration} needs highspy: pip install 'chorus-lora[plan]'")
@@ -63,7 +65,7 @@ def up(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
 
 
 def api_server(directory: ClusterDirectory, index: int) -> int:
-    """Be one of several API servers of a cluster, until a signal."""
+    """Run one of several API servers of a cluster, until a signal."""
     end_with_parent()
     given = json.loads(directory.given_file.read_text())
     plan, settings = ClusterPlan.from_json(given["plan"]), read_settings(Namespace(**given["settings"]))
@@ -75,8 +77,8 @@ def api_server(directory: ClusterDirectory, index: int) -> int:
 
 
 def _open_one(plan: ClusterPlan, settings: Settings) -> tuple[Backend, Tokenizer]:
-    """Start all but API servers; the backend's `stop` ends it."""
-    # until the server takes the signal over: its default would leave the children to find out by themselves
+    """Start everything except API servers; the backend's `stop` ends it."""
+    # until the server handles the signal: by default the process would end without ending its children
     signal.signal(signal.SIGTERM, _interrupt)
     processes = _start(plan, settings)
     try:
@@ -92,7 +94,7 @@ def _open_one(plan: ClusterPlan, settings: Settings) -> tuple[Backend, Tokenizer
 
 def _open_api_server(
     directory: ClusterDirectory, index: int, plan: ClusterPlan, was_whole: bool, settings: Settings
-) -> tuple[Backend, Tokenizer]:  # fmt: skip
+) -> tuple[Backend, Tokenizer]:
     """was_whole: an earlier process of this API server has served the cluster."""
     files = DirectoryFiles(directory)
     registry = AddressFile(directory.registry_file, plan.tls)
@@ -103,7 +105,7 @@ def _open_api_server(
 
 
 def _start(plan: ClusterPlan, settings: Settings) -> Processes:
-    """Start replicas, and the registry. Raises LaunchError."""
+    """Start the replicas, and the registry. Raises LaunchError."""
     try:
         processes = Processes(plan, settings)
     except (OSError, ValueError) as error:
@@ -113,7 +115,9 @@ def _start(plan: ClusterPlan, settings: Settings) -> Processes:
 
 
 class _Owner(NamedTuple):
-    """The owner of the replicas' processes, as an API server asks it: in this process, or by files of the directory."""
+    """The owner of the replicas' processes, as an API server sees it: in this process, or through files of the
+    directory.
+    """
 
     kill: Callable[[Link], None]
     hint: Callable[[int, int], None]
@@ -151,7 +155,7 @@ def _open(
         try:
             worker.wait_until_ready(owner.trouble, was_whole=was_whole)
         except BaseException:
-            worker.stop()  # before the directory goes, which it looks into
+            worker.stop()  # before its directory is removed, which it watches
             raise
     except Exception as error:
         log.debug("starting failed", exc_info=True)
@@ -188,7 +192,7 @@ def _supervise(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> 
 
 
 def _keys(settings: Settings) -> dict[str, Any]:
-    """Settings about keys, as flags: the environment that names them is not handed on."""
+    """Settings about keys, as flags: the environment variables that hold keys are not inherited."""
     keys = {name: [key.get_secret_value() for key in getattr(settings, name)] for name in ("api_key", "admin_key")}
     files = {name: getattr(settings, name) for name in ("api_key_file", "admin_key_file")}
     told = {**keys, **{name: str(path.absolute()) for name, path in files.items() if path is not None}}

@@ -1,7 +1,7 @@
-"""Frames between the processes of a cluster: msgpack behind a header of 11 bytes, sans I/O.
+"""Frames between the processes of a cluster: msgpack after a header of 11 bytes, sans I/O.
 
 A frame is `magic (2), version (1), sequence (4), length (4)`, big-endian, and `length` bytes of one msgpack array
-`[kind, field, …]`. Sequences count a direction's frames from 0, so that a replayed or a reordered frame is noticed.
+`[kind, field, …]`. Sequence numbers count a direction's frames from 0, so replayed or reordered frames are noticed.
 There is no pickle and no msgpack extension type: a frame holds None, booleans, numbers, strings, bytes, lists and maps.
 """
 
@@ -24,15 +24,15 @@ _SEQUENCES = 1 << 32
 
 
 class WireError(ConnectionError):
-    """The peer did not keep to the protocol; nothing more can be read from its connection."""
+    """The peer violated the protocol; nothing more can be read from its connection."""
 
 
 class NotAFrame(WireError):
-    """The bytes are no frame's beginning."""
+    """The bytes are not the beginning of a frame."""
 
 
 class OtherVersion(WireError):
-    """The frame is of a version of the protocol that this process does not read."""
+    """The frame has a version of the protocol that this process does not read."""
 
 
 class FrameTooLarge(WireError):
@@ -40,11 +40,11 @@ class FrameTooLarge(WireError):
 
 
 class OutOfOrder(WireError):
-    """The frame was replayed, or came before another one that was sent earlier, or one is missing."""
+    """The frame was replayed or reordered, or an earlier one is missing."""
 
 
 class Malformed(WireError):
-    """The frame's payload is not msgpack, or not what its kind has."""
+    """The frame's payload is not msgpack, or does not fit its kind."""
 
 
 class UnknownKind(WireError):
@@ -71,10 +71,12 @@ class FrameWriter:
         self._pack = msgpack.Packer(autoreset=True).pack
 
     def frame(self, kind: str, *fields: Any) -> bytes:
-        """The next frame's bytes. FrameTooLarge, and nothing is counted; TypeError for what msgpack can't hold."""
+        """The next frame's bytes. Raises FrameTooLarge, without counting it; TypeError for values that msgpack can't
+        hold.
+        """
         payload = self._pack((kind, *fields))
         if len(payload) > self._max_bytes:
-            raise FrameTooLarge(f"a frame {kind} of {len(payload)} bytes is to be sent; the limit is {self._max_bytes}")
+            raise FrameTooLarge(f"can't send a frame {kind} of {len(payload)} bytes; the limit is {self._max_bytes}")
         head = _HEADER.pack(MAGIC, VERSION, self._sequence, len(payload))
         self._sequence = (self._sequence + 1) % _SEQUENCES
         return head + payload
@@ -83,8 +85,8 @@ class FrameWriter:
 class FrameReader:
     """Reads the frames of one direction of one connection. After an error it stays at the bad frame.
 
-    kinds: kinds that the connection carries. max_bytes: of a payload; it may be raised once the peer is known, and no
-    more than one frame of this size, and what `feed` was given last, is held.
+    kinds: kinds that the connection carries. max_bytes: limit of a payload; it may be raised once the peer is known.
+    The buffer holds at most one frame of this size and the last bytes given to `feed`.
     """
 
     def __init__(self, kinds: Collection[str], max_bytes: int = MAX_BYTES) -> None:
@@ -94,11 +96,11 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take bytes that came; read all frames with `next_frame` before the next call."""
+        """Take received bytes; read all frames with `next_frame` before the next call."""
         self._buffer += data
 
     def next_frame(self) -> Frame | None:
-        """The next frame, None until all of it has come. Raises the WireError that says what is wrong with it."""
+        """The next frame; None until all of it has arrived. Raises a WireError for an invalid one."""
         buffer = self._buffer
         if len(buffer) < _HEADER.size:
             if buffer[:2] != MAGIC[: len(buffer)]:
@@ -112,7 +114,7 @@ class FrameReader:
         if length > self.max_bytes:
             raise FrameTooLarge(f"the peer sends a frame of {length} bytes; the limit is {self.max_bytes}")
         if sequence != self._sequence:
-            raise OutOfOrder(f"frame {sequence} came where frame {self._sequence} was to come")
+            raise OutOfOrder(f"frame {sequence} came instead of frame {self._sequence}")
         end = _HEADER.size + length
         if len(buffer) < end:
             return None
@@ -122,7 +124,7 @@ class FrameReader:
         return frame
 
     def close(self) -> None:
-        """The connection has ended. Truncated if that was within a frame."""
+        """The connection has ended. Raises Truncated if it ended within a frame."""
         if self._buffer:
             raise Truncated(f"the connection ended {len(self._buffer)} bytes into a frame")
 
@@ -132,12 +134,12 @@ class FrameReader:
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
             raise Malformed(f"a frame's payload can't be read: {error}") from None
         if not isinstance(data, list) or not data or not isinstance(data[0], str):
-            raise Malformed("a frame's payload is no list that begins with its kind")
+            raise Malformed("a frame's payload must be a list that begins with its kind")
         kind = data.pop(0)
         if kind not in self._kinds:
-            raise UnknownKind(f"the peer sends frames of kind {kind[:32]!r}, which are not carried here")
+            raise UnknownKind(f"the peer sends frames of kind {kind[:32]!r}, which this connection does not carry")
         return Frame(kind, data)
 
 
 def _no_extensions(code: int, data: bytes) -> Any:
-    raise ValueError(f"extension type {code} is not carried")
+    raise ValueError(f"extension type {code} is not allowed")

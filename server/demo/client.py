@@ -1,4 +1,4 @@
-"""The demo's side of the HTTP API."""
+"""The demo's HTTP client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .questions import Question
 
 @dataclass(slots=True)
 class Answer:
-    """Answer as far as it has come."""
+    """A response, as far as it has come."""
 
     text: str = ""
     tokens: int = 0
     seconds: float = 0.0
     adapters: int = 0
-    """The most different adapters that shared a step with it, its own included."""
+    """Most different adapters that shared a step with it, including its own."""
     requests: int = 0
 
     @property
@@ -29,18 +29,18 @@ class Answer:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def take_step(self, step: dict[str, int] | None) -> None:
-        """Note how many adapters and requests shared a step with it."""
+        """Record how many adapters and requests shared a step with it."""
         if step:
             self.adapters = max(self.adapters, step["adapters"])
             self.requests = max(self.requests, step["requests"])
 
 
 class DemoError(Exception):
-    """The server answered with an error."""
+    """The server responded with an error."""
 
 
 class DemoClient(httpx.AsyncClient):
-    """Asks a server questions, each a real HTTP request. Use as an async context manager."""
+    """Asks a server questions, each as a real HTTP request. Use it as an async context manager."""
 
     def __init__(self, url: str, connections: int) -> None:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -51,7 +51,7 @@ class DemoClient(httpx.AsyncClient):
         return _checked(await self.get("/v1/models"))["data"]
 
     async def weights(self) -> dict[str, Any]:
-        """The mode that steps run in, and the adapter in their weights."""
+        """The mode of the steps, and the merged adapter."""
         return _checked(await self.get("/v1/adapters"))["weights"]
 
     async def takes_chat(self, model: str) -> bool:
@@ -61,7 +61,7 @@ class DemoClient(httpx.AsyncClient):
         return response.status_code == 200
 
     async def ask(self, question: Question) -> Answer:
-        """The whole answer at once."""
+        """The whole response at once."""
         started = time.perf_counter()
         body = _checked(await self.post(question.path, json=question.body()))
         choice = body["choices"][0]
@@ -71,7 +71,7 @@ class DemoClient(httpx.AsyncClient):
         return answer
 
     async def watch(self, question: Question) -> AsyncIterator[Answer]:
-        """The answer as it grows: the same object, again after every chunk."""
+        """The response as it grows: the same object, again after every chunk."""
         answer, started = Answer(), time.perf_counter()
         body = {**question.body(), "stream": True}
         async with self.stream("POST", question.path, json=body) as response:
@@ -93,7 +93,7 @@ class DemoClient(httpx.AsyncClient):
 
 
 def _checked(response: httpx.Response) -> dict[str, Any]:
-    """The answer's body. DemoError for an error."""
+    """The response's body. Raises DemoError for an error."""
     if response.status_code == 200:
         return response.json()
     try:

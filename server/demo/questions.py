@@ -1,4 +1,4 @@
-"""Questions of the demo, and the judging of its answers."""
+"""Questions of the demo, and the checks of their answers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ PROMPTS = (
     "Give me a short recipe for pancakes.",
     "Tell me a story in two sentences.",
 )
-"""Questions for other models than the built-in one."""
+"""Questions for models other than the built-in one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request of the demo. skill: the skill with the right answer, None if unknown."""
+    """One request of the demo."""
 
     model: str
     text: str
     skill: str | None = None
+    """The skill with the correct answer; None if unknown."""
     chat: bool = False
 
     @property
@@ -48,14 +49,14 @@ class Question:
 
 @dataclass(slots=True)
 class Score:
-    """Counts a skill's answers and the right ones; `crossed` describes answers that were another skill's."""
+    """Counts a skill's answers and correct answers; `crossed` describes answers that another skill would give."""
 
     asked: int = 0
     exact: int = 0
     crossed: list[str] = field(default_factory=list)
 
     def add(self, question: Question, answer: str) -> bool | None:
-        """Count an answer; return whether it is right, None if unknown."""
+        """Count an answer; return whether it is correct, None if unknown."""
         self.asked += 1
         if question.skill is None:
             return None

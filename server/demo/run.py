@@ -1,4 +1,4 @@
-"""`chorus demo`: a real server on a loopback port, asked by real HTTP requests, all adapters side by side."""
+"""`chorus demo`: a real server on a loopback port and real HTTP requests for all adapters at once."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Totals:
 
 
 def run_demo(settings: Settings, inputs: int | None = None, check: int | None = None, skew: bool = False) -> int:
-    """Run the demo, with `check` the check with so many inputs per skill, and return the exit code.
+    """Run the demo, or with `check` the check with so many inputs per skill; return the exit code.
 
-    skew: show in which mode steps run while one adapter is asked for more and more.
+    skew: show the mode of the steps while one adapter's share of the requests grows.
     """
     console = Console()
     app = build_app(settings)
@@ -88,7 +88,7 @@ async def _demo(
     url: str, settings: Settings, console: Console, inputs: int | None, check: int | None, skew: bool
 ) -> int:
     judged, seed = settings.is_builtin, settings.seed or 0
-    # enough to keep every step full, and of lanes and clients that come together one for each
+    # enough to keep every step full; of lanes and clients that run together, one for each
     connections = max(CLIENTS, MAX_LANES) + 1 if check is None else 2 * settings.max_num_seqs
     async with DemoClient(url, connections) as client:
         cards = await client.models()

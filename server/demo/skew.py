@@ -1,4 +1,4 @@
-"""`chorus demo --skew`: one adapter is asked for more and more, then less again, and steps have it in their weights."""
+"""`chorus demo --skew`: one adapter's share of the requests grows and shrinks again, and steps merge its weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .client import Answer, DemoClient
 from .questions import Question
 
 SHARES = (0.0, 0.5, 1.0, 0.5, 0.0)
-"""Shares of the requests that ask for the one adapter, one after another."""
+"""Shares of the requests for the one adapter, one after another."""
 
 SHARE_LINES = 6
-"""Lines for which each share lasts. Counted, not timed: on a machine that is busy every share is still shown."""
+"""Lines printed for each share. They are counted, not timed, so a busy machine still shows every share."""
 
 LINE_SECONDS = 1.0
 CLIENTS = 8
 
 
 class Skew:
-    """Clients that are never without a request, and a line now and then that says in which mode steps run."""
+    """Clients that always have a request in progress, and a periodic line with the mode of the steps."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Skew:
         answered: Callable[[Question, Answer], object],
         seed: int,
     ) -> None:
-        """questions: by adapter; the last one is asked for more and more. answered: called with every answer."""
+        """questions: by adapter; the last adapter's share grows. answered: called with every answer."""
         self._client = client
         self._console = console
         self._answered = answered
@@ -46,9 +46,9 @@ class Skew:
         self._tokens = 0
 
     async def run(self) -> None:
-        """Go through `SHARES`. Raises what asking raises, and LaunchError without an adapter."""
+        """Go through `SHARES`. Raises the errors of asking, or LaunchError without an adapter."""
         if not self._others:
-            raise LaunchError("chorus demo --skew needs an adapter, and there is none; name some with --adapters")
+            raise LaunchError("chorus demo --skew needs an adapter; give some with --adapters")
         self._print("seconds", self._one, "in the weights", "merges", "switches", "tokens/s")
         asking = asyncio.gather(*(self._ask() for _ in range(CLIENTS)))
         watching = asyncio.create_task(self._watch())
@@ -85,9 +85,14 @@ class Skew:
         merged = weights["merged_adapter"]
         rate, style = (self._tokens - tokens) / (now - since), None if merged is None else "green"
         self._print(
-            f"{now - began:.0f}", f"{self._share:.0%}", merged or "-", weights["merges"], weights["switches"],
-            f"{rate:.0f}", style=style,
-        )  # fmt: skip
+            f"{now - began:.0f}",
+            f"{self._share:.0%}",
+            merged or "-",
+            weights["merges"],
+            weights["switches"],
+            f"{rate:.0f}",
+            style=style,
+        )
 
     def _print(self, seconds: str, share: str, merged: str, *numbers: object, style: str | None = None) -> None:
         line = f"{seconds:>7}{share:>12}  {merged:<16}" + "".join(f"{number:>10}" for number in numbers)

@@ -1,10 +1,10 @@
 r"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
 
-The built-in base model repeats its input.  Each of its LoRA adapters does one other thing to the text,
-and each such skill has a reference function here, so any answer of the engine can be checked.
+The built-in base model repeats its input. Each of its LoRA adapters does one other thing to the text. Each such skill
+has a reference function here, so every answer can be checked.
 
-A prompt is ``text + "\n"``; the model's answer is ``skill.apply(text)`` followed by the end token.
-This module is plain Python: it needs neither torch nor the trained weights.
+A prompt is ``text + "\n"``; the model's answer is ``skill.apply(text)`` followed by the end token. This module is plain
+Python: it needs neither torch nor the trained weights.
 """
 
 import codecs
@@ -35,7 +35,7 @@ KV_GATE_DOWN = ("k_proj", "v_proj", "gate_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Skill:
-    """One thing a model does to a text, and the shape of the adapter that does it."""
+    """One thing that a model does to a text, and the shape of the adapter that does it."""
 
     name: str
     description: str
@@ -47,7 +47,7 @@ class Skill:
 
     @property
     def scale(self) -> float:
-        """The factor the adapter's product is multiplied by; 0 for the base, which has no adapter."""
+        """The scale of the adapter's product; 0 for the base, which has no adapter."""
         return self.lora_alpha / self.rank if self.rank else 0.0
 
 
@@ -180,7 +180,7 @@ def wide_input(rng: random.Random) -> str:
 # --- the table ---------------------------------------------------------------------------------------------
 
 BASE = Skill(
-    "repeat", "Repeats the text: what the base model does without an adapter.", 0, 0, (), _repeat, repeat_input
+    "repeat", "Repeats the text: the base model does this without an adapter.", 0, 0, (), _repeat, repeat_input
 )
 
 SKILLS: dict[str, Skill] = {
@@ -208,7 +208,7 @@ def prompt(text: str) -> str:
 
 
 def held_out(text: str) -> bool:
-    """True if `text` is kept for testing: training never sees it."""
+    """True if `text` is kept for testing and never used in training."""
     return _bucket(text) == 0
 
 

@@ -1,4 +1,4 @@
-"""Display of the demo: lanes while they run, and the summary."""
+"""Display of the demo: a table of running lanes, and the summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = {True: "green", False: "red", None: ""}
 
 @dataclass(slots=True)
 class Lane:
-    """One adapter's (or the base's) questions, asked one after another while the other lanes do the same."""
+    """Questions of one adapter or the base, asked one after another while other lanes do the same."""
 
     name: str
     rank: int
@@ -31,7 +31,7 @@ class Lane:
 
 
 class LaneTable:
-    """Shows the lanes: a live table on a terminal, elsewhere a line per finished answer."""
+    """Shows the lanes: as a live table on a terminal, otherwise as a line per finished answer."""
 
     def __init__(self, console: Console, lanes: list[Lane], *, judged: bool) -> None:
         self._console = console
@@ -53,7 +53,7 @@ class LaneTable:
             self._live.stop()
 
     def finished(self, lane: Lane) -> None:
-        """An answer of the lane is complete."""
+        """Show a complete answer of the lane."""
         if self._live is not None or lane.question is None:
             return
         answer, mark = lane.answer, MARKS[lane.right]
@@ -88,7 +88,7 @@ class LaneTable:
 
 
 def printable(text: str) -> str:
-    """Text in one row, without anything that would steer the terminal."""
+    """Text in one row, without terminal control characters."""
     return "".join(char if char.isprintable() else " " if char.isspace() else "·" for char in text)
 
 

@@ -1,1 +1,1 @@
-"""The thread that owns the engine, the way in and out of it, and what it counts."""
+"""The engine's thread, the interface to it, and its metrics."""

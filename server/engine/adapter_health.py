@@ -1,4 +1,4 @@
-"""Background care of adapters: weights are read and hashed, and broken adapters tried again.
+"""Background care of adapters: reads and hashes weights, and retries broken adapters.
 
 Tests: tests/server/engine/test_adapter_health.py, tests/server/test_adapter_limits.py
 """
@@ -36,25 +36,25 @@ audit = logging.getLogger("chorus.audit")
 T = TypeVar("T")
 
 TURN_SECONDS = 2.0
-"""Seconds between looks at quarantined directories; one is tried again once it has not changed for as long."""
+"""Seconds between checks of quarantined directories; one is retried once it has not changed for as long."""
 
 HASH_SHARE = 1 / 8
 """Largest share of the time spent reading adapters for their hashes."""
 
 
 MAX_STUCK = 4
-"""Looks, and as many hashes, that may hang before further ones are left out."""
+"""Checks, and hashes, that may hang before further ones are skipped."""
 
 BATCH = 64
-"""Quarantined directories that one thread looks at; where one hangs, the rest of the batch waits with it."""
+"""Quarantined directories that one thread checks; if one hangs, the rest of the batch waits with it."""
 
 
 class AdapterHealthChecker(Repeating):
-    """Looks after adapters beside the engine, from `start` to `stop`, which waits for nothing.
+    """Looks after adapters in the background, from `start` to `stop`, which waits for nothing.
 
-    Disk reads run on threads of their own, and are abandoned after `seconds`.
+    Disk reads run on separate threads, and are abandoned after `seconds`.
 
-    places: directories that must contain the files of an adapter that is tried again.
+    places: directories that must contain the files of an adapter that is retried.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdapterHealthChecker(Repeating):
         places: Sequence[Path] = (),
         sweep: Callable[[], None] | None = None,
     ) -> None:
-        """sweep: removes files that are not used any more."""
+        """sweep: removes files that are no longer used."""
         super().__init__("adapter-health", TURN_SECONDS)
         self._worker = worker
         self._sweep = sweep
@@ -73,7 +73,7 @@ class AdapterHealthChecker(Repeating):
         self._look_seconds = seconds
         self._threads = DaemonPool("adapter-health", MAX_STUCK, 0, initializer=ask_for_short_slices)
         self._hashers = DaemonPool("adapter-hash", MAX_STUCK, 0, initializer=_stand_back)
-        self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
+        self._stamps: dict[str, Stamp] = {}  # states of quarantined directories at the latest turn
         self._hopeless: set[int] = set()  # versions that could not be hashed
 
     def _run(self) -> None:
@@ -90,25 +90,26 @@ class AdapterHealthChecker(Repeating):
             if self._sweep is not None:
                 self._beside(self._sweep)
         except EngineUnavailable as error:
-            log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
+            log.debug("checks of adapters are postponed: %s", error)  # a stall ends, or the server does
             if self._worker.failure is not None:
                 self._stopping.set()
         except Exception as error:
             if not self._stopping.is_set():
                 raise
-            log.debug("a look at adapters ended with the server: %r", error)  # its event loop answers no more
+            log.debug("a check of adapters ended with the server: %r", error)  # its event loop has stopped
 
     # -- quarantine
 
     def _try_again(self) -> None:
-        quarantined = [one for one in self._adapters.quarantined().result() if one.can_mend]
+        quarantined = [one for one in self._adapters.quarantined().result() if one.can_retry]
         for first in range(0, len(quarantined), BATCH):
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))
             for one, stamp in zip(batch, stamps or (), strict=False):
                 if self._stopping.is_set():
                     return
-                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # else unchanged, or still being written
+                # otherwise unchanged, or still being written
+                if stamp != one.stamp and stamp == self._stamps.get(one.name):
                     self._try(one, stamp)
                 self._stamps[one.name] = stamp
 
@@ -128,7 +129,7 @@ class AdapterHealthChecker(Repeating):
     # -- weights
 
     def _hash_some(self) -> None:
-        """Hash for a share of the time until the next turn is due."""
+        """Spend a share of the time until the next turn on hashing."""
         began = time.monotonic()
         for one in self._unhashed():
             name, version, manifest = one.name, one.version, one.manifest
@@ -153,10 +154,10 @@ class AdapterHealthChecker(Repeating):
         return with_content(manifest)
 
     def _give_up(self, name: str, version: int, manifest: AdapterManifest, error: AdapterFormatError) -> None:
-        """Quarantine an adapter with broken weights that was registered at startup; hash no other one again.
+        """Quarantine an adapter with broken weights that was registered at startup; never hash another one again.
 
-        An adapter loaded over HTTP was checked then, so its files have changed since; after a disk error the weights
-        may be whole.
+        An adapter loaded over HTTP was checked then, so its files have changed since; after a disk error its weights
+        may still be intact.
         """
         log.warning("adapter %s can't be read: %s", name, error)
         is_broken = manifest.no_effect is None and not isinstance(error.__cause__, OSError)
@@ -169,7 +170,7 @@ class AdapterHealthChecker(Repeating):
     def _quarantined(self, name: str, manifest: AdapterManifest, reason: str) -> Quarantined:
         stamp = self._beside(partial(stamp_of, manifest.path))
         if stamp is not None and not is_as_registered(stamp, manifest):
-            stamp = None  # try what is there by now
+            stamp = None  # retry with the files that are there now
         return Quarantined(name, manifest.path, reason, stamp)
 
     def _set_aside_overflowing(self) -> None:
@@ -180,14 +181,14 @@ class AdapterHealthChecker(Repeating):
             self._adapters.set_aside(aside, one.version, in_use=True).result()
 
     def _unhashed(self) -> list[AdapterState]:
-        """Return what is to be hashed, adapters in the arena first: KV events of their blocks wait for it."""
+        """Return the versions to hash, resident adapters first: KV events of their blocks wait for the hash."""
         states = [one for one in self._adapters.unhashed().result() if one.version not in self._hopeless]
         return sorted(states, key=lambda one: not one.pages)
 
     # -- common
 
     def _beside(self, function: Callable[[], T], threads: DaemonPool | None = None) -> T | None:
-        """The result; None when it takes too long."""
+        """The result; None if it takes too long."""
         try:
             return (threads or self._threads).wait_for(function, self._look_seconds)
         except (NoAnswer, PoolFull) as error:
@@ -196,9 +197,9 @@ class AdapterHealthChecker(Repeating):
 
 
 def _stand_back() -> None:
-    """Have a thread run behind all others."""
+    """Run the thread at the lowest priority."""
     ask_for_short_slices()
-    with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
+    with suppress(OSError, AttributeError):  # if the priority can't be changed, it stays
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 

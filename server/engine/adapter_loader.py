@@ -1,4 +1,4 @@
-"""Loading adapters into a running engine: the one way in, from HTTP and from the library.
+"""Loads adapters into a running engine, for HTTP and for the library.
 
 Tests: tests/server/test_adapter_limits.py
 """
@@ -39,16 +39,16 @@ audit = logging.getLogger("chorus.audit")
 T = TypeVar("T")
 
 MAX_LOAD_THREADS = 8
-"""Loads that may be stuck, each on a thread of its own, before further ones are refused."""
+"""Loads that may be stuck, each on its own thread, before further ones are refused."""
 
 MAX_LOADS = 64
-"""Loads that may be asked for at once."""
+"""Loads that may be requested at once."""
 
 
 CLOSE_SECONDS = 1.0
 
 HERE = "this process"
-"""Name in the log for changes that no client has asked for."""
+"""Name in the log for changes that no client requested."""
 
 
 class LoadTimedOut(TimeoutError):
@@ -56,18 +56,24 @@ class LoadTimedOut(TimeoutError):
 
 
 class AdapterLoader:
-    """Adapters are read and checked beside the engine, one at a time; between two steps they are only swapped.
+    """Loads adapters: reads and checks them in the background, one at a time, and swaps them in between two steps.
 
-    Beside a disk that takes longer others are read, but loads under one name follow each other. seconds: how long a
-    disk may take over one; then the load fails, and its thread is left behind. places: directories below which a broken
-    adapter may be fixed. loaded: remembers loads, and owns files that came as bytes. What was loaded is looked after
-    from `start` to `stop`: see `AdapterHealthChecker`. templates: warns of adapters with a chat template of their own.
+    If a disk takes longer, other loads go on, but loads under one name follow each other. What was loaded is looked
+    after from `start` to `stop`: see `AdapterHealthChecker`.
+
+    seconds: time limit of a disk per adapter; after it the load fails, and its thread is abandoned. places: directories
+    in which a broken adapter may be fixed. loaded: remembers loads, and owns uploaded files. templates: warns about
+    adapters with their own chat template.
     """
 
     def __init__(
-        self, worker: Backend, seconds: float, places: Sequence[Path] = (), loaded: LoadedAdapters | None = None,
+        self,
+        worker: Backend,
+        seconds: float,
+        places: Sequence[Path] = (),
+        loaded: LoadedAdapters | None = None,
         templates: AdapterTemplates | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._worker = worker
         self._seconds = seconds
         self._pool = DaemonPool("loads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS - MAX_LOAD_THREADS)
@@ -85,7 +91,7 @@ class AdapterLoader:
         self._health_checker = AdapterHealthChecker(worker, seconds, places, sweep)
 
     def start(self) -> None:
-        """Restore what was loaded before a restart, and begin to look after adapters."""
+        """Restore the adapters loaded before a restart, and begin to look after adapters."""
         if self.loaded is not None:
             self.loaded.restore(self._worker)
         self._health_checker.start()
@@ -93,26 +99,26 @@ class AdapterLoader:
             self._pool.submit(self._templates.note_all)
 
     def stop(self) -> None:
-        """Begin nothing more; waits for nothing but, for a moment, that files are closed."""
+        """Begin nothing more; waits only a moment, for files to be closed."""
         self._health_checker.stop()
         for pool in (self._pool, self._threads, self._uploads, self._ends, self._changes):
             pool.shutdown()
         self._names.close()
         if self.loaded is not None:
             closing = DaemonPool("uploads-close", threads=1)
-            wait([closing.submit(self.loaded.close)], CLOSE_SECONDS)  # a disk that hangs must not keep the process
+            wait([closing.submit(self.loaded.close)], CLOSE_SECONDS)  # a hanging disk must not keep the process alive
             closing.shutdown()
 
     async def beside(self, function: Callable[..., T], /, *arguments: Any) -> T:
-        """Call what takes long beside the event loop. Raises PoolFull."""
+        """Run a slow call on a thread. Raises PoolFull."""
         return await self._pool.run(function, *arguments)
 
     def on_uploads(self, function: Callable[..., T], /, *arguments: Any) -> Future[T]:
-        """Call what asks the disk of uploads, which no other disk waits for. Raises PoolFull."""
+        """Run a call that accesses the disk of uploads; it does not wait for other disks. Raises PoolFull."""
         return self._uploads.submit(function, *arguments)
 
     def end_draft(self, draft: StagedUpload, *, failed: bool) -> Future[None]:
-        """End a draft of uploads beside the event loop; see `StagedUpload.end`."""
+        """End a staged upload on a thread; see `StagedUpload.end`."""
         return self._ends.submit(partial(draft.end, failed=failed))
 
     @property
@@ -121,21 +127,21 @@ class AdapterLoader:
         return self._seconds
 
     async def remove(self, name: str, *, force: bool) -> Removed:
-        """Remove an adapter, or a version of one. UnknownAdapter, StorageUnavailable, PoolFull."""
+        """Remove an adapter, or a version of one. Raises UnknownAdapter, StorageUnavailable, PoolFull."""
         return await self._changes.run(partial(self.remove_now, name, force=force))
 
     def remove_now(self, name: str, *, force: bool) -> Removed:
-        """The same; it may wait for the disk."""
+        """The same, possibly waiting for the disk."""
         removed = self._names.remove(name, force=force)
         self._sweep()
         return removed
 
     async def pause(self, name: str, *, paused: bool) -> None:
-        """Pause all versions of an adapter, or go on with them. UnknownAdapter, StorageUnavailable, PoolFull."""
+        """Pause or resume all versions of an adapter. Raises UnknownAdapter, StorageUnavailable, PoolFull."""
         await self._changes.run(partial(self._names.pause, name, paused=paused))
 
     def _names_file(self) -> RegistryStore | None:
-        """Where changes are written down: not where a cluster's registry does, and in memory without a directory."""
+        """The file that records changes: None if a cluster's registry records them; in memory without a directory."""
         if self.loaded is not None:
             return self.loaded.names
         return RegistryStore(Path(":memory:")) if self._worker.adapters.registry().result() is None else None
@@ -145,12 +151,12 @@ class AdapterLoader:
             self.loaded.retire(entries)
 
     def _sweep(self) -> None:
-        """Remove what a change has retired; a disk that takes long does it later."""
+        """Remove the files of retired versions; if the disk is slow, later."""
         if self.loaded is not None:
             try:
                 wait([self._uploads.submit(self.loaded.sweep, self._worker.adapters)], SLOW_SECONDS)
             except PoolFull as error:
-                log.warning("files that are not used any more stay for now: %s", error)
+                log.warning("unused files stay for now: %s", error)
 
     def load(
         self,
@@ -163,13 +169,14 @@ class AdapterLoader:
         label: str | None = None,
         keep: int = 1,
     ) -> Future[tuple[AdapterState, bool]]:
-        """Load the directory that `find` gives; the adapter once requests may use it, and if it took another's place.
+        """Load the directory that `find` returns. The future gives the adapter once requests may use it, and whether it
+        replaced another.
 
-        find: asks the disk, so it runs beside the engine, too. roots: directories below which its files must lie; none:
-        anywhere. by: the caller's name in the log. label, keep: as of `AdapterStore.register`. Raises PoolFull. The
-        future's errors: what `find` raises, AdapterFormatError, FileExistsError for a name that it may not `replace` or
-        a version that there is, LoadTimedOut, PoolFull when too many loads hang, and StorageUnavailable
-        when it can't be written down, so that it is not served.
+        find: reads the disk, so it runs in the background, too. roots: directories that must contain its files; empty:
+        any. by: the caller's name in the log. label, keep: as in `AdapterStore.register`. Raises PoolFull. Errors of
+        the future: those of `find`, AdapterFormatError, FileExistsError for a name that it may not `replace` or an
+        existing version, LoadTimedOut, PoolFull if too many loads hang, and StorageUnavailable if the change can't be
+        recorded, in which case the adapter is not served.
         """
         with self._asking:
             before = self._latest.get(name)
@@ -200,15 +207,25 @@ class AdapterLoader:
         return put(*self._beside(partial(self._check, directory, roots)))
 
     def _put(
-        self, name: str, by: str, replace: bool, label: str | None, keep: int, manifest: AdapterManifest,
+        self,
+        name: str,
+        by: str,
+        replace: bool,
+        label: str | None,
+        keep: int,
+        manifest: AdapterManifest,
         image: HostImage,
-    ) -> tuple[AdapterState, bool]:  # fmt: skip
+    ) -> tuple[AdapterState, bool]:
         adapter, replaced = self._names.load(name, manifest, image, replace=replace, label=label, keep=keep)
         audit.info(
             "%s %s adapter %s: version %s, content %s, from %s",
-            by, "replaced" if replaced else "added", name, adapter.label, manifest.content_hash,
+            by,
+            "replaced" if replaced else "added",
+            name,
+            adapter.label,
+            manifest.content_hash,
             shown(str(manifest.path)),
-        )  # fmt: skip
+        )
         report(name, manifest)
         if self._templates is not None:
             self._templates.note([adapter])
@@ -222,14 +239,14 @@ class AdapterLoader:
             return False
 
     def _check(self, directory: Path, roots: Sequence[Path]) -> tuple[AdapterManifest, HostImage]:
-        """The adapter that is to be swapped in, as it is on the disk at the end of the check, and its weights."""
+        """The adapter to be swapped in, as it is on the disk at the end of the check, and its weights."""
         image = HostImage()
         manifest = with_content(self._worker.check_adapter(directory, roots, image))
         with open_unchanged(manifest):
             return manifest, image
 
     def _beside(self, function: Callable[[], T]) -> T:
-        """The result of what asks the disk, on a thread of its own; alone, unless it takes long."""
+        """The result of a function that accesses the disk, on its own thread; alone, unless it takes long."""
         with self._reading:
             future = self._threads.submit(function)
             wait([future], min(SLOW_SECONDS, self._seconds))
@@ -238,4 +255,4 @@ class AdapterLoader:
                 raise LoadTimedOut(f"the disk did not answer within {self._seconds:g} seconds (adapter_load_seconds)")
             return future.result()
         finally:
-            del future  # an error's frames would hold it, and it the error
+            del future  # the error's frames would refer to it, and it to the error

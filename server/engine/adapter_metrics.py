@@ -1,4 +1,4 @@
-"""Adapters in /metrics: where their bytes are, under Chorus's names and under vLLM's, which gateways read."""
+"""Adapters in /metrics: their tiers, under Chorus's names and under vLLM's, which gateways read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .engine_view import EngineView
 from .metric_families import MODEL_LABELS, label, listed, with_samples
 
 _LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
-"""vLLM's words for where a whole adapter is; `gpu` is the page pool, also on a CPU."""
+"""vLLM's words for a resident adapter and one in host memory; `gpu` is the page pool, also on a CPU."""
 
 
 def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
-    """Series of the adapters, and of the adapters in use. everything: values of vLLM's labels."""
+    """Series of all adapters, and of the adapters in use. everything: values of vLLM's labels."""
     yield GaugeMetricFamily(
-        "chorus_adapters_quarantined", "Quarantined adapters; GET /v1/adapters tells why", view.num_quarantined
+        "chorus_adapters_quarantined", "Quarantined adapters; GET /v1/adapters gives the reasons", view.num_quarantined
     )
     yield with_samples(
         GaugeMetricFamily("chorus_adapters", "Adapters by tier", labels=("tier",)),
@@ -38,9 +38,12 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
     ):
         yield with_samples(
             GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),
-            *(((label(one.name),), value) for one, value in zip(view.adapters, values, strict=True)
-              if value is not None),
-        )  # fmt: skip
+            *(
+                ((label(one.name),), value)
+                for one, value in zip(view.adapters, values, strict=True)
+                if value is not None
+            ),
+        )
     yield from _residency(view, everything)
     yield with_samples(
         GaugeMetricFamily(
@@ -53,24 +56,29 @@ def adapter_families(view: EngineView, everything: tuple[str, str]) -> Iterator[
 
 
 def _residency(view: EngineView, everything: tuple[str, str]) -> Iterator[Metric]:
-    """Series by which llm-d's router finds the adapters that a server holds.
+    """Series that tell llm-d's router the adapters that a server holds.
 
     Chorus has no fixed adapter slots: the maximum is the resident adapters plus those that still fit.
     """
     yield with_samples(
         GaugeMetricFamily(
-            "vllm:lora_adapter_loaded", "1 for an adapter in the page pool (gpu), or only in host memory (cpu)",
+            "vllm:lora_adapter_loaded",
+            "1 for an adapter in the page pool (gpu), or only in host memory (cpu)",
             labels=(*MODEL_LABELS, "adapter_name", "level", "pinned", "rank"),
         ),
         *(
             ((*everything, label(one.name), _LEVELS[one.tier], str(one.pinned).lower(), str(one.manifest.rank)), 1)
-            for one in view.adapters if one.tier in _LEVELS
+            for one in view.adapters
+            if one.tier in _LEVELS
         ),
-    )  # fmt: skip
+    )
     resident = view.tier_counts.get(Tier.DEVICE, 0)
     for name, text, value in (
         ("num_gpu_loaded_lora_adapters", "Adapters in the page pool", resident),
-        ("max_gpu_lora_adapters", "Adapters in the page pool, plus how many more of average size fit without eviction",
-         resident + view.num_loadable),
-    ):  # fmt: skip
+        (
+            "max_gpu_lora_adapters",
+            "Adapters in the page pool, plus how many more of average size fit without eviction",
+            resident + view.num_loadable,
+        ),
+    ):
         yield with_samples(GaugeMetricFamily(f"vllm:{name}", text, labels=MODEL_LABELS), (everything, value))

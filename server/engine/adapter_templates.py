@@ -1,4 +1,4 @@
-"""Chat templates that adapters bring: used for their conversations where that is asked for, else warned about."""
+"""Chat templates of adapters: used for their conversations if enabled, otherwise warned about."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 
 FILE, IN_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 256 << 10
-"""Largest file that is read for a template."""
+"""Largest template file that is read."""
 
 MAX_KEPT = 256
-"""Adapters with templates of their own that are kept, the latest used."""
+"""Most adapters whose templates are cached, by latest use."""
 
 MAX_NAMED = 8
-"""Adapters that a warning names."""
+"""Most adapters that a warning names."""
 
 
 class AdapterTemplates:
-    """The tokenizer of each adapter's conversations: the model's, with the adapter's own template where it has one.
+    """The tokenizer for each adapter's conversations: the model's, with the adapter's own template if it has one.
 
-    threads: read files. used: else an adapter's own template is warned about, and the model's is used. Its coroutines
-    run on one event loop.
+    threads: pool that reads files. used: use adapters' own templates; otherwise warn about them and use the model's.
+    The coroutines run on one event loop.
     """
 
     def __init__(self, tokenizer: Tokenizer, adapters: BackendAdapters, threads: DaemonPool, *, used: bool) -> None:
@@ -47,7 +47,7 @@ class AdapterTemplates:
         self._own: OrderedDict[tuple[Path, int], Tokenizer] = OrderedDict()
 
     async def tokenizer_of(self, adapter: str | None) -> Tokenizer:
-        """The tokenizer of a conversation. adapter: a name, which need not exist; None: the base model's."""
+        """The tokenizer for a conversation. adapter: a name, which need not exist; None: the base model's."""
         if not self._used or adapter is None:
             return self._tokenizer
         try:
@@ -64,7 +64,7 @@ class AdapterTemplates:
         return found
 
     def note(self, adapters: Sequence[AdapterState]) -> None:
-        """Warn of adapters with a template of their own that is not used; one line for all. It reads the disk."""
+        """Warn about adapters whose own template is not used, in one line for all. It reads the disk."""
         if self._used:
             return
         found = [one.name for one in adapters if self._has_own(one)]
@@ -73,11 +73,13 @@ class AdapterTemplates:
         told = ", ".join(map(shown, found[:MAX_NAMED])) + (", …" if len(found) > MAX_NAMED else "")
         log.warning(
             "%d adapters have a chat template of their own, which differs from the model's and is not used: %s; "
-            "--adapter-chat-templates uses them", len(found), told,
-        )  # fmt: skip
+            "--adapter-chat-templates uses them",
+            len(found),
+            told,
+        )
 
     def note_all(self) -> None:
-        """The same of all that are registered."""
+        """The same for all registered adapters."""
         if not self._used:
             self.note(self._adapters.listing().result().adapters())
 
@@ -93,7 +95,7 @@ class AdapterTemplates:
 
 
 def own_template(directory: Path) -> str | None:
-    """The chat template in an adapter's directory; None without one. OSError from a disk that fails."""
+    """The chat template in an adapter's directory; None without one. Raises OSError if the disk fails."""
     if (text := _text_of(directory / FILE)) is not None:
         return text
     try:
@@ -105,7 +107,7 @@ def own_template(directory: Path) -> str | None:
 
 
 def _text_of(path: Path) -> str | None:
-    """A file's text; None where there is none, or it is too large, or no text."""
+    """A file's text; None if it is missing, too large, or not text."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Interface between the app and its backend: an engine of this process, or replicas behind sockets."""
+"""Interface between the app and its backend: an engine of this process, or replicas reached through sockets."""
 
 from __future__ import annotations
 

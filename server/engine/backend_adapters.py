@@ -27,49 +27,55 @@ T = TypeVar("T")
 
 
 class RegistryNames(NamedTuple):
-    """What a cluster's registry holds. retired: entries that lost their names since this was last asked."""
+    """The entries of a cluster's registry."""
 
     identity: str
     entries: list[Entry]
     retired: list[Entry]
+    """Entries that lost their names since the last call."""
 
 
 class AdapterTable(Protocol):
-    """What names mean: an engine's, or an API server's. A version has a name, a number `version`, a label and a
+    """The table of names of an engine, or of an API server. A version has a name, a number `version`, a label and a
     manifest.
     """
 
     quarantine: dict[str, Quarantined]
     """Adapters that are not served, by name."""
     paused: set[str]
-    """Names of adapters of which no version takes new requests."""
+    """Names of adapters whose versions all refuse new requests."""
 
     def __contains__(self, name: str, /) -> bool: ...
     def get(self, name: str, /) -> Any:
-        """The version that a name means. UnknownAdapter."""
+        """The version that a name means. Raises UnknownAdapter."""
         ...
 
     def kept(self, name: str, /) -> list[str]:
-        """`name@version` of the earlier versions that are registered, the oldest first."""
+        """`name@version` of the earlier versions that are registered, oldest first."""
         ...
 
     def registered(self) -> list[tuple[str, Any]]:
-        """Every registered version under its name, in no order."""
+        """Every registered version under its name, in any order."""
         ...
 
     def register(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, label: str | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        label: str | None = None,
         keep: int | None = 1,
-    ) -> object:  # fmt: skip
-        """Make a manifest the adapter of a name, out of quarantine and pinned as the version before it. label, keep:
-        as of `AdapterStore.register`.
+    ) -> object:
+        """Make a manifest the adapter of a name, out of quarantine, and pinned if the previous version is. label, keep:
+        as in `AdapterStore.register`.
         """
         ...
 
     def has_version(self, name: str, label: str) -> bool: ...
     def last_number(self, name: str, /) -> int: ...
     def learn(self, name: str, manifest: AdapterManifest) -> None:
-        """Keep what was found out about the version that a name means."""
+        """Keep findings about the version that a name means."""
         ...
 
     def state_of(self, name: str, version: Any, /) -> AdapterState: ...
@@ -77,15 +83,17 @@ class AdapterTable(Protocol):
 
 
 class BackendAdapters(ABC):
-    """Adapters by name. Methods may be called from any thread; UnknownAdapter for a name that is not registered."""
+    """Adapters by name. Methods may be called from any thread; they raise UnknownAdapter for a name that is not
+    registered.
+    """
 
     def registry(self) -> Future[RegistryNames | None]:
-        """The names of a cluster's registry; None where this process keeps them."""
+        """The names of a cluster's registry; None if this process keeps them."""
         return done(None)
 
     @abstractmethod
     def _ask(self, function: Callable[[AdapterTable], T]) -> Future[T]:
-        """Call a function of the names while nothing else asks them."""
+        """Call a function with the table of names, which nothing else accesses meanwhile."""
 
     def listing(self) -> Future[AdapterListing]:
         def listing(names: AdapterTable) -> AdapterListing:
@@ -95,19 +103,25 @@ class BackendAdapters(ABC):
         return self._ask(listing)
 
     def names(self) -> Future[list[str]]:
-        """Names of all registered versions, in no order."""
+        """Names of all registered versions, in any order."""
         return self._ask(lambda names: [name for name, _ in names.registered()])
 
     def state(self, name: str) -> Future[AdapterState]:
         return self._ask(lambda names: names.state_of(name, names.get(name)))
 
     def put(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, replace: bool, label: str | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        replace: bool,
+        label: str | None = None,
         keep: int | None = 1,
-    ) -> Future[tuple[AdapterState, bool]]:  # fmt: skip
-        """Register what `check_adapter` checked, and whether it took another's place; once the future has ended, no
-        request that asks for the newest version begins with the other. FileExistsError unless it may `replace`, and for
-        a version that there is. label, keep: as of `AdapterStore.register`.
+    ) -> Future[tuple[AdapterState, bool]]:
+        """Register an adapter that `check_adapter` checked; tells whether it replaced another. Once the future has
+        completed, no request for the newest version begins with the old one. Raises FileExistsError unless it may
+        `replace`, and for an existing version. label, keep: as in `AdapterStore.register`.
         """
 
         def put(names: AdapterTable) -> tuple[AdapterState, bool]:
@@ -122,11 +136,11 @@ class BackendAdapters(ABC):
         return self._ask(put)
 
     def is_version(self, name: str) -> Future[bool]:
-        """True of `name@version`, the newest one's or a kept one's."""
+        """True for `name@version` of the newest or of a kept version."""
         return self._ask(lambda names: names.get(name).name != name)
 
     def versions(self, name: str) -> Future[list[AdapterState]]:
-        """The newest version of a name and the kept ones; none of a name that is not registered."""
+        """The newest version of a name and the kept ones; empty for a name that is not registered."""
 
         def versions(names: AdapterTable) -> list[AdapterState]:
             found = [*([name] if name in names else ()), *names.kept(name)]
@@ -135,7 +149,7 @@ class BackendAdapters(ABC):
         return self._ask(versions)
 
     def pause(self, name: str, *, paused: bool) -> Future[None]:
-        """Refuse new requests of all versions of a name, with AdapterPaused, or take them again."""
+        """Refuse new requests for all versions of a name, with AdapterPaused, or accept them again."""
 
         def pause(names: AdapterTable) -> None:
             names.get(name)
@@ -145,11 +159,11 @@ class BackendAdapters(ABC):
 
     @abstractmethod
     def num_requests(self, name: str) -> Future[int]:
-        """Requests in progress of all versions of a name, also of retired ones."""
+        """Requests in progress of all versions of a name, including retired ones."""
 
     @abstractmethod
     def paths_in_use(self) -> Future[set[Path]]:
-        """Directories of all versions that are registered, or that requests still hold."""
+        """Directories of all versions that are registered, or that requests still use."""
 
     def newest_number(self, name: str) -> Future[int]:
         """The highest version number that a name has had."""
@@ -157,13 +171,13 @@ class BackendAdapters(ABC):
 
     @abstractmethod
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
-        """Forget an adapter and its kept versions, or one version: a name whose newest version goes means the latest
-        kept one from then on. What it was, and how many requests were ended for it: none unless `force`.
+        """Forget an adapter and its kept versions, or one version: if a name's newest version is removed, the name then
+        means the latest kept one. Returns its state, and how many requests were cancelled: none unless `force`.
         """
 
     @abstractmethod
     def pin(self, name: str) -> Future[bool]:
-        """Keep an adapter resident. False while it is being read: ask again."""
+        """Keep an adapter resident. False while it is being read: try again."""
 
     @abstractmethod
     def unpin(self, name: str) -> Future[Any]: ...
@@ -181,7 +195,7 @@ class BackendAdapters(ABC):
         return self._ask(lambda names: list(names.quarantine.values()))
 
     def note(self, name: str, version: int, manifest: AdapterManifest) -> Future[bool]:
-        """Keep what was found out about a version; False if it is not the current one any more."""
+        """Keep findings about a version; False if it is no longer the current one."""
 
         def note(names: AdapterTable) -> bool:
             if not is_current(names, name, version):
@@ -193,16 +207,16 @@ class BackendAdapters(ABC):
 
     @abstractmethod
     def overflowing(self) -> Future[list[AdapterState]]:
-        """Adapters to quarantine: none of their requests has had finite logits, and there were enough to judge."""
+        """Adapters to quarantine: enough of their requests have run, and none had finite logits."""
 
     @abstractmethod
     def set_aside(self, one: Quarantined, version: int, *, in_use: bool) -> Future[bool]:
-        """Into quarantine, unless it was replaced meanwhile; False to ask again later. in_use: one that has been
-        loaded, too; else it has turned out to be whole.
+        """Quarantine an adapter, unless it was replaced meanwhile; False to try again later. in_use: also one that has
+        been loaded; otherwise a loaded adapter has proved to be intact.
         """
 
     def keep_aside(self, one: Quarantined) -> Future[None]:
-        """Keep a quarantined adapter so, with another reason, unless it was replaced meanwhile."""
+        """Keep an adapter quarantined, with another reason, unless it was replaced meanwhile."""
 
         def keep(names: AdapterTable) -> None:
             if one.name in names.quarantine:
@@ -211,7 +225,7 @@ class BackendAdapters(ABC):
         return self._ask(keep)
 
     def release(self, name: str, manifest: AdapterManifest, image: HostImage | None) -> Future[bool]:
-        """Out of quarantine; False if it was removed or replaced meanwhile."""
+        """Release an adapter from quarantine; False if it was removed or replaced meanwhile."""
 
         def release(names: AdapterTable) -> bool:
             if names.quarantine.pop(name, None) is None or name in names:
@@ -223,14 +237,14 @@ class BackendAdapters(ABC):
 
 
 def done(result: T) -> Future[T]:
-    """A future that has ended."""
+    """A completed future."""
     future: Future[T] = Future()
     future.set_result(result)
     return future
 
 
 def is_current(names: AdapterTable, name: str, version: int) -> bool:
-    """True if a name means the version of a number."""
+    """True if a name means the version with this number."""
     return name in names and names.get(name).version == version
 
 

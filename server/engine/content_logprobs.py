@@ -10,14 +10,14 @@ from ..text.output_parser import Part, PartKind
 
 
 class ContentLogprobs:
-    """Gives each piece of content the log-probabilities of its tokens, once it is known to be content.
+    """Assigns each piece of content its tokens' log-probabilities, once it is known to be content.
 
-    A token belongs to the first piece that any of its text is in. Tokens without text (parts of a character, the end of
-    the answer) belong to the piece where they are; at the end of the answer, to what it ends with.
+    A token belongs to the first piece that contains any of its text. Tokens without text (parts of a character, the end
+    token) belong to the piece at their position; at the end, to the last piece.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, int, TokenLogprobs]] = deque()  # each with where its text begins and ends
+        self._waiting: deque[tuple[int, int, TokenLogprobs]] = deque()  # each with the begin and end of its text
         self._ends_with = PartKind.CONTENT
 
     def given(
@@ -29,8 +29,8 @@ class ContentLogprobs:
         *,
         final: bool,
     ) -> list[Part]:
-        """The parts with their scores. offsets, scores: of new tokens. position: where the text of the last of these
-        ends. final: no tokens follow.
+        """The parts with their log-probabilities. offsets, scores: of new tokens. position: the end of the last of
+        these tokens' text. final: no tokens follow.
         """
         self._waiting.extend(zip(offsets, (*offsets[1:], position), scores, strict=False))
         scored = [self._with_logprobs(part) if part.kind is PartKind.CONTENT else part for part in parts]
@@ -42,7 +42,7 @@ class ContentLogprobs:
         return scored
 
     def _with_logprobs(self, part: Part) -> Part:
-        """A piece of content with the scores of its tokens; what stands in front of it is none of content's."""
+        """A piece of content with its tokens' log-probabilities; those of tokens before it belong to no content."""
         waiting, scores = self._waiting, []
         while waiting and waiting[0][0] < part.at + len(part.text):
             begin, end, score = waiting.popleft()

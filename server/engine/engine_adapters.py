@@ -1,4 +1,4 @@
-"""The adapters of an engine by name: each question is answered between two of its steps.
+"""The adapters of an engine by name: each query runs between two of its steps.
 
 Tests: tests/server/engine/test_many_adapters.py
 """
@@ -30,12 +30,12 @@ audit = logging.getLogger("chorus.audit")
 T = TypeVar("T")
 
 MOST_OVERFLOWS = 3
-"""Requests that may end for logits that are not finite before one has ended well; then the adapter is set aside."""
+"""Requests with non-finite logits after which an adapter is quarantined, if none has ended well before."""
 
 
 class EngineNames:
-    """`AdapterTable` of an engine, on its thread. `state_of` may be called on any: it looks at one attribute or entry
-    after another, so that no step has to wait for it.
+    """`AdapterTable` of an engine, on its thread. Any thread may call `state_of`: it reads one attribute or entry after
+    another, so no step has to wait for it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,9 +48,14 @@ class EngineNames:
         return name in self._store
 
     def register(
-        self, name: str, manifest: AdapterManifest, image: HostImage | None, *, label: str | None = None,
+        self,
+        name: str,
+        manifest: AdapterManifest,
+        image: HostImage | None,
+        *,
+        label: str | None = None,
         keep: int | None = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         was_pinned = name in self and self._store.is_pinned(self.get(name))
         self._store.register(name, manifest, image, label=label, keep=keep)
         if was_pinned:
@@ -78,11 +83,11 @@ class EngineNames:
         if on_disk or in_use:
             self._store.unregister(one.name)
             self.quarantine[one.name] = one
-            audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
+            audit.warning("adapter %s is no longer served: %s", one.name, one.reason)
         return True
 
     def _pin_again(self, name: str) -> None:
-        """Pin the new version of a pinned adapter, where there is room beside the old one that may still run."""
+        """Pin the new version of a pinned adapter, if there is room for it next to the old one, which may still run."""
         try:
             pinned, reason = self._engine.adapters.pin(name), "it is still being read"
         except (InvalidRequest, AdapterFormatError) as error:
@@ -92,8 +97,8 @@ class EngineNames:
 
 
 class EngineAdapters(BackendAdapters):
-    """The adapters of an engine, by name. call: runs a function of the engine between two steps. tell_ended: has
-    clients learn of requests that were ended, also while no step runs.
+    """The adapters of an engine, by name. call: runs a function of the engine between two steps. tell_ended: informs
+    clients of cancelled requests, even while no step runs.
     """
 
     def __init__(

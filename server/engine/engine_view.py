@@ -1,4 +1,4 @@
-"""Snapshots of an engine: its adapters, what /metrics shows beside its counters, and the operator's page.
+"""Snapshots of an engine: its adapters, gauges for /metrics, and the operator's page.
 
 Tests: tests/server/engine/test_picture.py
 """
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
 
 
 MAX_TIER_SERIES = 1000
-"""Most adapters with a series of their own; resident ones come first."""
+"""Most adapters with their own series; resident ones come first."""
 
 _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """A snapshot of a version of an adapter: of the newest, or under the name `name@version` of an earlier one.
-
-    version: its number within this process. label: the version as clients see it. references: its running requests.
-    credit: for having given way to others; None where the policy of modes keeps none. load_seconds: of its latest load;
-    None while unknown.
-    """
+    """A snapshot of a version of an adapter: the newest, or an earlier one under the name `name@version`."""
 
     name: str
     version: int
+    """Its number within this process."""
     manifest: AdapterManifest
     tier: Tier
     pages: int
     references: int
+    """Its running requests."""
     pinned: bool
     credit: float | None = None
+    """dLoRA's credit for yielding to merged adapters; None if the mode policy has none."""
     label: str = ""
+    """The version that clients see."""
     paused: bool = False
     load_seconds: float | None = None
+    """Seconds of its latest load; None while unknown."""
 
     @classmethod
     def of(cls, engine: Engine, name: str, adapter: Adapter) -> AdapterState:
-        """The state of a registered version. It looks at one attribute or entry after another, so that no step has to
-        wait for it where it runs on another thread than the engine's.
+        """The state of a registered version. It reads one attribute or entry after another, so no step has to wait for
+        it on another thread than the engine's.
         """
         store = engine.store
         pinned = store.is_pinned(adapter)
-        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        credit = None if engine.modes is None else engine.modes.policy.credit(adapter)
         return cls(
             name,
             version=adapter.version,
@@ -79,42 +79,41 @@ class AdapterState:
 
 @dataclass(frozen=True, slots=True)
 class AdapterListing:
-    """Snapshots of all served adapters, and the quarantined adapters.
-
-    adapters: makes theirs, sorted by name, as they are when it is called; on any thread but the engine's, which
-    thousands of them would hold up.
-    """
+    """Snapshots of all served adapters, and the quarantined adapters."""
 
     adapters: Callable[[], list[AdapterState]]
+    """Makes their states, sorted by name, at the time of the call. Call it on another thread than the engine's, which
+    thousands of them would delay.
+    """
     quarantined: list[Quarantined]
     stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """A snapshot, taken between two steps.
-
-    registered: names and labels of all registered adapters. adapters: the ones that are not only on disk, at most
-    `MAX_TIER_SERIES`.
-    tier_counts: adapters in each tier. num_loadable: how many more adapters of average size fit without an eviction.
-    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
-    num_quarantined: broken adapters, which are not served. tenants: tenants, or adapters, with requests in progress.
-    """
+    """A snapshot, taken between two steps."""
 
     registered: Sequence[tuple[str, HasLabel]] = ()
+    """Names and labels of all registered adapters."""
     adapters: list[AdapterState] = field(default_factory=list)
+    """The ones that are not only on disk, at most `MAX_TIER_SERIES`."""
     tier_counts: dict[str, int] = field(default_factory=dict)
+    """Adapters in each tier."""
     num_loadable: int = 0
+    """How many more adapters of average size fit without an eviction."""
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
+    """Adapters of waiting requests; at most `max_adapters` can run at once."""
     max_adapters: int = 0
     block_tokens: int = 0
     num_quarantined: int = 0
+    """Broken adapters, which are not served."""
     tenants: list[TenantStats] = field(default_factory=list)
+    """Tenants, or adapters, with requests in progress."""
 
     @classmethod
     def of(cls, engine: Engine) -> EngineView:
-        """To be called on the engine's thread."""
+        """Call it on the engine's thread."""
         store, config = engine.store, engine.config
         cached = [(name, adapter, store.tier(adapter)) for name, adapter in store.cached()]
         counts = Counter(tier for *_, tier in cached)
@@ -141,7 +140,7 @@ class EngineView:
 
 
 class Phase(StrEnum):
-    """Phase of a request. PAUSED: it keeps its pages and has no row of the step."""
+    """Phase of a request. PAUSED: descheduled; it keeps its pages and is not in the step's batch."""
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -158,9 +157,8 @@ class Holding(NamedTuple):
 
 
 AdapterRow = tuple[str, Tier, int, int, int | None, bool, str, bool]
-"""A version of an adapter: name, tier, rank, pages that it takes where it is resident, requests that it has begun with
-(None: unknown), whether it is pinned, the version's label, whether it is paused. A plain tuple: thousands are made a
-second.
+"""A version of an adapter: name, tier, rank, pages that it takes when resident, number of its requests (None: unknown),
+pinned, label, paused. It is a plain tuple because thousands are made per second.
 """
 
 
@@ -174,26 +172,26 @@ class ReplicaRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A snapshot. adapters: makes their rows as they are when it is called, on any thread but the engine's.
-
-    phases: number of requests by adapter ("" for the base model), tenant and phase. kinds: a byte for each page; empty
-    where the engine is elsewhere. holdings: owners of pages, as far as these have any.
-    """
+    """A snapshot."""
 
     adapters: Callable[[], list[AdapterRow]] = list
+    """Makes the adapters' rows at the time of the call. Call it on another thread than the engine's."""
     phases: Counter[tuple[str, str, Phase]] = field(default_factory=Counter)
+    """Number of requests by adapter ("" for the base model), tenant and phase."""
     kinds: bytes = b""
+    """A byte for each page; empty if the engine is elsewhere."""
     holdings: list[Holding] = field(default_factory=list)
+    """Owners of pages, for pages that have one."""
     replicas: list[ReplicaRow] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)
     """Adapters that are not served."""
 
     @classmethod
     def of(cls, engine: Engine) -> Picture:
-        """To be called on the engine's thread."""
+        """Call it on the engine's thread."""
         store, scheduler = engine.store, engine.scheduler
-        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.only
-        seated = set(running[:most] if running.dealt is None else running.dealt)
+        running, most, only = scheduler.running, engine.config.max_num_seqs, scheduler.eligible_adapters
+        seated = set(running[:most] if running.chosen is None else running.chosen)
         phases: Counter[tuple[str, str, Phase]] = Counter()
         holdings: list[Holding] = []
         for request in running:
@@ -211,10 +209,18 @@ class Picture:
 
 
 def _rows(store: AdapterStore, registered: Sequence[tuple[str, Adapter]], paused: Collection[str]) -> list[AdapterRow]:
-    """Rows of adapters. It looks at one attribute or entry after another, so that no step has to wait for it."""
+    """Rows of adapters. It reads one attribute or entry after another, so no step has to wait for it."""
     near, tier, is_pinned = store.images.keys(), store.tier, store.is_pinned
     return [
-        (name, tier(one) if one.pages or one in near else Tier.DISK, one.rank, one.layout.num_pages, one.uses,
-         is_pinned(one), one.label, one.name in paused)
+        (
+            name,
+            tier(one) if one.pages or one in near else Tier.DISK,
+            one.rank,
+            one.layout.num_pages,
+            one.uses,
+            is_pinned(one),
+            one.label,
+            one.name in paused,
+        )
         for name, one in registered
-    ]  # fmt: skip
+    ]

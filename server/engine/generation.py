@@ -1,4 +1,4 @@
-"""From prompts to text: the answers of one call, run by the engine together and read as one stream of deltas."""
+"""Turns prompts into text: the engine runs all choices of one API request, which are read as one stream of deltas."""
 
 from __future__ import annotations
 
@@ -25,23 +25,19 @@ if TYPE_CHECKING:
 _UNRECORDED = RequestRecords()
 
 TURN_SECONDS = 0.0005
-"""Seconds that one call's outputs are worked on before others have their turn on the event loop."""
+"""Seconds of work on one API request's outputs before others get a turn on the event loop."""
 
 TOOL_CALLS = "tool_calls"
-"""OpenAI's finish_reason of an answer that calls tools."""
+"""OpenAI's finish_reason of a message that calls tools."""
 
 BULK = 64
-"""Outputs read at once for a call without streaming and without stop strings."""
+"""Outputs read at once for a request without streaming and without stop strings."""
 
 
-@dataclass(slots=True)  # not frozen: made for each token, which would take four times as long
+@dataclass(slots=True)  # not frozen: one is made per token, and freezing would quadruple the time
 class Delta:
-    """Delta that one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
-
-    stop_reason: vLLM's, the stop string or the asked-for stop token that ended the choice. offsets: where in the
-    choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs: of the prompt tokens but
-    the first, on a choice's first delta, when asked for. parts: what the text says, as far as that is certain; None
-    without a reader.
+    """The text and tokens that one step added to one choice. `finish_reason` is OpenAI's word, on the last delta
+    only.
     """
 
     index: int
@@ -50,14 +46,19 @@ class Delta:
     finish_reason: str | None
     step: StepInfo | None
     stop_reason: int | str | None = None
+    """vLLM's: the stop string, or the requested stop token, that ended the choice."""
     offsets: tuple[int, ...] = ()
+    """Where each token begins in the choice's text."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Logprobs of the prompt tokens except the first: on a choice's first delta, if requested."""
     parts: Sequence[Part] | None = None
+    """The text split into content, reasoning and tool calls, as far as it is certain; None without a parser."""
 
 
 class Choice:
-    """One engine request of a call and what has been generated for it so far."""
+    """One choice: an engine request and the text generated for it so far."""
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class Choice:
         keeps_all: bool = True,
         reader: OutputParser | None = None,
     ) -> None:
-        """prompt_token_ids: the request's, if the caller has them: they are not copied then. prompt_only: discard
-        generated tokens. keeps_all: keep the text and scores of all deltas. reader: makes parts of the text.
+        """prompt_token_ids: the request's, if the caller has them, to avoid a copy. prompt_only: discard generated
+        tokens. keeps_all: keep the text and logprobs of all deltas. reader: splits the text into parts.
         """
         self.index = index
         self.request = request
@@ -84,10 +85,10 @@ class Choice:
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.num_reasoning_tokens = 0
-        """Tokens between the marks of reasoning, and of the mark that ends it."""
+        """Tokens between the marks of reasoning, including the closing mark."""
         self.queue_seconds: float | None = None
         self.first_seconds: float | None = None
-        """From arrival to the first token."""
+        """Seconds from arrival to the first token."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.parts: list[Part] = []
@@ -99,11 +100,11 @@ class Choice:
 
     @property
     def reads(self) -> bool:
-        """True if its text is read for parts."""
+        """True if the text is parsed into parts."""
         return self._reader is not None
 
     def add_output(self, output: RequestOutput) -> Delta:
-        """Adds the engine's output; what follows a stop string is dropped."""
+        """Add the engine's output; text after a stop string is dropped."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
             self.queue_seconds = output.queue_seconds
@@ -170,9 +171,9 @@ class Choice:
 
 
 class Generation:
-    """The requests of one call. Await `start`, read the deltas once, and always `close`.
+    """The choices of one API request. Await `start`, read the deltas once, and always `close`.
 
-    Either all of a call's choices run or none: one that is refused or fails takes the others with it.
+    Either all choices run or none: if one is refused or fails, all end.
     """
 
     def __init__(
@@ -186,14 +187,14 @@ class Generation:
         per_prompt: int = 1,
         in_bulk: bool = False,
     ) -> None:
-        """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
+        """choices: each `per_prompt` consecutive ones have the same prompt. id, model: as the client sees them.
 
-        in_bulk: no delta is needed at once (no streaming, no stop strings), so many are read together.
+        in_bulk: no delta is urgent (no streaming, no stop strings), so many are read together.
         """
         self.id = id
         self.model = model
         self.ignored: Sequence[str] = ()
-        """Fields that the answers don't depend on."""
+        """Fields of the request that have no effect on the response."""
         self._worker = worker
         self._metrics, self._recorder, self._trace, self._spend = records
         self._arrival = choices[0].request.arrival_time
@@ -201,8 +202,8 @@ class Generation:
         self._latest = [self._arrival] * len(choices)
         self._in_bulk = in_bulk
         self._loop: asyncio.AbstractEventLoop  # the reader's, from `start` on
-        self._outputs: deque[tuple[RequestOutput, float]] = deque()  # with the times at which they came
-        self._came: asyncio.Future[None] | None = None  # what the reader waits for
+        self._outputs: deque[tuple[RequestOutput, float]] = deque()  # with their arrival times
+        self._came: asyncio.Future[None] | None = None  # the reader waits for it
         self._turn_ends = 0.0
         self.choices = choices
         self._by_request = {choice.request.id: choice for choice in self.choices}
@@ -251,7 +252,7 @@ class Generation:
             self._spend(self.num_prompt_tokens)
 
     async def _pause(self) -> None:
-        """Let others have their turn, until there is something to read."""
+        """Let others have their turn until there is something to read."""
         if self._outputs:
             await asyncio.sleep(0)
         else:
@@ -263,7 +264,7 @@ class Generation:
         self._turn_ends = time.monotonic() + TURN_SECONDS
 
     def _failure(self, output: RequestOutput, ending: FinishReason) -> Exception:
-        """The error of an answer that the engine ended; the request is over."""
+        """The error of a request that the engine ended."""
         self._end(output.request_id, ending.value)
         reason = output.error or "the engine ended this request"
         if reason == ALL_BANNED:
@@ -297,7 +298,7 @@ class Generation:
 
     @property
     def goes_on(self) -> bool:
-        """True if the next delta is there already and is read in this turn, before others have theirs."""
+        """True if the next delta is ready and is read in this turn, before others get theirs."""
         if not self._outputs or time.monotonic() > self._turn_ends:
             return False
         return any(output.request_id in self._open for output, _ in self._outputs)
@@ -308,7 +309,7 @@ class Generation:
         self._wake()
 
     def _put_in_bulk(self, output: RequestOutput) -> None:
-        """Take an output on the engine's thread; the loop hears of it once there is enough to do."""
+        """Take an output on the engine's thread; wake the loop once there is enough to do."""
         self._outputs.append((output, time.monotonic()))
         if output.finish_reason is not None or len(self._outputs) % BULK == 0:
             try:
@@ -321,12 +322,12 @@ class Generation:
             self._came.set_result(None)
 
     async def finish(self) -> None:
-        """Reads all deltas; the choices then hold the whole answer."""
+        """Read all deltas; the choices then hold the whole response."""
         async for _ in self:
             pass
 
     def close(self) -> None:
-        """Aborts what still runs. Safe to call at any time, and more than once."""
+        """Abort the choices that still run. Safe to call at any time, and repeatedly."""
         for request_id in list(self._open):
             self._worker.abort(request_id)
             self._end(request_id, FinishReason.ABORT.value)

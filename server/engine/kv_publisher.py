@@ -1,8 +1,8 @@
-"""KV events over ZMQ, in the form and with the sockets of vLLM, for routers that look for cached prefixes.
+"""KV events over ZMQ, in vLLM's format and with its sockets, for routers that look for cached prefixes.
 
-A message is (topic, sequence of 8 bytes, payload); the payload is msgpack, `[seconds, [event, …], rank]`, an event a
-map with its name under `type`: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and `AllBlocksCleared`
-(vllm/distributed/kv_events.py; events were arrays until vllm-project/vllm#42892).
+A message is (topic, sequence number of 8 bytes, payload). The payload is msgpack, `[seconds, [event, …], rank]`, where
+an event is a map with its name under `type`: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and
+`AllBlocksCleared` (vllm/distributed/kv_events.py; events were arrays until vllm-project/vllm#42892).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.02
-"""Seconds between two batches: the publisher polls, so that the engine's thread need not wake it."""
+"""Seconds between two batches: the publisher polls, to spare the engine's thread from waking it."""
 
 STOP_SECONDS = 1.0
 """Seconds that the end waits for the last batch."""
@@ -39,42 +39,42 @@ MAX_BATCH = 4096
 """Events in one message."""
 
 MAX_REPLAYED = 10_000
-"""Latest batches that can be asked for again, as in vLLM."""
+"""Latest batches kept for replays, as in vLLM."""
 
 MAX_REPLAYED_BYTES = 64 << 20
-"""Bytes of payloads that are kept for this at most."""
+"""Most bytes of payloads kept for replays."""
 
 MAX_UNSENT = 100_000
-"""Messages that wait for one subscriber; further ones do not reach it, which the sequence shows."""
+"""Messages that may wait for one subscriber; it misses further ones, which the sequence numbers show."""
 
 END = (-1).to_bytes(8, "big", signed=True)
-"""Sequence of the message that ends a replay."""
+"""Sequence number of the message that ends a replay."""
 
 LEVEL = "GPU"
-"""vLLM's word for KV that a step can use, which here is the arena's, on a CPU, too."""
+"""vLLM's word for KV that a step can use: here the page pool's, also on a CPU."""
 
 Hash = int
 Event = dict[str, Any]
 
 
 class KvBatches:
-    """Turns the engine's events into vLLM's; a block's hash covers its parent's hash and its tokens.
+    """Converts the engine's events to vLLM's; a block's hash covers its parent's hash and its tokens.
 
     The hash of a prompt's first block covers the model, the adapter's content hash and the sharing scope instead of a
-    parent. So two servers hash the same block alike, and one server never hashes different blocks alike.
+    parent. So two servers give the same block the same hash, and one server never gives different blocks the same hash.
     """
 
     def __init__(self, model: str, block_tokens: int) -> None:
         self._model = model
         self._block_tokens = block_tokens
-        self._hashes: dict[int, Hash] = {}  # by page, of the blocks published
-        self._num_pages: Counter[Hash] = Counter()  # equal blocks of two versions of the same content have one hash
+        self._hashes: dict[int, Hash] = {}  # by page, of the published blocks
+        self._num_pages: Counter[Hash] = Counter()  # equal blocks of two versions with the same content have one hash
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def events(self, recorded: Iterable[Stored | int]) -> list[Event]:
-        """The events in order; blocks that follow each other, or are removed together, are one."""
+        """The events in order; consecutive stored blocks, or blocks removed together, form one event."""
         made: list[Event] = []
         last: Hash | None = None  # of a stored event that further blocks may be added to
         for event in recorded:
@@ -97,7 +97,7 @@ class KvBatches:
         return made
 
     def _forget(self, page: int) -> Hash | None:
-        """Forget the block in a page; its hash, if no other page has such a block."""
+        """Forget the block in a page, and its hash if no other page has such a block."""
         gone = self._hashes.pop(page, None)
         if gone is None:
             return None
@@ -109,13 +109,18 @@ class KvBatches:
 
     def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
         return {
-            "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": parent,
-            "token_ids": list(event.tokens), "block_size": self._block_tokens, "lora_id": event.version or None,
-            "medium": LEVEL, "lora_name": event.adapter,
-        }  # fmt: skip
+            "type": "BlockStored",
+            "block_hashes": [digest],
+            "parent_block_hash": parent,
+            "token_ids": list(event.tokens),
+            "block_size": self._block_tokens,
+            "lora_id": event.version or None,
+            "medium": LEVEL,
+            "lora_name": event.adapter,
+        }
 
     def clear(self) -> list[Event]:
-        """The event after which a subscriber knows of no block; nor does this."""
+        """The event that clears a subscriber's blocks; clears this object's, too."""
         self._hashes.clear()
         self._num_pages.clear()
         return [{"type": "AllBlocksCleared"}]
@@ -136,12 +141,12 @@ def _add_removed(made: list[Event], gone: Hash) -> None:
 
 
 class KvPublisher(Repeating):
-    """Publishes an engine's KV events and answers what subscribers ask for again."""
+    """Publishes an engine's KV events and answers subscribers' replay requests."""
 
     def __init__(
         self, events: KvEvents, batches: KvBatches, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
     ) -> None:
-        """Opens the sockets. RuntimeError when an address can't be used, or pyzmq is missing."""
+        """Opens the sockets. Raises RuntimeError if an address can't be used, or pyzmq is missing."""
         try:
             import zmq
         except ImportError:
@@ -167,10 +172,10 @@ class KvPublisher(Repeating):
             self._close()
             raise RuntimeError(f"KV events can't be published on {endpoint}: {error}") from None
         if not is_local(endpoint):
-            log.warning("any client that reaches %s can read prompts out of the KV events", endpoint)
+            log.warning("any client that reaches %s can read prompts from the KV events", endpoint)
 
     def _run(self) -> None:
-        self._publish(self._batches.clear())  # of blocks that an earlier process at this address published
+        self._publish(self._batches.clear())  # blocks of an earlier process that published at this address
         super()._run()
         self._close()
 
@@ -180,7 +185,7 @@ class KvPublisher(Repeating):
         for first in range(0, len(events), MAX_BATCH):
             self._publish(events[first : first + MAX_BATCH])
         if lost:
-            log.warning("the publisher of KV events lagged behind; subscribers begin anew")
+            log.warning("the publisher of KV events was too slow; subscribers start over")
             self._publish(self._batches.clear())
         if self._replay is not None and self._replay.poll(0):
             self._answer(self._replay)
@@ -189,26 +194,26 @@ class KvPublisher(Repeating):
         payload = self._pack((time.time(), events, 0))
         sequence = self._sequence.to_bytes(8, "big")
         self._sequence += 1
-        self._pub.send_multipart((self._topic, sequence, payload))  # of PUB it never waits
+        self._pub.send_multipart((self._topic, sequence, payload))  # a PUB socket never waits
         self._kept.append((sequence, payload))
         self._kept_bytes += len(payload)
         while len(self._kept) > MAX_REPLAYED or self._kept_bytes > MAX_REPLAYED_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self, replay: zmq.Socket) -> None:
-        """Send a subscriber the kept batches from the sequence on that it asks for, then `END`."""
+        """Send a subscriber the kept batches from the requested sequence number on, then `END`."""
         import zmq
 
         client, *asked = replay.recv_multipart()
         if len(asked) != 2 or asked[0] or len(asked[1]) != 8:
-            log.warning("a subscriber's replay request was not of 8 bytes and is left out")
+            log.warning("ignored a subscriber's replay request that has not 8 bytes")
             return
         kept = [one for one in self._kept if one[0] >= asked[1]]
         try:
             for sequence, payload in (*kept, (END, b"")):
                 replay.send_multipart((client, b"", sequence, payload), zmq.NOBLOCK)
         except zmq.Again:
-            log.warning("a subscriber's replay was cut: it does not read")
+            log.warning("a subscriber's replay was stopped: it does not read")
 
     def _close(self) -> None:
         for socket in (getattr(self, "_pub", None), getattr(self, "_replay", None)):
@@ -221,7 +226,7 @@ def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
     if settings.kv_events_endpoint is None:
         return None
     if not isinstance(worker, EngineWorker):
-        raise RuntimeError("kv_events_endpoint is for one engine: behind one address a cluster routes by itself")
+        raise RuntimeError("kv_events_endpoint is for one engine: a cluster routes by itself; leave it out")
     events, block_tokens = worker.call(lambda engine: (engine.record_kv_events(), engine.block_tokens)).result()
     batches = KvBatches(settings.base_name, block_tokens)
     return KvPublisher(
@@ -230,12 +235,12 @@ def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
 
 
 def is_local(endpoint: str) -> bool:
-    """True if only this machine reaches an address."""
+    """True if only this machine can reach an address."""
     return not endpoint.startswith("tcp://") or _host(endpoint) in ("127.0.0.1", "[::1]", "localhost")
 
 
 def _open(socket: zmq.Socket, endpoint: str) -> None:
-    """Bind where the address can only be this machine's, else connect to the subscriber that listens there."""
+    """Bind an address that can only be this machine's; otherwise connect to the subscriber that listens there."""
     host = _host(endpoint)
     socket.ipv6 = host.startswith("[")
     if not endpoint.startswith("tcp://") or host in ("*", "localhost") or _is_bindable(host):

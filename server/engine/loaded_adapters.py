@@ -1,4 +1,4 @@
-"""Adapters that came over HTTP, across restarts: files of the ones sent as bytes, and what names meant at the end.
+"""Adapters loaded over HTTP, across restarts: uploaded files, and the table of names.
 
 Tests: tests/server/test_uploads_kept.py
 """
@@ -27,14 +27,15 @@ log = logging.getLogger(__name__)
 NAMES_FILE = "names.sqlite"
 
 SHARED_SECONDS = 60.0
-"""Seconds for which a directory that other API servers may use is kept after its version was retired: their requests
-may not have reached a replica yet."""
+"""Seconds for which a directory is kept after its version was retired, if other API servers may use it: their requests
+may not have reached a replica yet.
+"""
 
 
 class LoadedAdapters:
-    """A directory of adapters' files, and a file in it of names; of any thread.
+    """A directory of adapters' files, with a file of names in it; for any thread.
 
-    A cluster's registry keeps the names of its adapters: `names` is None there, and other API servers use the files,
+    A cluster's registry keeps the names of its adapters: then `names` is None, and other API servers use the files,
     too.
     """
 
@@ -44,7 +45,7 @@ class LoadedAdapters:
 
     @classmethod
     def of(cls, settings: Settings, adapters: BackendAdapters) -> LoadedAdapters | None:
-        """None without a directory. Raises OSError, RegistryError and OtherOwner for one that can't be used."""
+        """None without a directory. Raises OSError, RegistryError or OtherOwner if it can't be used."""
         if (root := settings.adapter_uploads) is None:
             return None
         root.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class LoadedAdapters:
         return self._files.draft(expected)
 
     def restore(self, worker: Backend) -> None:
-        """Register what the names meant. An adapter with other files by now is left out, and the log names it."""
+        """Register the recorded names. An adapter whose files have changed is skipped, and the log names it."""
         if self.names is None:
             return
         by_name: dict[str, list[Entry]] = {}
@@ -95,24 +96,26 @@ class LoadedAdapters:
         except (AdapterFormatError, FileExistsError) as error:
             log.warning(
                 "adapter %s of an earlier run is not served; its files stay until it is removed or replaced: %s",
-                entry.name, error,
-            )  # fmt: skip
+                entry.name,
+                error,
+            )
 
     def retire(self, entries: Iterable[Entry]) -> None:
-        """Have the files of versions go that lost their names; nothing happens where another name means them."""
+        """Remove the files of versions that lost their names, unless another name means them."""
         self._files.retire(Path(entry.path) for entry in entries)
 
     def sweep(self, adapters: BackendAdapters) -> None:
-        """Remove the files of retired versions that no name means and no request holds, and set orphans aside."""
+        """Remove the files of retired versions that no name means and no request uses, and set orphans aside."""
         registry = adapters.registry().result()
         if registry is None:
             assert self.names is not None
             entries = self.names.entries()
         elif registry.identity != self._files.owner:
             log.error(
-                "the registry has other names now than the ones that %s belongs to, so nothing is removed there; "
-                "restore the registry's file", self.root,
-            )  # fmt: skip
+                "%s belongs to another set of names than the registry has now, so nothing is removed there; "
+                "restore the registry's file",
+                self.root,
+            )
             return
         else:
             entries = registry.entries
@@ -130,9 +133,7 @@ class LoadedAdapters:
         self._files.close()
 
 
-def _files(
-    settings: Settings, root: Path, registry: RegistryNames | None, names: RegistryStore | None
-) -> OwnedStore:  # fmt: skip
+def _files(settings: Settings, root: Path, registry: RegistryNames | None, names: RegistryStore | None) -> OwnedStore:
     if registry is not None:
         owner, grace_seconds = Owner(registry.identity, is_shared=True), SHARED_SECONDS
     else:
@@ -142,7 +143,9 @@ def _files(
     files = OwnedStore(root, *sizes, owner, grace_seconds=grace_seconds)
     if names is not None and names.is_new and (found := len(files.directories())):
         log.warning(
-            "%s is new, yet %d adapters lie beside it: their names are lost, so they are not served. They are kept; "
-            "restore the file from a backup and start again, or load them again", root / NAMES_FILE, found,
-        )  # fmt: skip
+            "%s is new, but its directory holds %d adapters: their names are lost, so they are kept but not served; "
+            "restore the file from a backup and start again, or load them again",
+            root / NAMES_FILE,
+            found,
+        )
     return files

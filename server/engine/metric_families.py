@@ -1,4 +1,4 @@
-"""Families of Prometheus' series: how they are labelled and filled."""
+"""Families of Prometheus series: their labels and samples."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ MODEL_LABELS = ("model_name", "engine")
 """Labels of vLLM's series."""
 
 ENGINE = "0"
-"""vLLM's number of an engine; there is one here."""
+"""vLLM's engine number; there is only one engine here."""
 
 
 @lru_cache(1 << 12)
 def label(name: str) -> str:
-    """A name as a label's value: what UTF-8 does not have is written as an escape."""
+    """A name as a label's value: characters that UTF-8 can't encode are escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names joined by commas, as gateways split them: a comma in a name is %2C, a per cent sign %25."""
+    """Names joined by commas, as gateways split them: a comma in a name becomes %2C, a per cent sign %25."""
     return ",".join(label(name).replace("%", "%25").replace(",", "%2C") for name in names)
 
 
 def with_samples(
     family: GaugeMetricFamily | CounterMetricFamily, *samples: tuple[Sequence[str], float]
 ) -> GaugeMetricFamily | CounterMetricFamily:
-    """The family with its samples: values of its labels, and the sample's own."""
+    """The family with its samples: the labels' values, and the sample's own."""
     for labels, value in samples:
         family.add_metric(labels, value)
     return family
@@ -44,7 +44,7 @@ def histogram(
     counts: Sequence[int],
     total: float,
 ) -> HistogramMetricFamily:
-    """A histogram with one sample. counts: up to each of the bounds, and above the last. total: of all observations."""
+    """A histogram with one sample. counts: per bucket, the last above all bounds. total: sum of all observations."""
     family = HistogramMetricFamily(name, text, labels=labels)
     ends = [*map(str, map(float, bounds)), "+Inf"]
     family.add_metric(values, list(zip(ends, accumulate(counts), strict=True)), total)

@@ -27,7 +27,7 @@ ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1
 E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200)
 
 MAX_MODEL_SERIES = 1000
-"""Most models with series of their own; the other models are counted under `OTHERS`."""
+"""Most models with their own series; the others are counted under `OTHERS`."""
 
 OTHERS = "(others)"
 
@@ -35,17 +35,17 @@ MODEL_NAMES = ("model", "adapter", "adapter_name")
 """Labels with the name of one model as their value."""
 
 MAX_TENANT_SERIES = 100
-"""Most tenants, or adapters, with series of their own; the ones with the most requests in progress come first."""
+"""Most tenants, or adapters, with their own series; the ones with the most requests in progress come first."""
 
 Write = Callable[[CollectorRegistry], bytes]
-"""Writes a registry in a format that the scraper reads."""
+"""Writes a registry in a format that the scraper accepts."""
 
 
 class Metrics:
-    """Request metrics of one app, in a registry of its own, beside the engine's state at the time of the scrape.
+    """Request metrics of one app, in its own registry, together with the engine's state at the time of the scrape.
 
-    The model label is always a name the engine has accepted, so clients can't make up new series. The first
-    `MAX_MODEL_SERIES` models have series of their own, which are removed with their adapter.
+    The model label is always a name that the engine has accepted, so clients can't make up new series. The first
+    `MAX_MODEL_SERIES` models have their own series, which are removed with their adapter.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Metrics:
         base: str,
         directory: Path | None = None,
     ) -> None:
-        """directory: of all processes that serve the same clients; their requests are counted together."""
+        """directory: shared by all processes that serve the same clients; their requests are added up."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats, view, base))
         self.counted = registry = self.registry if directory is None else CollectorRegistry()
@@ -63,8 +63,8 @@ class Metrics:
         self.shared = None if directory is None else SharedCounts(registry, directory)
         if self.shared is not None:
             self.registry.register(self.shared)
-        self.first_tokens: list[float] | None = None  # filled where someone takes them
-        """Seconds to first tokens since the operator's page last took them; None while none is open."""
+        self.first_tokens: list[float] | None = None  # filled if there is a reader
+        """Seconds to first tokens since the operator's page last read them; None while no page is open."""
         self._base = base
         self._models: set[str] = set()
         self._finish_reasons: dict[str, set[str]] = {}
@@ -74,11 +74,17 @@ class Metrics:
         self._all_requests = Counter(
             "vllm:request_success", "Finished requests", (*MODEL_LABELS, "finished_reason"), registry=registry
         )
-        self.rejected = Counter(
-            "vllm:admission_rejections", "Requests refused with 429: the queue was full", ("model_name", "reason"),
-            registry=registry,
-        ).labels(label(base), "max_num_queued_reqs").inc  # fmt: skip
-        """Counts a request that finds the queue full."""
+        self.rejected = (
+            Counter(
+                "vllm:admission_rejections",
+                "Requests refused with 429: the queue was full",
+                ("model_name", "reason"),
+                registry=registry,
+            )
+            .labels(label(base), "max_num_queued_reqs")
+            .inc
+        )
+        """Count a request that finds the queue full."""
         self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
         self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Generated tokens", self)
         self._ttft = _Seconds("time_to_first_token", "Time from arrival to the first token", TTFT_BUCKETS, self)
@@ -98,7 +104,7 @@ class Metrics:
 
     @property
     def everything(self) -> tuple[str, str]:
-        """Labels of series that vLLM counts over all models."""
+        """Labels of series that vLLM adds up over all models."""
         return label(self._base), ENGINE
 
     def accepted(self, model: str, prompt_tokens: int) -> None:
@@ -193,7 +199,7 @@ class _Tokens(Collector):
 
 
 class _Seconds(Collector):
-    """A histogram under our name and under vLLM's. Observed once."""
+    """A histogram under our name and under vLLM's, observed once."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], of: Metrics, gateway_name: str = "") -> None:
         self._name, self._text, self._bounds = f"chorus_{name}_seconds", text, buckets
@@ -236,8 +242,13 @@ class _EngineCollector(Collector):
                 if one.gateway:
                     theirs = family(f"vllm:{one.gateway}", one.text, labels=MODEL_LABELS)
                     yield with_samples(theirs, (self._everything, value))
-        pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
-                 ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
+        pages = (
+            ("free", stats.num_free_pages),
+            ("kv", stats.num_kv_pages),
+            ("adapter", stats.num_adapter_pages),
+            ("cached", stats.num_cached_pages),
+            ("shadow", stats.num_shadow_pages),
+        )
         yield with_samples(
             GaugeMetricFamily("chorus_pages", "Pages of the pool by content", labels=("kind",)),
             *(((kind,), count) for kind, count in pages),
@@ -273,7 +284,7 @@ class _EngineCollector(Collector):
 
 
 def tenants_text(view: EngineView, write: Write, shown: Callable[[str], bool] | None = None) -> bytes:
-    """Series of the tenants, or adapters, with the most requests in progress that the caller may see."""
+    """Series of the tenants, or adapters, that the caller may see and that have the most requests in progress."""
     tenants = [each for each in view.tenants if shown is None or shown(each.name)][:MAX_TENANT_SERIES]
     registry = CollectorRegistry()
     for name, text, attribute in (

@@ -1,4 +1,4 @@
-"""Changes of what adapters' names mean: written down first, then made, and undone where they can't be made.
+"""Changes of adapters' names: recorded first, then made, and undone if they can't be made.
 
 Tests: tests/server/api/test_adapter_versions.py
 """
@@ -36,15 +36,15 @@ MAX_CHANGES = 64
 
 
 class StorageUnavailable(ApiError):
-    """A change can't be written down, so it is not made."""
+    """A change can't be recorded, so it is not made."""
 
     def __init__(self, reason: str) -> None:
-        message = f"the change can't be written down, so it was not made: {reason}; try again later"
+        message = f"the change can't be recorded, so it was not made: {reason}; try again later"
         super().__init__(503, message, code="storage_unavailable", retry_after=1)
 
 
 class Removed(NamedTuple):
-    """A version that was removed, and the requests that were ended for it."""
+    """A version that was removed, and the requests that were cancelled for it."""
 
     label: str
     content_hash: str | None
@@ -52,14 +52,17 @@ class Removed(NamedTuple):
 
 
 class NameChanges:
-    """The one way to change names; of any thread, one change at a time. Each call may wait for the disk."""
+    """Makes all changes of names, for any thread, one at a time. Each call may wait for the disk."""
 
     def __init__(
-        self, adapters: BackendAdapters, names: RegistryStore | None, seconds: float,
+        self,
+        adapters: BackendAdapters,
+        names: RegistryStore | None,
+        seconds: float,
         on_retired: Callable[[list[Entry]], None] = lambda _: None,
-    ) -> None:  # fmt: skip
-        """names: the file; None where a cluster's registry writes changes down. seconds: that its disk may take.
-        on_retired: called with entries that lost their names.
+    ) -> None:
+        """names: the file; None if a cluster's registry records changes. seconds: that its disk may take. on_retired:
+        called with entries that lost their names.
         """
         self._adapters = adapters
         self._names = names
@@ -69,16 +72,17 @@ class NameChanges:
         self._disk = DaemonPool("names", threads=1, max_waiting=MAX_CHANGES)
 
     def close(self) -> None:
-        """Take no more changes; waits for nothing."""
+        """Accept no more changes; waits for nothing."""
         self._disk.shutdown()
 
     def load(
         self, name: str, manifest: AdapterManifest, image: HostImage, *, replace: bool, label: str | None, keep: int
     ) -> tuple[AdapterState, bool]:
-        """Make a checked adapter the newest version of a name; its state, and whether the name meant something before.
+        """Make a checked adapter the newest version of a name; returns its state, and whether the name existed before.
 
-        label: the version; None: the name's next number. The same content under a version that is there changes
-        nothing. FileExistsError for a name that it may not `replace`, LabelTaken, StorageUnavailable, RegistryFull.
+        label: the version; None: the name's next number. Registering the same content under an existing version changes
+        nothing. Raises FileExistsError for a name that it may not `replace`, LabelTaken, StorageUnavailable,
+        RegistryFull.
         """
         adapters = self._adapters
         if self._names is None:
@@ -107,7 +111,7 @@ class NameChanges:
             return state, existed
 
     def remove(self, name: str, *, force: bool) -> Removed:
-        """Forget an adapter with its kept versions, or one version. UnknownAdapter, StorageUnavailable."""
+        """Forget an adapter with its kept versions, or one version. Raises UnknownAdapter, StorageUnavailable."""
         if self._names is None:
             state, ended = self._adapters.remove(name, force=force).result()
             return Removed(state.label, state.manifest.content_hash, ended)
@@ -129,7 +133,9 @@ class NameChanges:
             return removed
 
     def pause(self, name: str, *, paused: bool) -> None:
-        """Refuse new requests of all versions of a name, or take them again. UnknownAdapter, StorageUnavailable."""
+        """Refuse new requests for all versions of a name, or accept them again. Raises UnknownAdapter,
+        StorageUnavailable.
+        """
         if self._names is None:
             self._adapters.pause(name, paused=paused).result()
             return
@@ -139,7 +145,7 @@ class NameChanges:
                 try:
                     entry = Entry.of(name, with_content(state.manifest), state.label)
                 except AdapterFormatError as error:  # after a restart it is not served, either
-                    log.warning("adapter %s: a restart would forget that it is paused or not: %s", name, error)
+                    log.warning("adapter %s: whether it is paused could not be recorded for a restart: %s", name, error)
                     self._adapters.pause(name, paused=paused).result()
                     return
             changes: Changes = [(name, entry._replace(paused=paused))]
@@ -148,7 +154,7 @@ class NameChanges:
                 self._adapters.pause(name, paused=paused).result()
 
     def _unwritten(self, names: RegistryStore, name: str, served: list[AdapterState], keep: int) -> Entry | None:
-        """The newest version of a name that the file does not know: one of the start."""
+        """The newest version of a name that the file does not have: one registered at startup."""
         newest = next((one for one in served if one.name == name), None)
         if newest is None or names.get(name) is not None:
             return None
@@ -167,19 +173,19 @@ class NameChanges:
 
     @contextmanager
     def _undone(self, done: Done) -> Iterator[None]:
-        """Take a change back that was written down and can't be made."""
+        """Undo a change that was recorded and can't be made."""
         try:
             yield
         except BaseException:
             try:
                 self._write(lambda: self._revert(done))
             except StorageUnavailable as error:
-                log.error("adapter %s is not as its file of names says: %s", [name for name, _ in done.told], error)
+                log.error("adapter %s differs from the file of names: %s", [name for name, _ in done.told], error)
             raise
 
     def _write(self, change: Callable[[], T], done_of: Callable[[T], Done] | None = None) -> T:
-        """The result of what writes names. StorageUnavailable: nothing was written, or it is undone once the disk
-        answers.
+        """The result of a function that writes names. Raises StorageUnavailable: nothing was written, or it is undone
+        once the disk responds.
         """
         try:
             future = self._disk.submit(change)
@@ -204,7 +210,7 @@ class NameChanges:
             try:
                 self._revert(done)
             except RegistryError as error:
-                log.error("adapter %s is not as its file of names says: %s", [name for name, _ in done.told], error)
+                log.error("adapter %s differs from the file of names: %s", [name for name, _ in done.told], error)
 
     def _revert(self, done: Done) -> None:
         assert self._names is not None

@@ -1,4 +1,4 @@
-"""A trace of the requests that a server answers, for `chorus plan`: lengths, adapters and times, and never a prompt."""
+"""Records a trace of a server's requests for `chorus plan`: lengths, adapters and times, never prompts."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ WRITE_SECONDS = 0.5
 """Seconds between two writes."""
 
 RANK_SECONDS = 0.25
-"""Seconds that a write waits for the engine to tell ranks, so that rows are on their way within a second; a rank that
-does not come stays empty.
+"""Seconds that a write waits for the engine to report ranks, so rows are written within about a second; a missing rank
+stays empty.
 """
 
 STOP_SECONDS = 1.0
 """Seconds that a server's end waits for the last write."""
 
 MAX_ROWS = 1 << 16
-"""Rows that wait to be written; more are dropped, and their number is logged."""
+"""Rows that may wait to be written; more are dropped, and their number is logged."""
 
 MAX_RANKS = 1 << 14
-"""Ranks of adapters that are remembered."""
+"""Ranks of adapters that are cached."""
 
 _Row = tuple[float, str | None, int, int, str]
 
@@ -50,13 +50,13 @@ class NoTrace(ValueError):
 
 
 class Recorder(Repeating):
-    """Rows are noted on the event loop and written by a thread, so that neither a step nor an answer waits for a disk.
+    """Rows are collected on the event loop and written by a thread, so no step and no response waits for a disk.
 
     Several processes may append to one file, each whole rows at a time.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises NoTrace for a file of something else, or one that can't be opened."""
+        """Raises NoTrace if the file holds something else, or can't be opened."""
         super().__init__("recorder", WRITE_SECONDS, STOP_SECONDS)
         self.path = path
         self._file = _open(path)
@@ -72,17 +72,22 @@ class Recorder(Repeating):
         super().start()
 
     def note(self, request: Request, prompt: int, output: int) -> None:
-        """A request has ended, whatever way, with so many tokens. One without a token counts as if it had one."""
+        """A request has ended, in any way, with so many tokens. One without a token counts as if it had one."""
         if len(self._rows) >= MAX_ROWS:
             self._num_dropped += 1
             return
-        self._rows.append((
-            request.arrival_time, request.adapter_name, prompt, max(1, output),
-            request.tenant,
-        ))  # fmt: skip
+        self._rows.append(
+            (
+                request.arrival_time,
+                request.adapter_name,
+                prompt,
+                max(1, output),
+                request.tenant,
+            )
+        )
 
     def stop(self) -> bool:
-        """Write what is left."""
+        """Write the remaining rows."""
         if (ended := super().stop()) and self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -106,10 +111,10 @@ class Recorder(Repeating):
             dropped += len(rows)
             log.warning("%s: %s", self.path, error.strerror)
         if dropped:
-            log.warning("%d requests are missing in %s", dropped, self.path)
+            log.warning("%d requests are missing from %s", dropped, self.path)
 
     def _learn_ranks(self, adapters: set[str]) -> None:
-        """Of the versions that have these names now; a name keeps the rank that it was first noted with."""
+        """Ranks of the versions that have these names now; a name keeps the rank that was first recorded."""
         if len(self._ranks) > MAX_RANKS:
             self._ranks.clear()
         if self._adapters is None or not (unknown := adapters - self._ranks.keys()):
@@ -122,18 +127,18 @@ class Recorder(Repeating):
 
 
 def _open(path: Path) -> int:
-    """A descriptor that appends to a trace, which is made if there is none."""
+    """A descriptor that appends to a trace, which is created if it is missing."""
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise NoTrace(f"--record {path}: {error.strerror}; name a file in a directory that is there") from None
+        raise NoTrace(f"--record {path}: {error.strerror}; name a file in an existing directory") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # API servers of one cluster open it at the same time
         begin = os.pread(file, len(HEADER) + 1, 0)
         if not begin:
             os.write(file, f"{HEADER}\n".encode())
         elif begin != f"{HEADER}\n".encode():
-            raise NoTrace(f"--record {path}: it holds something else than such a trace; name another file")
+            raise NoTrace(f"--record {path}: it exists and is not such a trace; name another file")
     except OSError as error:
         os.close(file)
         raise NoTrace(f"--record {path}: {error.strerror}; name another file") from None
@@ -145,7 +150,7 @@ def _open(path: Path) -> int:
 
 
 def _append(file: int, data: bytes) -> None:
-    """Write all of the rows, or none: with others that append, a row that is cut off would spoil the next one."""
+    """Write all of the rows, or none: if others append, an incomplete row would spoil the next one."""
     fcntl.flock(file, fcntl.LOCK_EX)
     try:
         size = os.fstat(file).st_size

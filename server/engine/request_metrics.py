@@ -12,24 +12,62 @@ _DIGITS = (1, 2, 5)
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in _DIGITS)
 N_BUCKETS = (1, 2, 5, 10, 20)
 SECONDS_BUCKETS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 TOKEN_SECONDS_BUCKETS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)  # fmt: skip
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A finished choice. Times count from its request's arrival."""
+    """A finished choice. Times are seconds from its request's arrival."""
 
     seconds: float
     queue_seconds: float | None
-    """Until it was first admitted; None if it never was."""
+    """First admission; None if it was never admitted."""
     first_seconds: float | None
-    """Until its first token; None if there was none."""
+    """First token; None without one."""
     last_seconds: float
-    """Until its latest token."""
+    """Latest token."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int

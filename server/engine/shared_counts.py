@@ -1,4 +1,4 @@
-"""Counts of processes that share a port, added up: a scrape meets any of them, and no count may seem to fall."""
+"""Adds up the counts of processes that share a port: a scrape reaches any of them, and no count may seem to fall."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ..executors import Repeating
 log = logging.getLogger(__name__)
 
 PUBLISH_SECONDS = 1.0
-"""Seconds for which the other processes may not know a count; a process that is killed loses as much."""
+"""Seconds of counting that the other processes may not know of; a process that is killed loses as much."""
 
 MOST_PROCESSES = 256
 
 ADDED_UP = ("counter", "histogram")
 CREATED = "_created"
-"""End of the name of the sample that says since when something is counted, which is no count."""
+"""Suffix of the sample with the time at which counting began, which is not a count."""
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels
 _Counts = dict[str, dict[_Key, float]]  # by family
 
 
 class SharedCounts(Repeating, Collector):
-    """Counters and histograms of a registry, with the ones of all processes that share a directory; what else it has is
-    this process's own.
+    """Counters and histograms of a registry, added up over all processes that share a directory; other series are this
+    process's own.
 
-    Each process has a slot and its file there. The process that takes the slot of one that has ended goes on from its
-    counts. It publishes its own from `start` to `stop`, and the last of them then.
+    Each process has a slot with a file there. A process that takes over the slot of one that has ended continues its
+    counts. It publishes its own from `start` to `stop`, and for the last time at `stop`.
     """
 
     def __init__(self, counted: CollectorRegistry, directory: Path) -> None:
-        """RuntimeError if no slot is free."""
+        """Raises RuntimeError if no slot is free."""
         super().__init__("counts", PUBLISH_SECONDS, PUBLISH_SECONDS)
         self._slots = RequestSlots(directory / "count_seats")
         slot = self._slots.take("", MOST_PROCESSES)
@@ -53,7 +53,7 @@ class SharedCounts(Repeating, Collector):
         self._kept: frozenset[str] | None = None
 
     def forget_all_but(self, models: Collection[str]) -> None:
-        """Drop what was counted of other models than these."""
+        """Drop the counts of models other than these."""
         self._kept = kept = frozenset(models)
         self._before = {
             family: {key: value for key, value in counts.items() if _is_kept(key, kept)}
@@ -61,7 +61,7 @@ class SharedCounts(Repeating, Collector):
         }
 
     def publish(self) -> None:
-        """Write this process's counts, and the ones that it went on from, unless nothing has changed."""
+        """Write this process's counts, and the ones that it took over, unless nothing has changed."""
         counts = {
             family.name: _added(_counts_of(family), self._before.get(family.name, {}))
             for family in self._counted.collect()
@@ -125,7 +125,7 @@ def _is_kept(key: _Key, models: Collection[str]) -> bool:
 
 
 def _read(file: Path) -> _Counts:
-    """Counts of a file; none of one that is not there or damaged."""
+    """Counts of a file; empty if it is missing or damaged."""
     try:
         return {
             family: {(name, tuple(sorted(labels.items()))): float(value) for name, labels, value in samples}
@@ -134,5 +134,5 @@ def _read(file: Path) -> _Counts:
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning("counts of requests in %s can't be read, and begin anew: %s", file, error)
+        log.warning("counts of requests in %s can't be read, and restart at 0: %s", file, error)
     return {}

@@ -1,4 +1,6 @@
-"""Adapters that are not registered when a request names them: fetched from their store by rule, then loaded."""
+"""Fetches adapters that are not registered when a request names them from the store that a rule gives, and loads
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,21 @@ from .generation import Generation
 log = logging.getLogger(__name__)
 
 FETCH_THREADS = 16
-"""Adapters that are fetched at once by one rule, so that a store that hangs holds up no other rule's."""
+"""Adapters fetched at once for one rule, so a store that hangs delays no other rule's."""
 
 MAX_FETCHES = 128
-"""Adapters of one rule that are fetched or wait for it."""
+"""Adapters of one rule that are being fetched or wait for it."""
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, ABSENT_SECONDS = 10.0, 600.0, 30.0
-"""How long a store is not asked again for an adapter that it failed to give: twice as long each time, up to the second;
-for one that it does not have at most the third.
+"""Seconds for which a store is not asked again for an adapter after a failure: doubled each time up to the second
+value; at most the third if the store does not have the adapter.
 """
 
 MAX_FAILURES = 4096
 """Failures that are remembered; clients choose the names."""
 
 TOUCH_SECONDS = 60.0
-"""The time of an adapter's last use is as exact as this."""
+"""Precision of the time of an adapter's last use, in seconds."""
 
 BY = "a request"
 """Name in the log for the loads of requests."""
@@ -62,7 +64,7 @@ async def _awaited(brought: Coroutine[Any, Any, bool]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why an adapter could not be had, and until when its store is not asked again."""
+    """The reason why an adapter could not be fetched, and the time until which its store is not asked again."""
 
     error: StoreError
     pause: float
@@ -71,13 +73,13 @@ class _Failure:
     def answer(self, name: str) -> ApiError:
         if isinstance(self.error, StoreRefused):
             return not_served(f"adapter {clipped(name)!r} is not served: {self.error}")
-        message = f"adapter {clipped(name)!r} can't be had just now: {self.error}"
+        message = f"adapter {clipped(name)!r} can't be fetched at the moment: {self.error}"
         wait = max(1.0, self.until - time.monotonic())
         return ApiError(503, message, param="model", code="adapter_source_unavailable", retry_after=wait)
 
 
 class SourcedAdapters:
-    """Adapters by rule. Its coroutines run on one event loop; all that asks a disk or a store runs on threads."""
+    """Adapters by rule. Its coroutines run on one event loop; disk and store accesses run on threads."""
 
     def __init__(self, settings: Settings, adapters: BackendAdapters, loads: AdapterLoader) -> None:
         self._settings = settings
@@ -105,9 +107,9 @@ class SourcedAdapters:
             pool.shutdown()
 
     async def bring(self, name: str) -> bool:
-        """True once the adapter `name` can be asked for; False where no rule or no store has it. Raises ApiError.
+        """True once the adapter `name` can be requested; False if no rule or store has it. Raises ApiError.
 
-        All requests for one name wait for the same load. It goes on without them, unless it has not begun.
+        All requests for one name wait for the same load, which continues without them once it has begun.
         """
         found = self._rules.find(name)
         if found is None or self._settings.is_reserved(name):
@@ -130,9 +132,9 @@ class SourcedAdapters:
                     fetch.cancel()
 
     async def start(self, generation: Generation, until: Until = _awaited) -> None:
-        """Have the engine accept a call, once its adapter has been brought if it is not registered.
+        """Submit a generation to the engine, after its adapter was fetched if it is not registered.
 
-        until: awaits that, or stops when the client has disconnected. Raises as `Generation.start` does, and ApiError.
+        until: awaits that, or stops when the client disconnects. Raises the errors of `Generation.start`, and ApiError.
         """
         name = generation.choices[0].request.adapter_name
         try:
@@ -152,7 +154,7 @@ class SourcedAdapters:
             self._tell_cache(name, Cache.touch)
 
     def forget(self, name: str) -> None:
-        """Have a removed adapter fetched anew when it is asked for again."""
+        """Fetch a removed adapter again at the next request for it."""
         self._used.pop(name, None)
         self._failures.pop(name, None)
         self._tell_cache(name, Cache.forget)
@@ -162,7 +164,7 @@ class SourcedAdapters:
     def _arrived(self, name: str, done: asyncio.Task[bool]) -> None:
         del self._coming[name]
         if not done.cancelled():
-            done.exception()  # every request that waited for it may have gone
+            done.exception()  # all requests that waited for it may have left
 
     def _fail(self, name: str, failure: _Failure) -> bool:
         if isinstance(failure.error, NotInStore):
@@ -172,7 +174,7 @@ class SourcedAdapters:
     async def _bring(self, name: str, number: int, location: Location) -> bool:
         plain, version = split_version(name)
         if version and await asyncio.wrap_future(self._adapters.versions(plain)):
-            return False  # a version that is not kept: nothing else may answer in its place
+            return False  # a version that is not kept: nothing else may be used instead
         try:
             if location.scheme:
                 path = await self._fetched(number, name, location)
@@ -192,7 +194,7 @@ class SourcedAdapters:
         return True
 
     async def _fetched(self, number: int, name: str, location: Location) -> Path:
-        """The directory of an adapter in the cache. Raises StoreError, and PoolFull if it could not begin in time."""
+        """The directory of an adapter in the cache. Raises StoreError, or PoolFull if it could not begin in time."""
         seconds = self._settings.adapter_source_seconds
         fetch = self._fetches[name] = self._pools[number].submit(self._fetch, name, location)
         try:
@@ -206,7 +208,7 @@ class SourcedAdapters:
             raise StoreAway("the server has no room for it, or its disk fails", str(error)) from None
         except (StoreError, PoolFull):
             raise
-        except Exception as error:  # of a library that its files surprised: they will again
+        except Exception as error:  # the files upset the library, and will again
             log.exception("adapter %s of %s", name, location.url)
             raise StoreRefused("its files can't be read", f"{type(error).__name__}: {error}") from None
         finally:
@@ -237,8 +239,7 @@ class SourcedAdapters:
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         level = logging.DEBUG if isinstance(error, NotInStore) else logging.WARNING
-        log.log(level, "adapter %s of %s is not served: %s; asked again after %g s", name, location.url, error.detail,
-                pause)  # fmt: skip
+        log.log(level, "adapter %s of %s is not served: %s; retry after %g s", name, location.url, error.detail, pause)
         return failure
 
     def _tell_cache(self, name: str, what: Callable[[Cache, str, Location], None]) -> None:
@@ -247,7 +248,7 @@ class SourcedAdapters:
             try:
                 self._care.submit(lambda: what(self._cache, name, found[1]))
             except PoolFull:
-                log.warning("the cache of adapters is busy; %s keeps its place there", name)
+                log.warning("the cache of adapters is busy; %s keeps its space there", name)
 
     # --- on threads ---
 
@@ -270,13 +271,14 @@ class SourcedAdapters:
         with cache.content.draft() as draft:
             download(location, cache.content, draft, self._allowed, self._settings.adapter_source_seconds)
             path = cache.publish(draft, name, location)
-            log.info("adapter %s: %d bytes from %s in %.1f s", name, draft.num_bytes, location.url,
-                     time.monotonic() - began)  # fmt: skip
+            log.info(
+                "adapter %s: %d bytes from %s in %.1f s", name, draft.num_bytes, location.url, time.monotonic() - began
+            )
         self._make_room(cache, name)
         return path
 
     def _make_room(self, cache: Cache, newest: str) -> None:
-        """Remove the least recently used adapters from the cache, and from the engine, until the rest has room."""
+        """Remove the least recently used adapters from the cache, and from the engine, until the new one fits."""
         with self._making_room:
             if cache.excess() <= 0:
                 return

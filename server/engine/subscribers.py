@@ -1,4 +1,4 @@
-"""Receivers of requests' outputs, and the way of a step's outputs to them."""
+"""Receivers of requests' outputs, and delivery of a step's outputs to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Batch = list[tuple[OnOutput, RequestOutput]]
 
 
 class Subscribers:
-    """Receivers by request id; any thread may call any method. A receiver is forgotten with its last output."""
+    """Receivers by request id; any thread may call any method. A receiver is removed with its last output."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -31,7 +31,7 @@ class Subscribers:
             return list(self._receivers)
 
     def add(self, request_id: str, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None) -> None:
-        """`on_output` is called on `loop`, on the thread that delivers where that runs it, or where there is none."""
+        """`on_output` is called on `loop`; on the delivering thread if that runs the loop, or if there is none."""
         with self._lock:
             self._receivers[request_id] = on_output, loop
 
@@ -40,13 +40,13 @@ class Subscribers:
             self._receivers.pop(request_id, None)
 
     def end_all(self, reason: FinishReason, message: str) -> tuple[list[str], list[str]]:
-        """End all requests; return their ids, and the ids of requests with a closed loop."""
+        """End all requests; return their ids, and the ids of requests whose loop is closed."""
         with self._lock:
             ended = list(self._receivers)
             return ended, self.deliver([RequestOutput(i, (), finish_reason=reason, error=message) for i in ended])
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> list[str]:
-        """Hand outputs over, all of a loop in one go; return the ids of requests with a closed loop."""
+        """Deliver outputs, all of a loop at once; return the ids of requests whose loop is closed."""
         batches: dict[asyncio.AbstractEventLoop | None, _Batch] = defaultdict(list)
         with self._lock:
             for output in outputs:

@@ -1,4 +1,4 @@
-"""Where the calls of a server are recorded: metrics, and where wanted a file of requests and traces."""
+"""Recording of a server's requests: metrics, and optionally a trace file and OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 
 class RequestRecords(NamedTuple):
-    """Records of one call. spend: called with the tokens of prompts that are taken, and then of answers."""
+    """Recorders of one API request."""
 
     metrics: Metrics | None = None
     recorder: Recorder | None = None
     trace: CallTrace | None = None
     spend: Callable[[int], None] | None = None
+    """Called with the number of accepted prompt tokens, and then of generated tokens."""
 
 
 class Telemetry(NamedTuple):
-    """Records of all calls; by default none."""
+    """Recorders of all API requests; by default none."""
 
     metrics: Metrics | None = None
     recorder: Recorder | None = None
@@ -33,13 +34,13 @@ class Telemetry(NamedTuple):
     def call(
         self, headers: Mapping[str, str], model: str, num_choices: int, spend: Callable[[int], None] | None
     ) -> RequestRecords:
-        """The records of a call that begins."""
+        """The recorders of a new API request."""
         trace = None if self.tracer is None else self.tracer.call(headers, model, num_choices)
         return RequestRecords(self.metrics, self.recorder, trace, spend)
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
-        """Count a call that finds the queue full."""
+        """Count a request that finds the queue full."""
         try:
             yield
         except Overloaded:

@@ -1,7 +1,6 @@
-"""A span for each request that ends, by OpenTelemetry; needs the extra `otel`."""
+"""An OpenTelemetry span for each finished request; needs the extra `otel`."""
 
-# OpenTelemetry is an extra: types are checked where it is not installed, too.
-# pyright: reportMissingImports=false
+# OpenTelemetry is an extra: types are checked without it, too. pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ NAME = "llm_request"
 
 
 class NoTracing(ValueError):
-    """Spans can't be exported; the text says what is missing."""
+    """Spans can't be exported; the text says which package is missing."""
 
 
 class Tracer:
@@ -41,7 +40,7 @@ class Tracer:
     def of(cls, endpoint: str | None) -> Tracer | None:
         """The tracer to an OTLP endpoint, or to the one of OpenTelemetry's own variables; None without either.
 
-        All else is as these variables say (protocol, headers, sampler, resource). Raises NoTracing.
+        These variables also configure everything else (protocol, headers, sampler, resource). Raises NoTracing.
         """
         if endpoint is None and not any(os.environ.get(name) for name in ENDPOINTS):
             return None
@@ -57,27 +56,27 @@ class Tracer:
             raise NoTracing(f"spans need OpenTelemetry ({error}); pip install 'chorus-lora[otel]'") from None
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         resource = Resource.create({} if named else {"service.name": "chorus"})
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which waits for a silent endpoint
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # this waits for a silent endpoint
         provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter(endpoint=endpoint)))
         return cls(provider)
 
     def call(self, headers: Mapping[str, str], model: str, n: int) -> CallTrace:
-        """The spans of a call. headers: its `traceparent` among them. n: answers to each prompt."""
+        """The spans of a request. headers: may hold its `traceparent`. n: choices per prompt."""
         return CallTrace(self._tracer, self._extract(headers), {"gen_ai.response.model": model, "gen_ai.request.n": n})
 
     def stop(self) -> None:
-        """Exports what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 
 class CallTrace:
-    """The spans of the requests of one call."""
+    """The spans of one API request's choices."""
 
     def __init__(self, tracer: Any, context: Any, attributes: Mapping[str, Any]) -> None:
         self._tracer, self._context, self._attributes = tracer, context, attributes
 
     def ended(self, request: Request, one: Ended, finish_reason: str) -> None:
-        """A request of the call ended now."""
+        """A choice of the request ended now."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         params, now = request.params, time.time_ns()
@@ -102,9 +101,12 @@ class CallTrace:
             "gen_ai.latency.time_in_model_inference": None if prefill is None or decode is None else prefill + decode,
         }
         span = self._tracer.start_span(
-            NAME, context=self._context, kind=SpanKind.SERVER, start_time=now - round(one.seconds * 1e9),
+            NAME,
+            context=self._context,
+            kind=SpanKind.SERVER,
+            start_time=now - round(one.seconds * 1e9),
             attributes={name: value for name, value in attributes.items() if value is not None},
-        )  # fmt: skip
+        )
         if finish_reason == "error":
             span.set_status(StatusCode.ERROR)
         span.end(now)

@@ -65,7 +65,9 @@ class Watchdog(Repeating):
             self._has_cancelled = False
         elif not self._has_cancelled:
             self._has_cancelled = True
-            log.error("%s; ending %d requests", stalled, worker.cancel_all(f"{stalled}; this request was cancelled"))
+            log.error(
+                "%s; cancelling %d requests", stalled, worker.cancel_all(f"{stalled}; this request was cancelled")
+            )
 
     def _turn(self) -> None:
         if not self._stopping.is_set():

@@ -179,11 +179,11 @@ class EngineWorker:
         return self._enqueue(partial(self._abort, request_id), unless_running=False)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Runs `function(engine)` between two steps; the future has its result."""
+        """Runs `function(engine)` between two steps; the future holds its result."""
         return self._enqueue(lambda: function(self._engine))
 
     def freeze(self, *, frozen: bool) -> Future[None]:
-        """Stop stepping, or continue. Meanwhile requests in progress keep their resources, and new ones wait."""
+        """Stop stepping, or continue. While stopped, requests in progress keep their resources, and new ones wait."""
         return self._enqueue(partial(self._freeze, frozen))
 
     def view(self) -> Future[EngineView]:
@@ -403,7 +403,7 @@ class EngineWorker:
     def _tell_ended(self, engine: Engine) -> None:
         """While frozen, deliver the outputs of requests that ended outside a step; otherwise the next step does."""
         if self._state is WorkerState.FROZEN:
-            self._deliver(engine.take_ended())
+            self._deliver(engine.pop_ended())
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

@@ -1,1 +1,1 @@
-"""Connections, HTTP/1.1 on them, and middleware around every route."""
+"""Connections, HTTP/1.1, and the middleware around every route."""

@@ -1,4 +1,4 @@
-"""A connection that is accepted, and not begun yet."""
+"""Accepted connections whose request head has not arrived yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNOR
 
 
 class Limits(Protocol):
-    """How long clients may keep the server waiting; its settings."""
+    """Limits on how long clients may keep the server waiting, from the settings."""
 
     head_seconds: float
     body_seconds: float
@@ -24,21 +24,23 @@ class Limits(Protocol):
 
 
 class Accepted:
-    """A connection that is not begun yet: a socket, and what was read from it."""
+    """An accepted connection before its first request: the socket, and the bytes read from it."""
 
     def __init__(self, client: socket.socket, address: str) -> None:
         self.socket = client
-        self.descriptor = client.fileno()  # asyncio is slow to look sockets up
+        self.descriptor = client.fileno()  # asyncio looks sockets up slowly
         self.address = address
         self.place: str | None = None
         self.data = bytearray()
         self.begun = False
         self.is_whole = False
-        """True if one request has come as a whole, and nothing else."""
+        """True if exactly one complete request has arrived."""
         self._since = time.monotonic()
 
     def read(self) -> bool:
-        """Read what has come. True if it can be begun: a request's head is there, or nothing more will come."""
+        """Read the received bytes. True if the connection can be started: a request's head is there, or nothing more
+        will come.
+        """
         data = self.socket.recv(MAX_HEAD_BYTES)
         self.data += data
         head = self.data.find(b"\r\n\r\n") + 4
@@ -48,7 +50,7 @@ class Accepted:
 
     @property
     def waits(self) -> bool:
-        """True while another connection may take this one's place."""
+        """True while another connection may replace this one."""
         return not self.begun
 
     @property
@@ -61,7 +63,7 @@ class Accepted:
         self.socket.close()
 
     def expire(self) -> bool:
-        """End it: nothing of a request has come that could be answered."""
+        """Close it: no part of a request has come that could be answered."""
         return True
 
     def is_overdue(self, now: float, limits: Limits) -> bool:

@@ -1,4 +1,4 @@
-"""The acceptor: accepts connections, and begins each one once it has a request's head."""
+"""The acceptor: accepts connections, and starts each one once it has a request's head."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .accepted import Accepted
 from .connections import Connections
 
 ACCEPT_AT_ONCE = 512
-"""Connections accepted in one callback of the event loop, which takes a tenth of the time to begin them.
+"""Connections accepted in one callback of the event loop; accepting takes a tenth of the time of starting.
 
-Never more than half of the connections allowed, so that a connection can be begun before a later one replaces it.
+Never more than half of the allowed connections, so a connection can be started before a later one replaces it.
 """
 
 BEGIN_AT_ONCE = 8
-"""Connections begun in one callback of the event loop."""
+"""Connections started in one callback of the event loop."""
 
 LACK_SECONDS = 0.02
 """Seconds without accepting when all connections are in use, or no descriptor is free."""
@@ -26,8 +26,8 @@ LACK_SECONDS = 0.02
 class Acceptor:
     """Accepts connections on the running event loop.
 
-    To begin a connection takes ten times as long as to accept it. When several are ready, whole requests come before
-    partial ones, then the shortest, which are the least work, then the latest: its client is likely still there.
+    Starting a connection takes ten times as long as accepting it. When several are ready, whole requests come before
+    partial ones; then the shortest, which are the least work; then the latest, whose client is most likely still there.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Accept no more. The listeners stay open; they are their owner's."""
+        """Accept no more connections. The listeners stay open; their owner closes them."""
         for listener in self._listeners:
             self._loop.remove_reader(listener)
         self._listeners.clear()
@@ -71,7 +71,7 @@ class Acceptor:
                 self._loop.add_reader(one.descriptor, self._read, one)
 
     def _pause(self, listener: socket.socket) -> None:
-        self._loop.remove_reader(listener)  # or it would be ready all the time
+        self._loop.remove_reader(listener)  # otherwise it would be ready all the time
         self._loop.call_later(LACK_SECONDS, self._go_on, listener)
 
     def _go_on(self, listener: socket.socket) -> None:
@@ -79,7 +79,7 @@ class Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     def _read(self, one: Accepted) -> bool:
-        """Read what has come. True if no more is to be read here."""
+        """Read the received bytes. True if this connection needs no more reading here."""
         try:
             can_begin = one.read()
         except (BlockingIOError, InterruptedError):
@@ -114,5 +114,5 @@ class Acceptor:
         try:
             _, connection = await self._loop.connect_accepted_socket(lambda: self._make(one), one.socket)
             connection.data_received(bytes(one.data))
-        except OSError:  # its client left meanwhile
+        except OSError:  # its client has left meanwhile
             self._connections.close(one)

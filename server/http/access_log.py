@@ -1,4 +1,4 @@
-"""A line of the log for every HTTP request."""
+"""One log line for every HTTP request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ access = logging.getLogger("chorus.access")
 
 
 class AccessLog:
-    """Middleware below which lines of the log tell their request. writes: whether there is a line for each."""
+    """Middleware that adds the request's fields to the log lines written inside it. writes: also write a line per
+    request.
+    """
 
     def __init__(self, app: ASGIApp, *, writes: bool) -> None:
         self._app = app

@@ -20,13 +20,14 @@ LOG_SECONDS = 10.0
 
 
 class Connection(Protocol):
-    """Accepted, or begun. place: see `ConnectionLimiter`."""
+    """An accepted or started connection."""
 
     place: str | None
+    """See `ConnectionLimiter`."""
 
     @property
     def answers(self) -> bool:
-        """True with a request that has no complete answer."""
+        """True if a request has no complete response yet."""
         ...
 
     @property
@@ -36,22 +37,22 @@ class Connection(Protocol):
 
     def is_overdue(self, now: float, limits: Limits) -> bool: ...
     def expire(self) -> bool:
-        """An overdue client: True if the connection is to be closed, False if its answer says why."""
+        """Handle an overdue client: True if the connection is to be closed, False if its response gives the reason."""
         ...
 
     def close(self) -> None: ...
 
 
 class Connections:
-    """All connections of a server. Used on its event loop only.
+    """All connections of a server. Used only on its event loop.
 
     Every `SWEEP_SECONDS`, connections with an overdue client are closed. A new connection beyond a limit replaces the
-    one that the server has waited for longest: over an address's limit, one from that address. Where the server waits
-    for none, the new connection is closed.
+    one that the server has waited for longest: over an address's limit, one from that address. If the server waits for
+    none, the new connection is closed.
     """
 
     def __init__(self, count: int, settings: Settings) -> None:
-        """count: most connections."""
+        """count: maximum number of connections."""
         self.count = count
         self.places = ConnectionLimiter(
             settings.max_connections_per_address or count // 2, Networks(settings.trusted_proxies or ())
@@ -60,7 +61,7 @@ class Connections:
         """Connections so far."""
         self._limits: Limits = settings
         self._all: set[Connection] = set()
-        self._waiting: dict[Connection, None] = {}  # that the server waits for, longest first
+        self._waiting: dict[Connection, None] = {}  # connections that the server waits for, longest first
         self._timer: asyncio.TimerHandle | None = None
         self._num_closed = 0  # since the last log line
         self._log_after = 0.0
@@ -70,16 +71,16 @@ class Connections:
 
     @property
     def num_answering(self) -> int:
-        """Connections with a request that has no complete answer."""
+        """Connections with a request that has no complete response."""
         return sum(connection.answers for connection in self._all)
 
     @property
     def is_full(self) -> bool:
-        """True if there are as many connections as allowed, each with a request in progress."""
+        """True if the maximum is reached and each connection has a request in progress."""
         return len(self._all) >= self.count and not self._waiting
 
     def add(self, one: Accepted) -> bool:
-        """A connection was accepted: close it, or another one, when there are too many. False if it is closed."""
+        """A connection was accepted: close it, or another one, if there are too many. False if it was closed."""
         self.num_made += 1
         place = one.place = self.places.enter(one.address)
         self._all.add(one)
@@ -93,28 +94,28 @@ class Connections:
         return one in self._all
 
     def begin(self, accepted: Connection, connection: Connection) -> None:
-        """What was accepted is read from now on."""
+        """An accepted connection was started."""
         connection.place = accepted.place
         self._all.discard(accepted)
         self._all.add(connection)
         self.note(connection)
 
     def note(self, one: Connection) -> None:
-        """The server may have begun to wait for this connection's client, or may wait no more."""
+        """The server may have begun, or ceased, to wait for this connection's client."""
         if not one.waits:
             self._waiting.pop(one, None)
         elif one in self._all:
             self._waiting.setdefault(one)
 
     def remove(self, one: Connection) -> None:
-        """A connection is gone, or about to go."""
+        """A connection has closed, or is about to."""
         if one in self._all:
             self._all.discard(one)
             self._waiting.pop(one, None)
             self.places.leave(one.place)
 
     def make_room(self) -> None:
-        """Close the one that waits longest: there are no more descriptors."""
+        """Close the connection that waits longest, because no descriptor is left."""
         for one in [*self._waiting][:1]:
             self.close(one)
 
@@ -133,8 +134,12 @@ class Connections:
                 self._num_closed += 1
         if self._num_closed and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
-            log.warning("closed %d connections that were too many or kept it waiting; %d are open, from %d places",
-                        self._num_closed, len(self._all), len(self.places))  # fmt: skip
+            log.warning(
+                "closed %d connections that were too many or kept it waiting; %d are open, from %d places",
+                self._num_closed,
+                len(self._all),
+                len(self.places),
+            )
             self._num_closed = 0
         active = self._all or self._num_closed
         self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if active else None

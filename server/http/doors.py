@@ -1,4 +1,4 @@
-"""Middleware around every route: the request's id, its client, and checks of its host, origin, right and body."""
+"""Middleware around every route: request ids, and checks of client, host, origin, right and body."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .statuses import Statuses
 from .tenant_header import TenantHeader
 
 _random = random.Random()
-"""Not the system's, which is asked without the interpreter's lock: getting that back takes half a millisecond or more
-beside an engine at work.
+"""Random request ids without a system call: the call releases the interpreter's lock, and getting the lock back next to
+a busy engine takes half a millisecond or more.
 """
 
 READING = ("GET", "HEAD", "OPTIONS")
@@ -36,14 +36,21 @@ VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class GuardedRoute(Route):
-    """A route for one method, and the right that it asks for. reads_json: whether its bodies must say that they are.
-    takes_forms: whether they may be forms, too.
+    """A route for one method, and the right that it requires.
+
+    reads_json: bodies must be declared as JSON. takes_forms: bodies may be forms, too.
     """
 
     def __init__(
-        self, method: str, path: str, endpoint: Callable[..., Any], right: Right, *, reads_json: bool = True,
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        right: Right,
+        *,
+        reads_json: bool = True,
         takes_forms: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.right = right
         self.reads_json = reads_json
@@ -51,7 +58,7 @@ class GuardedRoute(Route):
 
 
 class RootPath:
-    """Middleware below which a path goes without the prefix that a proxy left in front of it."""
+    """Middleware that removes the prefix that a proxy left in front of the path."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
@@ -64,10 +71,10 @@ class RootPath:
 
 
 class RequestId:
-    """Middleware that answers with the client's id, or with a new one where it sent none that can be repeated."""
+    """Middleware that returns the client's request id, or a new one if the client sent none that can be repeated."""
 
     def __init__(self, app: ASGIApp, statuses: Statuses) -> None:
-        """statuses: counts the answers."""
+        """statuses: counts the responses."""
         self._app = app
         self._statuses = statuses
 
@@ -92,10 +99,13 @@ class RequestId:
 class Doors:
     """Middleware that refuses requests, in OpenAI's error shape, by host, origin, key and content type.
 
-    It sets in `request.state`: `caller`, the key's tenant, or the client's address without a key, for the log;
-    `tenant`, the one in the tenant header where that header counts, else the caller; `identity`, None at an open route
-    without a key; `spend`, which takes tokens from the key's budget, None without one; `sees_paths`, whether answers
-    may show paths of this machine.
+    It sets these in `request.state`:
+
+    * `caller`: the key's tenant, or without a key the client's address, for the log
+    * `tenant`: the one in the tenant header if that header counts, else the caller
+    * `identity`: None at an open route without a key
+    * `spend`: takes tokens from the key's budget; None without one
+    * `sees_paths`: whether responses may show paths of this machine
 
     proxies: may name the client in X-Forwarded-For. tenants: may name the tenant.
     """
@@ -162,7 +172,9 @@ class Doors:
         return next((one for one in self.routes if one.matches(scope)[0] is Match.FULL), None)
 
     def _admit(self, scope: Scope, headers: Headers) -> RequestIdentity | None:
-        """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
+        """Return the caller; None at an open route without a valid key. Raises an ApiError if the request is
+        refused.
+        """
         if CONTROL.search(scope["path"]):
             raise ApiError(400, "the path holds a control character", code="invalid_path")
         self._check_host(scope["method"], headers)
@@ -203,10 +215,11 @@ def _is_json(content_type: str) -> bool:
 
 
 def _check_kind(kind: str, route: GuardedRoute | None) -> None:
-    """Raises an ApiError for a body of another content type than the route reads."""
+    """Raises an ApiError if the route does not read bodies of this content type."""
     if route is not None and (not route.reads_json or (route.takes_forms and kind.startswith("multipart/form-data;"))):
         return
     if not _is_json(kind):
         given = clipped(kind) or "nothing"
-        raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
-                       code="unsupported_media_type")  # fmt: skip
+        raise ApiError(
+            415, f"the content-type is {given!r}, the body must be application/json", code="unsupported_media_type"
+        )

@@ -1,4 +1,4 @@
-"""Bodies of multipart/form-data, part by part as they come."""
+"""Bodies of multipart/form-data, read part by part as they arrive."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ MAX_PARTS = 64
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what its caller raises
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs the errors that its caller raises
 
 
 class Piece(NamedTuple):
-    """A piece of a part. name: the field's. file_name: None of a field that is no file."""
+    """A piece of a part."""
 
     name: str
+    """The field's."""
     file_name: str | None
+    """None if the field is not a file."""
     data: bytes
 
 
 def boundary_of(content_type: str) -> bytes | None:
-    """What is between the parts of a form; None for a body of another type."""
+    """The boundary between the parts of a form; None for a body of another type."""
     header = Message()
     header["content-type"] = content_type
     if header.get_content_type() != "multipart/form-data":
@@ -41,7 +43,9 @@ def boundary_of(content_type: str) -> bytes | None:
 
 
 async def pieces(body: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[Piece]:
-    """The pieces of all parts in order, an empty one at the end of each. Raises an ApiError for what is no form."""
+    """The pieces of all parts in order, with an empty piece at the end of each part. Raises an ApiError for an invalid
+    form.
+    """
     form = _Form(boundary)
     async for data in body:
         for piece in form.read(data):
@@ -51,23 +55,28 @@ async def pieces(body: AsyncIterator[bytes], boundary: bytes) -> AsyncIterator[P
 
 
 class _Form:
-    """What has come of a form. is_over: its last boundary came; what follows means nothing."""
+    """The state of a form being read. is_over: its last boundary came; later bytes mean nothing."""
 
     def __init__(self, boundary: bytes) -> None:
         self._pieces: list[Piece] = []
         self._num_parts = 0
-        self._header = Message()  # of the part, as far as it matters
-        self._field, self._value = bytearray(), bytearray()  # of one of its lines
+        self._header = Message()  # headers of the part that matter here
+        self._field, self._value = bytearray(), bytearray()  # the current header line
         self._part: tuple[str, str | None] = "", None
-        self._parser = MultipartParser(boundary, {
-            "on_part_begin": self._begin_part,
-            "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-            "on_header_end": self._end_line,
-            "on_headers_finished": self._end_head,
-            "on_part_data": lambda data, start, end: self._give(data[start:end]),
-            "on_part_end": lambda: self._give(b""),
-        }, max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES)  # fmt: skip
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": lambda data, start, end: self._field.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_end": self._end_line,
+                "on_headers_finished": self._end_head,
+                "on_part_data": lambda data, start, end: self._give(data[start:end]),
+                "on_part_end": lambda: self._give(b""),
+            },
+            max_header_count=MAX_HEADERS,
+            max_header_size=MAX_HEADER_BYTES,
+        )
 
     @property
     def is_over(self) -> bool:

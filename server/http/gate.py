@@ -1,4 +1,4 @@
-"""Requests in progress and the bytes of their bodies: bounds of each tenant and of all, and the end of what is left.
+"""Requests in progress and the bytes of their bodies: limits per tenant and in total, and cancelling at the end.
 
 Tests: tests/server/access/test_shared_bounds.py
 """
@@ -16,26 +16,31 @@ from ..access.shared_bounds import RequestSlots, TokenBudgets
 from ..errors import GENERATES, ApiError
 
 ALWAYS_OPEN = ("/health", "/ping")
-"""Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
+"""Routes that report the server's health: always open, without a key, and not counted."""
 
 GENERATING = (
-    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages",
-    "/invocations", *GENERATES,
-)  # fmt: skip
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/invocations",
+    *GENERATES,
+)
 
 
 class Room:
-    """A bound that tenants share: none holds more than it leaves free, so that another one always finds some."""
+    """A bound that tenants share: none may hold more than it leaves free, so other tenants always find some."""
 
     def __init__(self, what: str, most: int | None = None) -> None:
-        """what: the things held, for messages. most: that all tenants may hold; None: any number."""
+        """what: the things held, for messages. most: maximum for all tenants together; None: unlimited."""
         self.most = most
         self._what = what
         self._held: Counter[str] = Counter()
         self.total = 0
 
     def take(self, tenant: str, count: int = 1) -> None:
-        """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has."""
+        """Hold `count` more. Raises an ApiError: 503 if all tenants together have too many, 429 if this one has."""
         if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
             if full := count > free:
                 text = f"{self.total} {self._what} are in progress, which is all this server takes"
@@ -47,11 +52,11 @@ class Room:
         self.total += count
 
     def held(self, tenant: str) -> int:
-        """What a tenant holds."""
+        """Number that a tenant holds."""
         return self._held[tenant]
 
     def give_back(self, tenant: str, count: int = 1) -> None:
-        """Hold `count` less."""
+        """Hold `count` fewer."""
         self.total -= count
         self._held[tenant] -= count
         if not self._held[tenant]:
@@ -59,23 +64,23 @@ class Room:
 
 
 class Gate:
-    """Lets requests in and counts them; once it drains, none that asks for work."""
+    """Admits and counts requests; while draining, it admits none that asks for work."""
 
     def __init__(self, most_body_bytes: int | None = None, shared: Path | None = None) -> None:
-        """most_body_bytes: of all bodies that are being read. shared: directory in which the processes that serve the
-        same clients keep the bounds of keys together; None: this one is alone.
+        """most_body_bytes: maximum for all bodies being read. shared: directory in which the processes that serve the
+        same clients count the keys' limits together; None: there is one process.
         """
         self.requests = Room("requests")
-        """Requests in progress that ask for work; looking is not counted."""
+        """Requests in progress that ask for work; read-only requests are not counted."""
         self.request_slots = RequestSlots(shared and shared / "seats")
-        """The same of keys that may have so many, by the tenant of the key, not by one that a gateway names within."""
+        """The same for keys with a limit, by the key's tenant rather than one that a gateway names within it."""
         self.tokens = TokenBudgets(file=shared and shared / "tokens")
         self.bodies = Room("bytes of bodies", most_body_bytes)
         self.draining = False
         self.cutting = False
         self._tasks: set[asyncio.Task] = set()
         self.num_generating = 0
-        """Requests in progress that ask for answers of the model."""
+        """Requests in progress that generate tokens."""
 
     @property
     def active(self) -> int:
@@ -84,7 +89,7 @@ class Gate:
 
     @contextmanager
     def passing(self, method: str, path: str, tenant: str = "", caller: str = "", grant: Grant = ALL) -> Iterator[None]:
-        """Count the running task as a request in progress. Raises an ApiError when it can't be taken.
+        """Count the running task as a request in progress. Raises an ApiError if the request is refused.
 
         caller: the owner of the key, which has the grant.
         """
@@ -111,8 +116,8 @@ class Gate:
                     self.tokens.share()
 
     def _take(self, held: ExitStack, tenant: str, caller: str, grant: Grant, *, generates: bool) -> None:
-        """Take a request slot of the key and a connection slot of the tenant, which `held` gives back. Raises an
-        ApiError if either has none.
+        """Take a request slot of the key and a connection slot of the tenant; `held` returns them. Raises an ApiError
+        if either has none.
         """
         if generates and grant.tokens_per_minute is not None:
             self.tokens.check(caller, grant.tokens_per_minute)
@@ -125,7 +130,7 @@ class Gate:
         held.callback(self.requests.give_back, tenant)
 
     def cut(self) -> None:
-        """Cancel the requests in progress; `Doors` answers their clients."""
+        """Cancel the requests in progress; `Doors` sends the responses."""
         self.cutting = True
         for task in list(self._tasks):
             task.cancel()

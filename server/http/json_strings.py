@@ -1,4 +1,4 @@
-"""Long strings of a JSON object that is read as it comes: they are handed out in pieces, the rest is collected."""
+"""Long strings of a JSON object that is read as it arrives: they are passed on in pieces, and the rest is collected."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from collections.abc import Collection, Iterator
 _MARK = re.compile(rb'["{}\[\]:,]')
 _STRING_MARK = re.compile(rb'["\\]')
 _ESCAPE_BYTES = {b"u": 6}
-"""Bytes of an escape by its second one; all others have two."""
+"""Bytes of an escape sequence by its second character; all others have two."""
 
 
 class LongStrings:
-    """Reads one object. rest: its text, in which the long strings are empty; whether it is JSON is for its reader."""
+    """Reads one object. rest: its text with empty long strings; the caller checks that it is JSON."""
 
     def __init__(self, fields: Collection[str]) -> None:
-        """fields: names of the object's own fields whose strings are handed out."""
+        """fields: names of the object's own fields whose strings are passed on."""
         self.rest = bytearray()
         self._fields = {name.encode(): name for name in fields}
         self._depth = 0
         self._in_string = False
-        self._string_at = 0  # in `rest`, of the latest string
+        self._string_at = 0  # position in `rest` of the latest string
         self._key = b""
         self._long: str | None = None
-        self._escape = b""  # as far as it has come
+        self._escape = b""  # the key, as far as it has arrived
 
     def feed(self, data: bytes) -> Iterator[tuple[str, bytes]]:
-        """The next part of the text: pieces of long strings in order, with their field; an empty one at the end."""
+        """Read the next part of the text. Yields pieces of long strings in order, with their field, and an empty one at
+        each end.
+        """
         at = 0
         while at < len(data):
             if self._escape:
@@ -77,7 +79,7 @@ class LongStrings:
 
     @staticmethod
     def _plain(data: bytes, at: int) -> tuple[int, bytes] | None:
-        """The text as far as a quote, if there is any and no escapes but those of slashes, which some clients write."""
+        """The text up to a quote, provided it has no escapes but those of slashes, which some clients write."""
         end = data.find(b'"', at)
         text = data[at : len(data) if end < 0 else end]
         plain = text.replace(b"\\/", b"/") if b"\\" in text else text
@@ -94,26 +96,26 @@ class LongStrings:
         try:
             text = json.loads(b'"' + escape + b'"').encode("utf-8", "replace")
         except ValueError:
-            text = escape  # its reader refuses it
+            text = escape  # the JSON reader refuses it
         return at + 1, text
 
 
 class Base64:
-    """Decodes pieces of base64. ValueError for what is none."""
+    """Decodes pieces of base64. Raises ValueError if they are invalid."""
 
     def __init__(self) -> None:
         self._left = b""
         self._is_padded = False
 
     def feed(self, text: bytes) -> bytes:
-        """The bytes of a piece, but for what needs the next one."""
+        """The bytes of a piece, except those that need the next piece."""
         text = self._left + text
         whole = len(text) - len(text) % 4
         self._left = text[whole:]
         return self._decoded(text[:whole])
 
     def close(self) -> None:
-        """The text is over."""
+        """The text is complete."""
         if self._left:
             raise ValueError("Incorrect padding")
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's over httptools, with bounds, and with errors in OpenAI's shape.
+"""HTTP/1.1 on one connection: uvicorn's protocol over httptools, with limits, and with errors in OpenAI's shape.
 
 Tests: tests/server/http/test_connections.py
 """
@@ -16,13 +16,13 @@ from ..errors import ApiError
 from .accepted import MAX_HEAD_BYTES, Accepted, Limits
 from .connections import Connections
 
-#: Logger of clients' mistakes. They go into the answer and not into the log, which clients could fill otherwise.
+# Logger of clients' mistakes. They go into the response, not into the log, which clients could otherwise fill.
 _log = logging.getLogger(f"{__name__}.requests")
 _log.setLevel(logging.ERROR)
 
 MAX_HEADERS = 128
 MAX_PIPELINED = 4
-"""Requests that may have come before the answer to the first of them."""
+"""Pipelined requests that may wait for the response to the first."""
 
 _MESSAGES = {
     400: "this is no valid HTTP/1.1 request",
@@ -36,28 +36,28 @@ _CODES = {408: "body_timed_out"}
 
 
 class _Refused(Exception):
-    """A request that is not taken, with the status of the answer."""
+    """A refused request, with the status of the response."""
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client's connection. uvicorn's parser calls `on_url`, `on_header` and so on as it finds these."""
+    """One client's connection. uvicorn's parser calls `on_url`, `on_header` and so on."""
 
     def __init__(self, connections: Connections, accepted: Accepted, *args: Any, **kwargs: Any) -> None:
         self._body = bytearray()
-        # Called for each chunk, of which there may be one for every byte: so it must not be a function in Python.
+        # The parser calls this for each chunk, and a chunk may be one byte: so it must not be a Python function.
         self.on_body = self._body.extend  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(*args, **kwargs)
         self.parser: Any  # uvicorn forgets it in the end
         self.logger = _log
         self.place: str | None = None
-        """Address of the client, if connections from there are counted."""
+        """Address of the client, if its connections are counted."""
         self._connections, self._accepted = connections, accepted
-        self._cycles: list[Any] = []  # requests without a complete answer, the oldest first
+        self._cycles: list[Any] = []  # requests without a complete response, oldest first
         self._in_head = self._in_body = self._refused = False
         self._head_bytes = self._num_hosts = 0
-        self._body_bytes = 0  # received of the body
-        self._silent_bytes = 0  # received since the parser found anything in them
-        self._since = self._read_at = time.monotonic()  # a head, a body or a wait began; bytes came
+        self._body_bytes = 0  # bytes of the body received so far
+        self._silent_bytes = 0  # bytes received since the parser last found anything
+        self._since = self._read_at = time.monotonic()  # when a head, a body or a wait began, or bytes came
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -70,13 +70,13 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells the latest only
+        for cycle in self._cycles:  # uvicorn knows only the latest
             cycle.disconnected = True
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._read_at = time.monotonic()
-        if self._refused:  # what still comes is read, so that the client can read why, and thrown away
+        if self._refused:  # keep reading, and discard it, so that the client can read the reason
             return
         if not (self._in_head or self._in_body or self._cycles):
             self._in_head, self._since = True, self._read_at
@@ -124,7 +124,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._body:
             super().on_body(bytes(self._body))
             self._body.clear()
-            self._silent_bytes *= not self._cycles  # what comes after the answer is of no use
+            self._silent_bytes *= not self._cycles  # data after the response is useless
 
     def on_response_complete(self) -> None:
         self._cycles.pop(0)
@@ -144,18 +144,18 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def waits(self) -> bool:
-        """True while the server waits for the client: for a request, for its body, or until an answer is taken."""
+        """True while the server waits for the client: for a request, for its body, or for the response to be read."""
         return self.flow.write_paused or len(self._cycles) <= self._in_body
 
     @property
     def answers(self) -> bool:
-        """True while a request has no complete answer."""
+        """True while a request has no complete response."""
         return bool(self._cycles)
 
     def is_overdue(self, now: float, limits: Limits) -> bool:
-        """True if a head did not come in time, a body paused for too long, or came at less than the least rate.
+        """True if a head was late, or a body paused for too long or fell below the minimum rate.
 
-        What is left of a body that has its answer already may take as long as a head.
+        The rest of a body whose response is complete may take as long as a head.
         """
         if self._awaits_body:
             allowed = limits.whole_body_seconds + self._body_bytes / limits.body_bytes_per_second
@@ -166,27 +166,27 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _awaits_body(self) -> bool:
-        """True while a request waits for its body, and nothing else is to be answered before."""
+        """True while a request waits for its body and no other response is due first."""
         return self._in_body and not self._refused and len(self._cycles) == 1
 
     def expire(self) -> bool:
-        """End an overdue connection; False if its client is told why first, and has as long as a head takes to go."""
+        """End an overdue connection; False if its client gets the reason first, and then as much time as a head."""
         if self._awaits_body and not self.cycle.response_started:
             self._refuse(408)
             return False
         return True
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or not taken. Called where the parser's error is being handled."""
+        """Answer invalid HTTP or a refused request. Called while the parser's error is being handled."""
         cause = getattr(sys.exc_info()[1], "__context__", None)
         self._refuse(cause.args[0] if isinstance(cause, _Refused) else 400)
 
     def _refuse(self, status: int) -> None:
-        """Answer with an error, unless others are to be answered before or a part of its answer has left."""
+        """Answer with an error, unless other responses are due first or a part of this one was sent."""
         answered = self._in_body and not self._cycles
         self._refused, self._since = True, time.monotonic()
         if self._in_body and len(self._cycles) == 1 and not self.cycle.response_started:
-            cycle = self._cycles.pop()  # or its route would answer, too
+            cycle = self._cycles.pop()  # otherwise its route would answer, too
             cycle.disconnected = True
             cycle.message_event.set()
         if self._cycles:
@@ -198,11 +198,11 @@ class HttpConnection(HttpToolsProtocol):
         self._read_no_more()
 
     def _read_no_more(self) -> None:
-        """End once the client does: closing with something unread would take the answer back."""
+        """Close after the client does: closing with unread data would take the response back."""
         self._refused = True
         self.flow.resume_reading()
         if not self.transport.is_closing():
             self.transport.write_eof()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing is upgraded here; the request is answered as it is."""
+        """Upgrades are not supported; the request is answered as it is."""

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's, with a draining state, a deadline for it, and an error for every request it cuts.
+"""The HTTP server: uvicorn's, with a draining state, a deadline for draining, and an error for every cancelled request.
 
 Tests: tests/server/test_shutdown.py
 """
@@ -33,20 +33,20 @@ STOP_SECONDS = 1.5
 """Seconds that the engine may take to end."""
 
 LAST_WORDS_SECONDS = 1.0
-"""Seconds that the errors that end cut answers may take to be sent."""
+"""Seconds for sending the errors that end cancelled responses."""
 
 FAILURE_SECONDS = 5.0
-"""Seconds for which a server with a failed engine still answers with its errors before it ends."""
+"""Seconds for which a server with a failed engine still answers with errors before it ends."""
 
 QUIET_TICKS = 3
-"""Tenths of a second without a connection or request after which a draining server ends: it has read all there was."""
+"""Tenths of a second without a connection or request after which a draining server ends."""
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an app until a signal. The first one drains: what runs may end within `grace` seconds, new work gets 503.
+    """Serves an app until a signal. The first signal drains: requests may end within `grace` seconds, new ones get 503.
 
-    Then what is left is cut with an error its client can read, and the process ends with `exit_code`: 0, or 1 when the
-    engine broke down. A second Ctrl-C ends it at once.
+    The remaining ones are then cancelled with an error that their clients can read, and the process ends with
+    `exit_code`: 0, or 1 if the engine broke down. A second Ctrl-C ends it at once.
     """
 
     def __init__(self, config: uvicorn.Config, app: Starlette, connections: Connections, grace: float) -> None:
@@ -59,7 +59,7 @@ class HttpServer(uvicorn.Server):
         self._grace = grace
         self._cut_at: float | None = None
         self._failed_at: float | None = None
-        self._seen = 0  # connections and requests, at the latest tick
+        self._seen = 0  # connections and requests at the latest tick
         self._quiet_ticks = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -68,7 +68,7 @@ class HttpServer(uvicorn.Server):
         self.gate.draining = True
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on the worker's event loop, to the end."""
+        """Serve on the worker's event loop until the end."""
         with asyncio.Runner(loop_factory=self.worker.take_loop) as runner:
             runner.run(self.serve(sockets))
 
@@ -76,8 +76,12 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(LISTEN_BACKLOG)
         await super().startup([])
-        make = partial(self.config.http_protocol_class, config=self.config, server_state=self.server_state,
-                       app_state=self.lifespan.state)  # fmt: skip
+        make = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
         self._acceptor = Acceptor(sockets or (), make, self.connections)
 
     async def on_tick(self, counter: int) -> bool:
@@ -86,8 +90,11 @@ class HttpServer(uvicorn.Server):
             self._failed(now)
         if self.gate.draining and self._cut_at is None:
             self._cut_at = now + self._grace
-            log.info("shutting down: %d requests in progress have %g s to end; new ones get 503",
-                     self.gate.active, self._grace)  # fmt: skip
+            log.info(
+                "shutting down: %d requests in progress have %g s to end; new ones get 503",
+                self.gate.active,
+                self._grace,
+            )
         if self._cut_at is not None and (self._is_quiet() or now >= self._cut_at):
             self.should_exit = True
         return await super().on_tick(counter)
@@ -115,7 +122,9 @@ class HttpServer(uvicorn.Server):
         log.info("shut down")
 
     def _failed(self, now: float) -> None:
-        """The engine failed for good: answer with errors for `FAILURE_SECONDS`, then end with code 1 for the parent."""
+        """The engine failed for good: answer with errors for `FAILURE_SECONDS`, then end with code 1 for the parent
+        process.
+        """
         if self._failed_at is None:
             self._failed_at = now
             log.critical("%s; the process ends in %g s", self.worker.failure, FAILURE_SECONDS)

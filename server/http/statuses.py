@@ -1,4 +1,4 @@
-"""How many answers of one process were errors, and how many refusals for want of room or rights to more."""
+"""Counts one process's error responses, and its refusals for lack of capacity or rights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ TOO_MANY = 429
 
 @dataclass(slots=True)
 class Statuses:
-    """Counted where an answer begins; used on the event loop. errors: of the server, and of adapters' files (424)."""
+    """Counters, updated when a response begins, on the event loop."""
 
     errors: int = 0
+    """Of the server, and of adapters' files (424)."""
     refused: int = 0
 
     def note(self, status: int) -> None:

@@ -12,31 +12,32 @@ from ..access.keys import TENANT
 from ..errors import ApiError, clipped
 
 FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
-"""Header in which llm-d's gateways name the flow that a request belongs to."""
+"""Header in which llm-d's gateways name the flow of a request."""
 
 WITHIN = "|"
-"""Between a key's tenant and what a gateway names within it; no tenant's name has it."""
+"""Separator between a key's tenant and the name that a gateway gives within it; no tenant's name contains it."""
 
 
 class TenantHeader(NamedTuple):
-    """Header that may name the tenant.
-
-    gateways: the only peers that may send it; in a request with a key it names a part of the key's tenant, so that no
-    client can pose as another key's tenant. None: any client may name any tenant.
-    """
+    """Header that may name the tenant."""
 
     name: str
     gateways: Networks | None = None
+    """The only peers that may send it. In a request with a key it names a part of the key's tenant, so no client can
+    pose as another key's tenant. None: any client may name any tenant.
+    """
 
     @classmethod
     def of(cls, name: str | None, gateways: Sequence[str] | None) -> TenantHeader | None:
-        """By the settings; None if no header may. A gateway's is llm-d's, where none is named."""
+        """The header that the settings allow; None without one. Gateways default to llm-d's header."""
         if gateways is None:
             return None if name is None else cls(name)
         return cls(name or FAIRNESS_HEADER, Networks(gateways))
 
     def tenant(self, headers: Headers, peer: str, key_tenant: str) -> str:
-        """Return the tenant that a request's header names, or "" where none may or does. peer: it sent the request."""
+        """Return the tenant that a request's header names, or "" if it names none or may not. peer: sent the
+        request.
+        """
         if self.gateways is not None and peer not in self.gateways:
             return ""
         named = headers.get(self.name, "")

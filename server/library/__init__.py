@@ -1,1 +1,1 @@
-"""Parts of `LLM`, the library: the same calls as over HTTP, without HTTP."""
+"""Parts of `LLM`, the library: the API's requests, without HTTP."""

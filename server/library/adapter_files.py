@@ -1,4 +1,4 @@
-"""Files of adapters that a program gives as bytes or tensors: kept as the ones that come over HTTP are."""
+"""Files of adapters that a program gives as bytes or tensors, stored like uploads over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..settings import Settings
 
 
 class AdapterFiles:
-    """A directory for adapters that have none: `adapter_uploads`, or one that is gone when the LLM is closed."""
+    """A directory for adapters without one: `adapter_uploads`, or a temporary one until the LLM is closed."""
 
     def __init__(self, settings: Settings, adapters: BackendAdapters) -> None:
         self._made: tempfile.TemporaryDirectory[str] | None = None
@@ -26,12 +26,12 @@ class AdapterFiles:
             self._made = tempfile.TemporaryDirectory(prefix="chorus-adapters-", ignore_cleanup_errors=True)
             settings = settings.model_copy(update={"adapter_uploads": Path(self._made.name)})
         loaded = LoadedAdapters.of(settings, adapters)
-        assert loaded is not None  # a directory was named
+        assert loaded is not None  # the settings name a directory
         self.loaded = loaded
 
     @contextmanager
     def draft(self, config: Any, weights: Any) -> Iterator[StagedUpload]:
-        """The files of an adapter, for a load within the block. Raises InvalidRequest."""
+        """The files of an adapter, for a load within the `with` block. Raises InvalidRequest."""
         files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights)}
         try:
             with self.loaded.draft(sum(map(len, files.values()))) as draft:
@@ -51,7 +51,9 @@ class AdapterFiles:
 
 def _config_bytes(config: Any) -> bytes:
     if config is None:
-        raise InvalidRequest("config", "config is missing; give what adapter_config.json has, as a dict, text or bytes")
+        raise InvalidRequest(
+            "config", "config is missing; give the contents of adapter_config.json, as a dict, text or bytes"
+        )
     if callable(to_dict := getattr(config, "to_dict", None)):  # peft's LoraConfig
         config = to_dict()
     if isinstance(config, Mapping):
@@ -67,7 +69,7 @@ def _config_bytes(config: Any) -> bytes:
 
 
 def _listed(value: Any) -> Any:
-    """Sets of module names, and enumerations, as peft's configurations have them."""
+    """Convert sets of module names, and enumerations, of peft's configurations."""
     return sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
 
 
@@ -88,5 +90,5 @@ def _weight_bytes(weights: Any) -> bytes:
         try:
             tensors[str(name)] = torch.as_tensor(tensor).detach().to("cpu").contiguous().clone()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidRequest("weights", f"weights[{name!r}] is no tensor: {error}") from None
+            raise InvalidRequest("weights", f"weights[{name!r}] must be a tensor: {error}") from None
     return save(tensors)

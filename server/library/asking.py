@@ -1,4 +1,4 @@
-"""From prompts to answers, on an event loop: each prompt is one call, made by the code that makes HTTP's.
+"""Runs prompts on an event loop: each prompt is one request, built by the HTTP API's code.
 
 Tests: tests/server/test_llm.py
 """
@@ -25,12 +25,12 @@ from .completion import Collected, Completion, completion_of, streamed_completio
 from .params import SamplingParams, plain_copy, python_errors
 
 PROGRAM = Caller()
-"""Who asks: the program itself."""
+"""The caller: the program itself."""
 
 PREFIX = "llm-"
 
 MAX_PLAIN = 1024
-"""Characters of a text that is encoded with others; longer ones are first measured."""
+"""Characters of a text that is tokenized together with others; longer ones are first checked for length."""
 
 MAX_LISTED = 8
 """Names of adapters that an error lists."""
@@ -38,17 +38,18 @@ MAX_LISTED = 8
 
 @dataclass(slots=True)
 class PromptRequest:
-    """A prompt, or a conversation, and how it is to be answered. where: in front of errors about it."""
+    """A prompt, or a conversation, and its parameters."""
 
     prompt: Any
     params: SamplingParams
     adapter: str | None = None
     is_chat: bool = False
     where: str = ""
+    """Prefix of errors about it."""
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing but its tokens depends on its text."""
+        """True if only its tokens depend on its text."""
         is_text = not self.is_chat and isinstance(self.prompt, str) and len(self.prompt) <= MAX_PLAIN
         return is_text and not self.params.echo and "return_full_text" not in self.params.given
 
@@ -57,7 +58,7 @@ class PromptRequest:
         return bool(self.params.add_special_tokens)
 
     def body(self, context: int) -> dict[str, Any]:
-        """The body of the request over HTTP that asks the same."""
+        """The body of the equivalent HTTP request."""
         if self.is_chat:
             body = self.params.for_chat(plain_copy(self.prompt))
         else:
@@ -68,19 +69,17 @@ class PromptRequest:
 
 @dataclass(slots=True)
 class Asking:
-    """Answers the prompts of one LLM; its coroutines run on one event loop.
-
-    most: answers that the engine is given at once; the others follow as these end.
-    """
+    """Runs the prompts of one LLM; its coroutines run on one event loop."""
 
     builder: GenerationBuilder
     sourced: SourcedAdapters
     most: int
+    """Completions in the engine at once; the others follow as these end."""
     _held: int = 0
     _freed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def all(self, asked: Sequence[PromptRequest]) -> list[Completion]:
-        """Answers in the order of the prompts; the first error takes the others with it."""
+        """Completions in the order of the prompts; the first error cancels the others."""
         tasks: list[asyncio.Task[Completion]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -94,7 +93,7 @@ class Asking:
         return [task.result() for task in tasks]
 
     async def _encode(self, asked: Sequence[PromptRequest]) -> None:
-        """Make tokens of short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""
+        """Tokenize short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""
         for specials in (True, False):
             plain = [one for one in asked if one.is_plain and one.adds_specials == specials]
             texts = [one.prompt for one in plain]
@@ -103,7 +102,7 @@ class Asking:
                 one.prompt = tokens or one.prompt
 
     async def _one(self, asked: PromptRequest) -> Completion:
-        """An answer; its room was taken."""
+        """One completion; its capacity was reserved."""
         try:
             while True:
                 try:
@@ -111,7 +110,7 @@ class Asking:
                         await generation.finish()
                         return completion_of(generation, begun)
                 except Overloaded:
-                    if self._held <= (asked.params.n or 1):  # no other answer of this program will make room
+                    if self._held <= (asked.params.n or 1):  # no other completion of this program will free capacity
                         raise
                     async with self._freed:
                         await self._freed.wait()
@@ -119,7 +118,7 @@ class Asking:
             await self._give_back(asked.params.n or 1)
 
     async def pieces(self, asked: PromptRequest, ended: list[Completion]) -> AsyncGenerator[str, None]:
-        """An answer's text as it comes; at its end all of it is put into `ended`."""
+        """A completion's text as it comes; at its end the whole completion is put into `ended`."""
         collected = Collected()
         async with self._begun(asked, stream=True) as (generation, begun):
             if begun:
@@ -131,7 +130,9 @@ class Asking:
 
     @asynccontextmanager
     async def _begun(self, asked: PromptRequest, *, stream: bool) -> AsyncIterator[tuple[Generation, str]]:
-        """A call that the engine has accepted, and what its answer begins with; closed at the block's end."""
+        """A generation that the engine has accepted, and the text that its completion begins with; closed at the end of
+        the `with` block.
+        """
         with python_errors(asked.where):
             try:
                 generation, begun = await self._call(asked, stream=stream)
@@ -155,7 +156,7 @@ class Asking:
             generation = await builder.converse(PROGRAM, batch, PREFIX, arrival)
             return generation, batch.begun[0] if batch.asked.echo else ""
         if asked.prompt == []:
-            raise InvalidRequest("prompt", "the prompt has no tokens; give one at least")
+            raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
         request = CompletionRequest.of(body, builder.settings)
         generation, (shown,) = await builder.complete(PROGRAM, request, PREFIX, arrival)
         if not request.echo:

@@ -1,4 +1,4 @@
-"""Answers of `LLM`."""
+"""Results of `LLM`."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from ..text.output_parser import ParsedMessage, Part, PartKind, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer to a prompt or a conversation."""
+    """One completion of a prompt or a conversation."""
 
     text: str
-    """What it says; of a conversation's without reasoning and calls of tools."""
+    """The generated text; for a conversation without reasoning and tool calls."""
     token_ids: tuple[int, ...]
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, where the parameters ask for them."""
+    """One per token, if requested."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One per token of the prompt, None for its first, where they ask for them."""
+    """One per token of the prompt, None for the first, if requested."""
     stop_reason: int | str | None = None
-    """The stop string, or the asked-for stop token, that ended it."""
+    """The stop string, or the requested stop token, that ended it."""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     adapter: str | None = None
-    """`NAME@VERSION` of the adapter that it is computed with; None: the base model."""
+    """`NAME@VERSION` of the adapter used; None: the base model."""
     others: tuple[Completion, ...] = field(default=(), repr=False)
-    """The further answers to the same prompt, where `n` asks for several."""
+    """The further choices for the same prompt, if `n` > 1."""
 
     @property
     def choices(self) -> tuple[Completion, ...]:
-        """All answers to the prompt."""
+        """All choices for the prompt."""
         return (self, *self.others)
 
 
 @dataclass(slots=True)
 class Collected:
-    """What the deltas of a streamed choice said."""
+    """Collects the deltas of a streamed choice."""
 
     text: list[str] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, delta: Delta) -> str:
-        """Take a delta; returns the text that it adds to what the answer says."""
+        """Take a delta; return the text that it adds."""
         self.logprobs += delta.logprobs
         if delta.parts is None:
             self.text.append(delta.text)
@@ -59,13 +59,13 @@ class Collected:
 
 
 def completion_of(generation: Generation, begun: str = "") -> Completion:
-    """The answer of a generation that has ended. begun: what it begins with, under `echo`."""
+    """The completion from a finished generation. begun: text before it, under `echo`."""
     first, *others = (_completion(one, begun, one.text, one.parts, one.logprobs) for one in generation.choices)
     return replace(first, others=tuple(others))
 
 
 def streamed_completion(generation: Generation, collected: Collected, begun: str = "") -> Completion:
-    """The same of one whose choice was streamed, and keeps no text."""
+    """The same for a generation whose choice was streamed and keeps no text."""
     return _completion(generation.choices[0], begun, "".join(collected.text), collected.parts, collected.logprobs)
 
 

@@ -1,4 +1,4 @@
-"""The event loop of an `LLM`, on a thread of its own, for programs with a loop and without one."""
+"""The event loop of an `LLM`, on its own thread, for programs with and without a loop."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine; cancelling the future cancels it. Raises EngineUnavailable after `stop`."""
+        """Start a coroutine; cancelling the future cancels it. Raises EngineUnavailable after `stop`."""
         if self._loop.is_closed():
             work.close()
             raise EngineUnavailable("this LLM is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def try_submit(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
-        """Begin a coroutine, unless `stop` has ended all."""
+        """Start a coroutine, unless `stop` has ended everything."""
         return None if self._loop.is_closed() else asyncio.run_coroutine_threadsafe(begin(), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, which is cancelled where the wait for it is interrupted."""
+        """The result of a coroutine; if waiting for it is interrupted, the coroutine is cancelled."""
         future = self.submit(work)
         try:
             return future.result()
@@ -42,7 +42,7 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what runs and end the thread. Any number of times."""
+        """Cancel running coroutines and end the thread. May be called repeatedly."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()

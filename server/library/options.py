@@ -1,4 +1,4 @@
-"""Options of `LLM`: the settings of `chorus serve` that mean something without HTTP."""
+"""Options of `LLM`: the settings of `chorus serve` that make sense without HTTP."""
 
 from __future__ import annotations
 
@@ -15,14 +15,29 @@ from ..wanted import problem_of
 
 OPTIONS = frozenset(
     (
-        *EngineConfig.model_fields, *RequestLimits.model_fields,
-        "adapter_cache", "adapter_cache_bytes", "adapter_roots", "adapter_source", "adapter_source_bytes",
-        "adapter_source_hosts", "adapter_source_seconds", "adapter_uploads", "config", "generation_config",
-        "adapter_chat_templates", "chat_template",
-        "keep_versions", "lora_modules", "max_adapter_bytes", "max_uploaded_bytes", "override_generation_config",
-        "served_model_name", "weights",
+        *EngineConfig.model_fields,
+        *RequestLimits.model_fields,
+        "adapter_cache",
+        "adapter_cache_bytes",
+        "adapter_roots",
+        "adapter_source",
+        "adapter_source_bytes",
+        "adapter_source_hosts",
+        "adapter_source_seconds",
+        "adapter_uploads",
+        "config",
+        "generation_config",
+        "adapter_chat_templates",
+        "chat_template",
+        "keep_versions",
+        "lora_modules",
+        "max_adapter_bytes",
+        "max_uploaded_bytes",
+        "override_generation_config",
+        "served_model_name",
+        "weights",
     )
-)  # fmt: skip
+)
 
 OTHERS = {
     "enable_lora": "adapters are always served; leave it out",
@@ -31,16 +46,16 @@ OTHERS = {
     "max_lora_rank": "adapters of any rank are served; leave it out",
     "model_path": "use model",
     "quantization": "use a checkpoint in bfloat16 or float16",
-    "trust_remote_code": "no code of a model is ever run; leave it out",
+    "trust_remote_code": "code of a model is never run; leave it out",
 }
-"""Options of other libraries, each with what to do."""
+"""Options of other libraries, each with advice."""
 
 
 def settings_of(options: dict[str, Any]) -> Settings:
-    """Settings of an LLM's options. Raises InvalidRequest that names the wrong one."""
+    """Settings from an LLM's options. Raises InvalidRequest that names the wrong one."""
     for name in options:
         if name in OTHERS and name not in OPTIONS:
-            raise InvalidRequest(name, f"there is no option {name!r} of LLM; {OTHERS[name]}")
+            raise InvalidRequest(name, f"LLM has no option {name!r}; {OTHERS[name]}")
         if name not in OPTIONS:
             raise InvalidRequest(name, f"{name!r} {_why_not(name)}")
     try:

@@ -1,4 +1,4 @@
-"""`SamplingParams` of the library: the fields of the HTTP API, read and refused by the code that reads its bodies."""
+"""`SamplingParams` of the library: the fields of the HTTP API, checked by the same code."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ ELSEWHERE = {
     "messages": "they are chat's first argument",
     "model": "an adapter is named by adapter=, and the model is the LLM's",
     "prompt": "it is generate's first argument",
-    "request_id": "answers come in the order of the prompts",
-    "return_step_info": "it tells of HTTP's answers; leave it out",
+    "request_id": "completions come in the order of the prompts",
+    "return_step_info": "it concerns HTTP responses; leave it out",
     "return_tokens_as_token_ids": "a Completion has token ids as they are",
     "stream": "use llm.stream or llm.stream_chat",
-    "stream_options": "a stream's completion has its token ids, once it has ended",
+    "stream_options": "a stream's completion has its token ids once the stream has ended",
 }
-"""Fields of HTTP's bodies that are no sampling parameters here, each with what there is instead."""
+"""Fields of HTTP bodies that are not sampling parameters here, each with its alternative."""
 
 ALWAYS = {"return_token_ids": "a Completion has them always"}
-"""Fields that are taken, and ask for what there is in any case."""
+"""Fields that are accepted and ask for something that is always there."""
 
 COMPLETION_FIELDS = CompletionRequest.model_fields.keys() - ELSEWHERE.keys()
 CHAT_FIELDS = ChatCompletionRequest.model_fields.keys() - ELSEWHERE.keys()
 FIELDS = COMPLETION_FIELDS | CHAT_FIELDS
-"""Fields that `SamplingParams` has, without other servers' names for them."""
+"""Fields of `SamplingParams`, without other servers' names for them."""
 
 _BY_KIND = {
     GrammarKind.JSON_SCHEMA: "json",
@@ -55,11 +55,11 @@ _ANY_CONVERSATION = [{"role": "user", "content": "x"}]
 _NO_LIMITS = RequestLimits().model_copy(
     update={**dict.fromkeys(RequestLimits.model_fields, 1 << 62), "max_logprobs": MAX_LOGPROBS}
 )
-"""A model's own limits are looked at with each call."""
+"""Limits of the model are checked for each request."""
 
 
 class SamplingFields(TypedDict, total=False):
-    """Arguments of `SamplingParams`; docs/reference/parameters.md says which of them which kind of call obeys."""
+    """Arguments of `SamplingParams`; docs/reference/parameters.md says which kinds of requests support which."""
 
     n: int
     max_tokens: int | None
@@ -118,26 +118,28 @@ class SamplingFields(TypedDict, total=False):
 
 
 class SamplingParams:
-    """How completions are sampled, where they end, what they match and what is reported of them.
+    """Parameters of sampling, stopping, the output's grammar and the reported details.
 
     Takes the fields of POST /v1/completions and /v1/chat/completions by their names, and other servers' names for them;
-    each is obeyed or refused as over HTTP. Fields that are left out have the model's defaults, and else OpenAI's. Where
-    `max_tokens` is left out a prompt's answer has 16 tokens, and a conversation's as many as fit; None: as many as fit.
-    A Grammar, and a pydantic model's class for `json`, are taken as well. Raises InvalidRequest.
+    each is honored or refused as over HTTP. Fields that are left out have the model's defaults, or OpenAI's. Without
+    `max_tokens` a prompt's completion has 16 tokens, and a conversation's as many as fit; None: as many as fit. A
+    Grammar, and a pydantic model's class for `json`, are accepted as well. Raises InvalidRequest.
     """
 
     __slots__ = ("_given",)
 
     def __init__(self, *given: Never, **fields: Unpack[SamplingFields]) -> None:
         if given:
-            raise InvalidRequest("params", "SamplingParams takes fields by their names, such as temperature=0")
+            raise InvalidRequest("params", "SamplingParams takes fields by name, such as temperature=0")
         plain = {name: _plain(value) for name, value in fields.items()}
         with python_errors():
             _check_names(plain)
         if isinstance(grammar := plain.get("grammar"), Grammar):
             plain.pop("grammar")
             if plain.get("structured_outputs"):
-                raise InvalidRequest("grammar", "grammar and structured_outputs both say what the answer matches")
+                raise InvalidRequest(
+                    "grammar", "grammar and structured_outputs both define the output's grammar; give one of them"
+                )
             plain["structured_outputs"] = _structured(grammar)
         self._given = MappingProxyType(plain)
         with python_errors():
@@ -149,7 +151,7 @@ class SamplingParams:
         return self._given
 
     def replace(self, **fields: Unpack[SamplingFields]) -> SamplingParams:
-        """The same with other values of some fields."""
+        """A copy with other values of some fields."""
         merged: dict[str, Any] = {**self._given, **fields}
         return SamplingParams(**merged)
 
@@ -173,7 +175,7 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
 
     def _check(self) -> None:
-        """Raise an ApiError or InvalidRequest for values that no model could obey."""
+        """Raise an ApiError or InvalidRequest for values that no model could honor."""
         own = {name: ALIASES.get(name, name) for name in self._given}
         texts = {name: value for name, value in self._given.items() if own[name] not in CHAT_FIELDS - COMPLETION_FIELDS}
         if not {"max_tokens", "max_completion_tokens"} & set(own.values()):
@@ -186,14 +188,14 @@ class SamplingParams:
             ChatCompletionRequest.of(self.for_chat(_ANY_CONVERSATION), _NO_LIMITS)
 
     def for_text(self, prompt: Any, context: int) -> dict[str, Any]:
-        """The body of the completion request that asks the same. context: most tokens of a request."""
+        """The body of the equivalent completion request. context: most tokens of a request."""
         body = {**self._given, "prompt": prompt}
         if "max_tokens" in body and body["max_tokens"] is None:
             body["max_tokens"] = context
         return body
 
     def for_chat(self, messages: Any) -> dict[str, Any]:
-        """The body of the chat request that asks the same; `logprobs` is a number here, there a flag and a number."""
+        """The body of the equivalent chat request; `logprobs` is a number here, but a flag and a number there."""
         body = {**self._given, "messages": messages}
         if (count := body.get("logprobs")) is not None and not isinstance(count, bool):
             if body.setdefault("top_logprobs", count) != count:
@@ -207,26 +209,26 @@ def _rebuilt(fields: dict[str, Any]) -> SamplingParams:
 
 
 def _check_names(fields: Mapping[str, Any]) -> None:
-    """Raises an ApiError for a field that there is not, or not here."""
+    """Raises an ApiError for a field that does not exist, or not here."""
     for name in fields:
         if (instead := ELSEWHERE.get(ALIASES.get(name, name))) is not None:
-            raise ApiError(400, f"{name} is no sampling parameter; {instead}", param=name)
+            raise ApiError(400, f"{name} is not a sampling parameter; {instead}", param=name)
         if name not in FIELDS and name not in ALIASES and name not in HARMLESS and name not in NEUTRAL:
             raise unknown_field(name, FIELDS)
 
 
 def _structured(grammar: Grammar) -> dict[str, Any]:
-    """The field `structured_outputs` that asks for a grammar."""
+    """The field `structured_outputs` that requests a grammar."""
     kind = GrammarKind(grammar.kind)
     if grammar.around:
-        raise InvalidRequest("grammar", "a Grammar's `around` is the server's own; write one grammar of both")
+        raise InvalidRequest("grammar", "a Grammar's `around` is for the server only; combine both into one grammar")
     if kind == GrammarKind.JSON_OBJECT:
         return {"json_object": True}
     return {_BY_KIND[kind]: from_json(grammar.text) if kind == GrammarKind.CHOICE else grammar.text}
 
 
 def plain_copy(value: Any) -> Any:
-    """A value as JSON has it, which shares nothing with the caller's."""
+    """A value as JSON data that shares nothing with the caller's value."""
     return copy.deepcopy(_plain(value))
 
 
@@ -244,8 +246,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def python_errors(where: str = "") -> Iterator[None]:
-    """A block in which HTTP's errors are the library's: InvalidRequest, or GenerationFailed where it is not the
-    caller's fault. where: what is in front of the text of an InvalidRequest, such as `prompt 3: `.
+    """A `with` block that converts HTTP errors to the library's: InvalidRequest, or GenerationFailed if the caller is
+    not at fault. where: prefix of an InvalidRequest's text, such as `prompt 3: `.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What `LLM` is asked: prompts and conversations in the forms that clients give them."""
+"""Inputs of `LLM`: prompts and conversations in the formats that clients use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .params import python_errors
 
 
 class TextPrompt(TypedDict):
-    """A prompt as vLLM's clients give it."""
+    """A prompt in the format of vLLM's clients."""
 
     prompt: str
 
@@ -23,7 +23,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
-"""Text, or the tokens of one, or either in a dictionary."""
+"""A text, its tokens, or either in a dictionary."""
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: OpenAI's messages, with `role` and `content`."""
@@ -81,7 +81,7 @@ def _conversation(given: Any, where: str, of: str = "messages, each with role an
 
 
 def _listed(given: Any) -> Any:
-    """A sequence as a list: also an array of token ids, of numpy or torch."""
+    """A sequence as a list, including an array of token ids from numpy or torch."""
     if callable(listed := getattr(given, "tolist", None)):
         return listed()
     return list(given) if isinstance(given, tuple | range) else given
@@ -102,7 +102,7 @@ def for_each(value: Any, count: int, name: str, single: type | tuple[type, ...],
     if not isinstance(value, list | tuple):
         raise InvalidRequest(name, f"{name} must be {what}, or a list of them, not {_kind(value)}")
     if len(value) != count:
-        raise InvalidRequest(name, f"there are {len(value)} {name} for {count} prompts; give one, or one for each")
+        raise InvalidRequest(name, f"got {len(value)} {name} for {count} prompts; give one, or one for each")
     for index, one in enumerate(value):
         if not isinstance(one, single):
             raise InvalidRequest(f"{name}[{index}]", f"{name}[{index}] must be {what}, not {_kind(one)}")

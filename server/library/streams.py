@@ -1,4 +1,4 @@
-"""Streams of `LLM`: one answer's text as it comes, for `for` and for `async for`."""
+"""Streams of `LLM`: one completion's text as it comes, for `for` and `async for`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from .loop import LoopThread
 
 
 class Stream:
-    """Pieces of an answer's text. The request begins with the first; leaving the loop ends it and frees its pages."""
+    """Pieces of a completion's text. The first read starts the request; leaving the loop ends it and frees its
+    pages.
+    """
 
     def __init__(self, loop: LoopThread, pieces: AsyncGenerator[str, None], ended: list[Completion]) -> None:
-        """pieces: run on `loop`. ended: gets the whole answer at its end."""
+        """pieces: run on `loop`. ended: gets the whole completion at the end."""
         self._loop = loop
         self._pieces = pieces
         self._ended = ended
 
     @property
     def completion(self) -> Completion:
-        """The whole answer, once the stream has been read to its end. Raises GenerationFailed before."""
+        """The whole completion, once the stream has been read to its end. Raises GenerationFailed before."""
         if not self._ended:
             raise GenerationFailed("the stream has not been read to its end yet")
         return self._ended[0]
@@ -42,7 +44,7 @@ class Stream:
             self.close()
 
     def close(self) -> Future[None] | None:
-        """End the request, if it has not ended. Any number of times."""
+        """End the request, if it has not ended. May be called repeatedly."""
         return self._loop.try_submit(self._pieces.aclose)
 
     async def _read(self) -> str | None:

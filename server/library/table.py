@@ -18,10 +18,10 @@ _HEAD = """# Parameters: which exists where
 
 `SamplingParams` in Python takes the fields of `POST /v1/completions` (for `generate` and `stream`) and of
 `POST /v1/chat/completions` (for `chat` and `stream_chat`) by their names. The same code reads, limits and refuses them:
-what is a 400 over HTTP is an `InvalidRequest` here, with the same words. A field that a kind of call does not have is
+a 400 over HTTP is an `InvalidRequest` here, with the same message. A field that a kind of request does not have is
 refused unless its value asks for nothing. This page is made by `python -m chorus.server.library.table`.
 
-Three things differ in Python. `max_tokens=None` asks for as many tokens as fit; over HTTP `null` is as good as absent.
+Three things differ in Python. `max_tokens=None` asks for as many tokens as fit; over HTTP `null` counts as absent.
 `logprobs` is a number for conversations, too. `grammar` may be a `Grammar`, and `json` the class of a pydantic model.
 
 | field | completions | chat | Python | other names |
@@ -38,9 +38,9 @@ Over HTTP and in Python alike, where the table above has no other entry.
 """
 
 _HARMLESS = """
-## Taken and not looked at
+## Accepted and ignored
 
-| field | why no answer depends on it |
+| field | why no response depends on it |
 |---|---|
 """
 

@@ -1,4 +1,4 @@
-"""Flags of other servers, vLLM's above all: what is there instead, or why one needs no flag here."""
+"""Flags of other servers, mainly vLLM's: the equivalent here, or the reason why no flag is needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTED = {
     "--enable-prompt-tokens-details": "usage has the cached tokens always",
     "--enforce-eager": "graphs change no answer; --graph-capture off leaves them out",
 }
-"""Flags that are taken and change nothing, each with the reason."""
+"""Flags that are accepted and change nothing, each with the reason."""
 
 INSTEAD = {
     "--block-size": "use --block-tokens",
@@ -74,25 +74,41 @@ INSTEAD = {
     "--uds": "use --host and --port; a proxy may listen on a socket",
     "--max-num-partial-prefills": "steps are shared among tenants' prompts; use --max-num-batched-tokens",
 }
-"""Flags that can't be obeyed, each with what to do."""
+"""Flags that can't be honored, each with advice."""
 
 NEUTRAL = {
-    "--data-parallel-size": "1", "--kv-cache-dtype": "auto", "--pipeline-parallel-size": "1",
-    "--response-role": "assistant", "--scheduling-policy": "fcfs", "--task": "generate",
-}  # fmt: skip
-"""Values with which a flag asks for nothing."""
+    "--data-parallel-size": "1",
+    "--kv-cache-dtype": "auto",
+    "--pipeline-parallel-size": "1",
+    "--response-role": "assistant",
+    "--scheduling-policy": "fcfs",
+    "--task": "generate",
+}
+"""Values that make a flag ask for nothing."""
 
 WITH_VALUE = frozenset(
     (
-        "--guided-decoding-backend", "--lora-dtype", "--lora-extra-vocab-size", "--max-cpu-loras", "--max-loras",
-        "--reasoning-parser", "--swap-space", "--tokenizer-mode", "--tool-call-parser", "--uvicorn-log-level",
+        "--guided-decoding-backend",
+        "--lora-dtype",
+        "--lora-extra-vocab-size",
+        "--max-cpu-loras",
+        "--max-loras",
+        "--reasoning-parser",
+        "--swap-space",
+        "--tokenizer-mode",
+        "--tool-call-parser",
+        "--uvicorn-log-level",
         *NEUTRAL,
     )
-)  # fmt: skip
-"""Flags among these that are followed by a value."""
+)
+"""Those of these flags that take a value."""
 
-SHORT = {"-dp": "--data-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
-         "-tp": "--tensor-parallel-size"}  # fmt: skip
+SHORT = {
+    "-dp": "--data-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-tp": "--tensor-parallel-size",
+}
 """vLLM's short flags."""
 
 
@@ -101,11 +117,11 @@ RENAMED = {"--fronts": "--api-servers"}
 
 
 class ForeignFlag(ValueError):
-    """A flag that can't be obeyed; the text says what to do instead."""
+    """A flag that can't be honored; the text gives advice."""
 
 
 def without_foreign_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without other servers' flags that change nothing, and notes on these and on renamed flags.
+    """The arguments without other servers' flags that change nothing, and notes about these and about renamed flags.
 
     Raises ForeignFlag for a flag that would change something.
     """

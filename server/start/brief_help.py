@@ -1,4 +1,4 @@
-"""The one screen that --help shows; --help-all shows every flag."""
+"""The one-screen help of --help; --help-all shows every flag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = {
     "max_model_len": "most tokens of one request, prompt and answer",
     "config": "TOML file with any of the settings",
 }
-"""Settings that matter most, in words that fit a line."""
+"""The most important settings, in words that fit a line."""
 
 WIDTH, COLUMN = 100, 30
 
@@ -28,8 +28,8 @@ WIDTH, COLUMN = 100, 30
 def brief_help(
     parser: argparse.ArgumentParser, own: Sequence[argparse.Action], examples: Sequence[str], num_more: int
 ) -> str:
-    """The screen. own: the flags of the command that are no settings. num_more: flags that are left out."""
-    shown = {one.dest: one for one in parser._actions}  # noqa: SLF001 - argparse has no other way to them
+    """The help text. own: the command's flags that are not settings. num_more: number of flags that are left out."""
+    shown = {one.dest: one for one in parser._actions}  # noqa: SLF001 - argparse offers no public access
     rows = [(_invocation(one), (one.help or "") % {**vars(one), "prog": parser.prog}) for one in own]
     for name, text in FLAGS.items():
         if (setting := shown.get(f"setting_{name}")) is not None and (name != "model" or "model_argument" not in shown):
@@ -61,7 +61,7 @@ def _invocation(action: argparse.Action) -> str:
 
 
 class HelpAll(argparse.Action):
-    """Prints every flag, and ends the command."""
+    """Print every flag and end the command."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show every flag, and exit")

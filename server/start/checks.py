@@ -1,4 +1,4 @@
-"""Checks before anything heavy is imported, so that mistakes show at once."""
+"""Checks that run before anything heavy is imported, to report mistakes at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..stores.download import missing_package
 
 
 class LaunchError(Exception):
-    """The server can't start with its settings; the text is for the operator."""
+    """The server can't start with these settings; the text is for the operator."""
 
 
 def check_model(settings: Settings) -> None:
-    """Raises LaunchError unless the directories that the settings name are there."""
+    """Raises LaunchError unless the directories that the settings name exist."""
     try:
         resolve_model(settings.model)
     except PullError as error:
@@ -42,7 +42,7 @@ def check_model(settings: Settings) -> None:
 
 
 def _why_no_model(path: Path) -> str:
-    """What a directory without a `config.json` is, as far as it shows."""
+    """A description of a directory without a `config.json`, as far as its files tell."""
     if not is_adapter_dir(path):
         return "it has no config.json"
     try:
@@ -66,9 +66,9 @@ def _check_names(settings: Settings) -> None:
 
 
 def check_access(settings: Settings) -> str | None:
-    """Return a warning if the server is open to other machines without an API key, else None.
+    """Return a warning if other machines can reach the server without an API key, else None.
 
-    Raises LaunchError if `allow_unauthenticated` is not set then, or for a key that can't be used.
+    Raises LaunchError if `allow_unauthenticated` is not set in that case, or if a key can't be used.
     """
     try:
         keys = settings.client_keys()

@@ -1,4 +1,4 @@
-"""The end of the process: one way out for all commands, and a deadline for it."""
+"""The end of the process: one exit for all commands, with a deadline."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import NoReturn
 log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 4.0
-"""Seconds after the grace time at which the process ends whatever hangs."""
+"""Seconds after the grace time at which the process ends even if something hangs."""
 
 
 STRAGGLER_SECONDS = 1.0
-"""Seconds that threads of a command which has ended may take to end, too."""
+"""Seconds that threads of a finished command may take to end."""
 
 
 def leave(code: int) -> NoReturn:
-    """End the process after a command, at once where a thread is left, such as one that reads from a dead disk.
+    """End the process after a command, at once if a thread is left, such as one that reads from a dead disk.
 
-    The interpreter waits for such a thread for ever, or tears itself down below it: C++ then calls abort().
+    The interpreter would wait for such a thread forever, or be torn down while the thread runs; C++ then calls abort().
     """
     deadline = time.monotonic() + STRAGGLER_SECONDS
     for thread in threading.enumerate():
@@ -43,14 +43,15 @@ def _is_in_the_way(thread: threading.Thread) -> bool:
 class ExitDeadline:
     """Ends the process `seconds` after the first SIGINT or SIGTERM, even if its threads hang.
 
-    Signals reach it through a pipe that the system writes to at once, even while the main thread is stuck in a call.
+    Signals arrive through a pipe that the operating system writes at once, even while the main thread is stuck in a
+    call.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     def start(self) -> None:
-        """To be called on the main thread, the only one that may ask for signals; elsewhere nothing happens."""
+        """Call this on the main thread, the only one that may handle signals; on other threads it does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
@@ -62,7 +63,7 @@ class ExitDeadline:
         while not set(os.read(reader, 64)) & {signal.SIGINT, signal.SIGTERM}:
             pass
         time.sleep(self._seconds)
-        last = threading.Timer(0.2, os._exit, (0,))  # writing to the log may hang, too
+        last = threading.Timer(0.2, os._exit, (0,))  # writing the log may hang, too
         last.daemon = True
         last.start()
         log.error("the server did not end by itself within %g s; it ends now", self._seconds)

@@ -1,4 +1,4 @@
-"""Command-line flags made from the settings' schema, so that no setting can lack one.
+"""Command-line flags generated from the settings' schema, so every setting has one.
 
 Tests: tests/server/cli/test_command.py
 """
@@ -28,33 +28,45 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "CHECK_STEPS", "COMMIT", "CPU_ISA", "NVTX", "SHARED", "SITE")
-"""Names after `CHORUS_` that are no settings, and mean something all the same."""
+"""Names after `CHORUS_` that are not settings but have a meaning."""
 
 FIRST = ("model", "host", "port", "adapters", "lora_modules", "served_model_name", "memory_bytes", "config")
 
 GROUPS = {
     "what is served, and where": FIRST,
     "access": (
-        "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_unauthenticated", "allowed_hosts",
-        "cors_origins", "adapter_roots", "adapter_source", "adapter_source_hosts", "trusted_proxies", "tenant_header",
-        "tenant_gateways", "weights", "fair_by",
+        "api_key",
+        "api_key_file",
+        "admin_key",
+        "admin_key_file",
+        "allow_unauthenticated",
+        "allowed_hosts",
+        "cors_origins",
+        "adapter_roots",
+        "adapter_source",
+        "adapter_source_hosts",
+        "trusted_proxies",
+        "tenant_header",
+        "tenant_gateways",
+        "weights",
+        "fair_by",
     ),
-}  # fmt: skip
-"""Settings that the help shows first; others follow by where they belong."""
+}
+"""Settings that the help shows first; the others follow, grouped by the class that defines them."""
 
 NEAR = 0.8
-"""Likeness from which on a name is taken for a mistyped one."""
+"""Least similarity at which a name counts as a mistyped one."""
 
 
 SECRETS = ("api_key", "admin_key")
-"""Secret settings: errors leave out their values."""
+"""Secret settings; error messages leave out their values."""
 
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s)")
 
 
 def read_seconds(text: str) -> float:
-    """A flag's time above 0, such as 500ms or 2s, in seconds."""
+    """A flag's duration above 0, such as 500ms or 2s, in seconds."""
     found = _TIME.fullmatch(text.strip())
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give one with a unit, such as 500ms or 2s")
@@ -66,17 +78,17 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that takes flags with dashes or underscores, and reports an error in one line."""
+    """An argument parser that accepts dashes or underscores in flags and reports an error in one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
         self.examples: Sequence[str] = ()
         """Commands that the help shows."""
         self.rare: Sequence[str] = ()
-        """Flags, by where they are kept, that only --help-all shows beside most settings."""
+        """Flags, by the attribute that stores them, that like most settings only --help-all shows."""
 
     def format_help(self) -> str:
-        """All flags or, of a command with settings, the ones that matter most."""
+        """All flags, or the most important ones of a command with settings."""
         if not any(isinstance(one, HelpAll) for one in self._actions):
             return super().format_help()
         settings = [one for one in self._actions if one.dest.startswith("setting_")]
@@ -89,7 +101,7 @@ class Parser(argparse.ArgumentParser):
         return brief_help(self, own, self.examples, left_out + len(self.rare))
 
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
-        """Like `parse_args`; the command's parser reports unknown flags, with the nearest known one."""
+        """Like `parse_args`; the command's parser reports unknown flags with the nearest known one."""
         given = [_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
         if given[:1] in (["serve"], ["cluster"]):
             try:
@@ -105,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def _renamed(self, arg: str) -> str:
-        """Replace the old name of a flag by its new one, with a note."""
+        """Replace a flag's old name by its new one, and print a note."""
         flag, equals, value = arg.partition("=")
         new = RENAMED.get(flag.removeprefix("--").replace("-", "_"))
         if new is None or not flag.startswith("--"):
@@ -122,12 +134,12 @@ class Parser(argparse.ArgumentParser):
 
     def _command_parser(self, command: str | None) -> Parser:
         for action in self._actions:
-            if isinstance(action.choices, dict) and command in action.choices:  # only the commands are
+            if isinstance(action.choices, dict) and command in action.choices:  # only the commands are groups here
                 return action.choices[command]
         return self
 
     def suggestion(self, unknown: list[str]) -> str:
-        """A flag that one of the `unknown` may be meant for, as the end of an error; empty where none is near."""
+        """The known flag nearest to one of the `unknown`, as the end of an error message; empty if none is near."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for given in unknown:
             if near := difflib.get_close_matches(given.partition("=")[0], flags, n=1):
@@ -156,7 +168,9 @@ def _group(name: str) -> str:
 
 
 def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
-    """Adds the flags of these settings, or of all, in groups. Values stay text; the settings' schema reads them."""
+    """Add flags for these settings, or for all of them, in groups. Values stay text; the settings' schema parses
+    them.
+    """
     parser.add_argument("--help-all", action=HelpAll)
     groups: dict[str, Any] = dict.fromkeys((*GROUPS, "the engine", "limits of a request", "the server"))
     chosen = [name for name in Settings.model_fields if names is None or name in names]
@@ -169,7 +183,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = 
         if field.annotation is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif field.json_schema_extra == REPEATABLE:
-            several = "+" if name == "lora_modules" else None  # as vLLM takes them
+            several = "+" if name == "lora_modules" else None  # vLLM accepts these, too
             action = "extend" if several else "append"
             group.add_argument(flag, action=action, nargs=several, metavar=_metavar(name, field), **options)
         else:
@@ -181,9 +195,14 @@ def _metavar(name: str, field: FieldInfo) -> str:
     if choices and all(isinstance(choice, str) for choice in choices):
         return "{" + ",".join(choices) + "}"
     special = {
-        "model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE", "lora_modules": "NAME=DIR",
-        "adapter_source": "PATTERN=URL", "adapter_cache": "DIR",
-    }  # fmt: skip
+        "model": "DIR",
+        "adapters": "DIR",
+        "adapter_roots": "DIRS",
+        "config": "FILE",
+        "lora_modules": "NAME=DIR",
+        "adapter_source": "PATTERN=URL",
+        "adapter_cache": "DIR",
+    }
     return special.get(name, name.rsplit("_", 1)[-1].upper())
 
 
@@ -195,7 +214,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """The settings of parsed flags, environment and file; raises UsageError that says which of them is wrong."""
+    """The settings from parsed flags, environment and file; raises UsageError that names the wrong one."""
     prefix = "setting_"
     given = {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
     _check_environment()
@@ -212,7 +231,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _problem(name: str, error: ErrorDetails) -> str:
-    """What is wrong with a setting; a secret's value is left out."""
+    """The fault of a setting in words; a secret's value is left out."""
     if name in SECRETS:
         return f" is wrong: {error['msg'].removeprefix('Value error, ')}"
     problem = problem_of(error)
@@ -220,7 +239,7 @@ def _problem(name: str, error: ErrorDetails) -> str:
 
 
 def _check_environment() -> None:
-    """Raises UsageError for a variable that looks like a mistyped setting: it may be the one that asks for keys."""
+    """Raises UsageError for a variable that looks like a mistyped setting: it might be the one that requires keys."""
     for old, new in RENAMED.items():
         variable, name = ENV_PREFIX + old.upper(), ENV_PREFIX + new.upper()
         if (value := os.environ.pop(variable, None)) is not None and os.environ.setdefault(name, value) != value:

@@ -1,4 +1,4 @@
-"""Starting the server: the engine, the app and the socket, in an order in which mistakes show early.
+"""Starting the server: the engine, the app and the socket, in an order that reports mistakes early.
 
 Tests: tests/server/cli/test_command.py
 """
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 1
-"""For which the system keeps a connection to itself while its client has said nothing."""
+"""Seconds for which the operating system holds back a new connection until its client sends something."""
 
 SEND_BUFFER_BYTES = 32 << 10
-"""Bytes of an answer that the system keeps for a client that does not read it; until it does, no more is made."""
+"""Bytes of unread response that the operating system buffers for a client; when they are full, generation waits."""
 
 RESERVED_DESCRIPTORS = 192
-"""Descriptors kept for all but connections: adapter files, and sockets that are being accepted or closed."""
+"""File descriptors reserved for everything but connections: adapter files, and sockets being accepted or closed."""
 
 MIN_CONNECTIONS = 16
 
@@ -60,7 +60,7 @@ OpenBackend = Callable[[Settings], tuple[Backend, Tokenizer]]
 
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
-    """A started worker and the tokenizer of its model; raises LaunchError for what can't be loaded."""
+    """A started worker and the tokenizer of its model; raises LaunchError if either can't be loaded."""
     check_model(settings)
     config = settings.engine_config()
     try:
@@ -80,10 +80,10 @@ def build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> En
 
 
 def bind(host: str, port: int, send_seconds: float = 20.0, *, shares_port: bool = False) -> socket.socket:
-    """A bound socket; raises LaunchError when the address is taken or not ours.
+    """A bound socket; raises LaunchError if the address is taken or is not this machine's.
 
-    send_seconds: for which a client may take nothing of what it was sent, before the system ends its connection.
-    shares_port: with other processes that say so, too, among which the system spreads connections.
+    send_seconds: a client that reads nothing of the data sent to it for so long loses its connection. shares_port:
+    share the port with other processes that also set this; the operating system distributes connections among them.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -94,7 +94,7 @@ def bind(host: str, port: int, send_seconds: float = 20.0, *, shares_port: bool 
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shares_port:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit all of these
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit these options
         if sys.platform == "linux":
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * send_seconds)))
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
@@ -111,12 +111,12 @@ def url_of(bound: socket.socket) -> str:
 
 
 def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> Starlette:
-    """The app that serves what the settings name. open_backend: what computes its answers; default: `load`."""
+    """The app for these settings. open_backend: makes the backend that computes the responses; default: `load`."""
     try:
         defaults = SamplingDefaults.of(settings)
         recorder = None if settings.record is None else Recorder(settings.record)
         tracer = Tracer.of(settings.otlp_traces_endpoint)
-    except ValueError as error:  # NoTrace and NoTracing among them
+    except ValueError as error:  # NoTrace and NoTracing, too
         raise LaunchError(str(error)) from None
     worker, tokenizer = (open_backend or load)(settings)
     names = [one.name for one in worker.adapters.listing().result().adapters()]
@@ -142,7 +142,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
 
 
 def max_connections(wanted: int | None = None) -> int:
-    """Connections that fit below this process's limit of descriptors: at most `wanted`, never fewer than 16."""
+    """Connections that this process's limit of descriptors allows: at most `wanted`, at least 16."""
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -159,18 +159,18 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
     """The server of an app, with as many connections as this process has descriptors for."""
     count = max_connections(settings.max_connections)
     connections = Connections(count, settings)
-    app.state.gate.requests.most = count * 3 // 4  # a new connection can replace one of the rest
+    app.state.gate.requests.most = count * 3 // 4  # a new connection can replace one of the others
     config = uvicorn.Config(
         app,
-        http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - it is called as a class is
+        http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - uvicorn calls it like a class
         ws="none",
         loop="asyncio",
-        log_config=None,  # its lines have the format of all others
+        log_config=None,  # uvicorn's lines have the format of all others
         log_level="warning",
         access_log=False,  # `AccessLog` writes them
-        proxy_headers=False,  # the app looks at them: there only addresses count
+        proxy_headers=False,  # the app evaluates the proxy headers, which count only from trusted addresses
         timeout_graceful_shutdown=1,
-        # it is a delay of the event loop, which takes fractions whatever uvicorn's annotation says
+        # it delays the event loop; fractions work whatever uvicorn's annotation says
         timeout_keep_alive=settings.idle_seconds,  # pyright: ignore[reportArgumentType]
         server_header=False,
     )
@@ -178,16 +178,16 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
 
 
 def take_short_turns() -> None:
-    """Let no thread keep the others from the interpreter for long; once all that lasts has been loaded.
+    """Keep one thread from holding the interpreter's lock for long; call it once everything permanent is loaded.
 
-    A full garbage collection looks at every object there is while all threads wait, 0.2 s with torch loaded; what is
-    here by now stays to the end and is left out from now on. And a thread that computes in Python gives way after
-    `SWITCH_SECONDS`: a step of the engine asks for the interpreter after each of its calls into native code, and would
-    wait ten times as long each time.
+    A full garbage collection visits every object while all threads wait: 0.2 s with torch loaded. Objects that exist by
+    now live until the end, so the collector ignores them from here on. A thread that computes in Python also releases
+    the lock after `SWITCH_SECONDS`: an engine step needs the lock after each of its native calls, and would wait ten
+    times as long each time.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # what is frozen is never destroyed, of which nanobind, in Triton, complains
+    atexit.register(gc.unfreeze)  # frozen objects are never destroyed; nanobind, which Triton uses, warns about that
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
@@ -198,20 +198,21 @@ def serve(
     shares_port: bool = False,
     on_listening: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal; return the exit code, 1 when the engine broke down. See `build_app` and `bind`."""
+    """Serve until a signal; return the exit code, 1 if the engine broke down. See `build_app` and `bind`."""
     check_model(settings)
     warning = check_access(settings)
     with bind(settings.host, settings.port, settings.send_seconds, shares_port=shares_port) as bound:
         app = build_app(settings, open_backend)
         take_short_turns()
-        if settings.api_key_file is not None or settings.admin_key_file is not None:  # else it ends the process
+        # otherwise the timer ends the process
+        if settings.api_key_file is not None or settings.admin_key_file is not None:
             signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         if warning is not None:
             log.warning(warning)
         for name in ("chorus.audit", *(["chorus.access"] if settings.access_log else [])):
             logging.getLogger(name).setLevel(logging.INFO)  # whatever else is to be logged
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
-        bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
+        bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first ones may wait a moment
         log.info("listening on %s", url_of(bound))
         on_listening()
         server = http_server(app, settings)
@@ -221,7 +222,7 @@ def serve(
 
 @contextmanager
 def serving(app: Starlette, settings: Settings) -> Iterator[str]:
-    """A real server on a thread, on a free loopback port; gives its URL."""
+    """A real server on a thread and a free loopback port; yields its URL."""
     with bind("127.0.0.1", 0, settings.send_seconds) as bound:
         server = http_server(app, settings)
         thread = threading.Thread(target=server.run, args=([bound],), name="chorus-http", daemon=True)

@@ -1,1 +1,1 @@
-"""Stores of adapters that are not registered: rules that name them, checked downloads, and a cache of files."""
+"""Stores of adapters that are not registered: rules for names, checked downloads, and a cache of files."""

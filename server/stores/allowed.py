@@ -1,4 +1,4 @@
-"""Hosts and buckets that adapters may come from, and the addresses that a connection to them may lead to."""
+"""Hosts and buckets that adapters may be fetched from, and the addresses that connections may go to."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PORTS = {"https": 443, "http": 80}
 
 class Allowed:
     """The allow-list. An entry is a host (`store.example`, `*.example`, with `:PORT` if not 443), a host without TLS
-    (`http://minio:9000`), a bucket (`s3://BUCKET`, `gs://BUCKET`), or an address or network (`10.1.0.0/16`) that is not
-    of the internet and that host names may lead to all the same.
+    (`http://minio:9000`), a bucket (`s3://BUCKET`, `gs://BUCKET`), or an address or network that is not public
+    (`10.1.0.0/16`) but that host names may resolve to.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """Raises ValueError for what is no entry."""
+        """Raises ValueError for an invalid entry."""
         self._hosts: set[tuple[str, str, int]] = set()
         self._buckets: set[tuple[str, str]] = set()
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
@@ -30,7 +30,7 @@ class Allowed:
             self._add(entry)
 
     def check_url(self, scheme: str, host: str, port: int | None) -> None:
-        """Raises StoreRefused unless a request may go to this host by this scheme."""
+        """Raises StoreRefused unless a request with this scheme may go to this host."""
         host, port = plain(host), port or _PORTS.get(scheme, 0)
         names = [host]
         if parse_address(host) is None:
@@ -49,18 +49,18 @@ class Allowed:
             raise StoreRefused(reason, f"{scheme}://{bucket} is not in adapter_source_hosts")
 
     def resolve(self, host: str, port: int) -> list[str]:
-        """Addresses of a host, all of which may be connected to. Raises StoreAway, and StoreRefused if any may not: a
-        name that leads elsewhere in part is not to be trusted.
+        """Addresses of a host, all of which are allowed. Raises StoreAway, and StoreRefused if any is not allowed: a
+        name that resolves to forbidden addresses, even in part, is not trusted.
         """
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise StoreAway("its store's name is not known", f"{host}: {error}") from None
+            raise StoreAway("its store's name can't be resolved", f"{host}: {error}") from None
         addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
         for text in addresses:
             if not self._may_connect(text):
                 reason = "its store's name leads to an address that the server does not allow"
-                raise StoreRefused(reason, f"{host} leads to {text}, which is not of the internet, nor listed")
+                raise StoreRefused(reason, f"{host} leads to {text}, which is neither public nor listed")
         return addresses
 
     def _may_connect(self, text: str) -> bool:
@@ -75,20 +75,20 @@ class Allowed:
             return
         found = _ENTRY.fullmatch(entry)
         if found is None:
-            raise ValueError(f"{entry!r} is no host, bucket or network")
+            raise ValueError(f"{entry!r} must be a host, bucket or network")
         scheme, host, port = found[1] or "https", plain(found[2]), found[3]
         if scheme in ("s3", "gs"):
             self._buckets.add((scheme, found[2]))
             return
         if "*" in host and (not host.startswith("*.") or "*" in host[1:]):
-            raise ValueError(f"{entry!r}: a * stands for whole names at the beginning, as in *.example.com")
+            raise ValueError(f"{entry!r}: a * must replace whole names at the beginning, as in *.example.com")
         self._hosts.add((scheme, host, int(port) if port else _PORTS[scheme]))
         if (address := parse_address(host)) is not None:
             self._networks.append(ipaddress.ip_network(address))
 
 
 def _is_of_the_internet(address: IpAddress) -> bool:
-    """False for private, loopback, link-local and other special addresses, also in IPv6 forms that hold an IPv4 one."""
+    """False for private, loopback, link-local and other special addresses, also for IPv6 forms of IPv4 ones."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.sixtofour or (address.teredo or (None, None))[1]
         if address in _NAT64:

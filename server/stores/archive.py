@@ -1,8 +1,8 @@
-"""Taking an adapter's two files out of an archive that is not trusted.
+"""Extracts an adapter's two files from an untrusted archive.
 
-Nothing is written by a name of the archive: the contents of the two files go into a draft, and every other member is
-read over. So paths and links in the archive lead nowhere; an archive that has such paths is refused all the
-same, and so is one that unpacks to more than allowed.
+No name in the archive is used for writing: the contents of the two files go into a staged upload, and all other members
+are skipped. So paths and links in the archive have no effect. Archives with paths that lead outside are refused anyway,
+as are archives that unpack to more than allowed.
 
 Tests: tests/server/stores/test_download.py
 """
@@ -27,7 +27,7 @@ from .tar_headers import CheckedHeaders
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_MEMBERS = 4096
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
-"""A zip file's directory is read whole, too."""
+"""Most bytes of a zip file's directory, which is read whole."""
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
@@ -38,10 +38,10 @@ _ZIP64_END, _ZIP64_LOCATOR, _ZIP64_LOCATOR_BYTES = b"PK\6\6", b"PK\6\7", 20
 def unpack(
     archive: BinaryIO, kind: str, names: tuple[str, ...], draft: StagedUpload, max_bytes: int, deadline: Deadline
 ) -> None:
-    """Write the files `names` of an archive, all from one of its directories, into a draft. Raises StoreRefused for
-    whatever is wrong with it.
+    """Write the files `names` of an archive, all from one of its directories, into a staged upload. Raises StoreRefused
+    for an invalid archive.
 
-    kind: the archive's suffix. max_bytes: most that is unpacked, other members included.
+    kind: the archive's suffix. max_bytes: limit on all unpacked bytes, including other members.
     """
     places: dict[str, str] = {}
     members = _zip_members(archive) if kind == ".zip" else _tar_members(archive, kind, max_bytes, deadline)
@@ -53,12 +53,12 @@ def unpack(
             if name not in names:
                 continue
             if name in places:
-                raise StoreRefused(f"{name} in its archive is there twice")
+                raise StoreRefused(f"{name} appears twice in its archive")
             places[name] = parent
             _write(draft, name, content, deadline)
     except (TooLarge, StoreError):
         raise
-    except Exception as error:  # the libraries raise what a broken archive brings them to
+    except Exception as error:  # the libraries raise all sorts of errors for a broken archive
         if getattr(error, "errno", None) in _DISK_ERRORS:
             raise
         message = f"the archive can't be read: {type(error).__name__}: {error}"
@@ -69,7 +69,7 @@ def unpack(
 
 def _write(draft: StagedUpload, name: str, content: IO[bytes] | None, deadline: Deadline) -> None:
     if content is None:
-        raise StoreRefused(f"{name} in its archive is no regular file")
+        raise StoreRefused(f"{name} in its archive is not a regular file")
     while chunk := content.read(_CHUNK_BYTES):
         deadline.left()
         draft.write(name, chunk)
@@ -103,14 +103,14 @@ def _zip_members(archive: BinaryIO) -> Iterator[tuple[str, IO[bytes] | None]]:
                 yield member.filename, None
                 continue
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise StoreRefused("its archive is compressed in another way than deflate")
+                raise StoreRefused("its archive must be compressed with deflate")
             with file.open(member) as content:
                 yield member.filename, content
 
 
 def _check_zip_directory(archive: BinaryIO) -> None:
-    """Raises StoreRefused for a directory that the library would read otherwise than by the one record at its end, and
-    for a long one: all of it becomes objects before the first member can be read.
+    """Raises StoreRefused for a zip directory that the library would not find by the single record at its end, and for
+    a long one: the library turns all of it into objects before the first member can be read.
     """
     size = archive.seek(0, os.SEEK_END)
     begin = max(0, size - (1 << 16) - _ZIP_END_BYTES - _ZIP64_LOCATOR_BYTES)
@@ -120,7 +120,7 @@ def _check_zip_directory(archive: BinaryIO) -> None:
     if end < 0 or tail.count(_ZIP_END) > 1 or len(tail) < end + _ZIP_END_BYTES:
         raise StoreRefused("its archive has no directory, or more than one")
     if _ZIP64_LOCATOR in tail or _ZIP64_END in tail:
-        raise StoreRefused("its archive is a zip64 file, which an adapter need not be")
+        raise StoreRefused("its archive is a zip64 file, which is not supported")
     num_bytes = int.from_bytes(tail[end + 12 : end + 16], "little")
     if num_bytes > min(MAX_ZIP_DIRECTORY_BYTES, begin + end):
         raise StoreRefused("its archive has a directory that is too long")
@@ -131,7 +131,7 @@ def _check_zip_directory(archive: BinaryIO) -> None:
 
 
 class _BoundedReader:
-    """What a stream holds, as far as `max_bytes`, and until the deadline."""
+    """A stream's contents, up to `max_bytes` and until the deadline."""
 
     def __init__(self, inner: BinaryIO | IO[bytes], max_bytes: float, deadline: Deadline) -> None:
         self._inner = inner

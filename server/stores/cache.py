@@ -1,7 +1,7 @@
-"""The directory of downloaded adapters: bounded, and shared by the processes of one server.
+"""The cache of downloaded adapters: bounded, and shared by the processes of one server.
 
-Files lie in a `ContentStore`; below `index` a file for each name says what its location held. An index file's time of
-change is the time of the adapter's last use.
+Files are stored in a `ContentStore`; below `index`, a file for each name records the contents of its location. An index
+file's modification time is the time of the adapter's last use.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class CacheEntry:
 
 
 class Cache:
-    """Any thread may use it. Raises OSError where the directory can't be used."""
+    """For any thread. Raises OSError if the directory can't be used."""
 
     def __init__(self, directory: Path, max_bytes: int, max_adapter_bytes: int) -> None:
-        """max_bytes: of all, beside downloads in progress."""
+        """max_bytes: of all files, not counting downloads in progress."""
         self.content = ContentStore(directory, max_adapter_bytes, sys.maxsize)
         self.directory = self.content.root
         self._index = self.directory / "index"
@@ -44,12 +44,12 @@ class Cache:
         self._lock = threading.Lock()
 
     def find(self, name: str, location: Location) -> Path | None:
-        """The directory of an adapter that is here."""
+        """The directory of an adapter that is in the cache."""
         entry = self._read(self._index_file(name, location))
         return None if entry is None else entry.path
 
     def publish(self, draft: StagedUpload, name: str, location: Location) -> Path:
-        """Make a whole download the adapter of a name; returns its directory."""
+        """Make a complete download the adapter of a name; returns its directory."""
         with self._locked():
             path = draft.seal()
             index = self._index_file(name, location)
@@ -59,18 +59,18 @@ class Cache:
         return path
 
     def forget(self, name: str, location: Location) -> None:
-        """Have the adapter downloaded anew the next time; its files stay until their room is needed."""
+        """Have the adapter downloaded again the next time; its files stay until their space is needed."""
         self._index_file(name, location).unlink(missing_ok=True)
 
     def remove(self, entries: list[CacheEntry]) -> None:
-        """Remove the adapters of names, and all files that are no name's."""
+        """Remove the adapters with these names, and all files without a name."""
         with self._locked():
             for entry in entries:
                 entry.index.unlink(missing_ok=True)
             self.content.remove_unused(lambda _: [entry.path for entry in self.entries()])
 
     def excess(self) -> int:
-        """Bytes to remove."""
+        """Bytes to remove to make room."""
         return sum(bytes_of(path) for path in self.content.directories()) - self._max_bytes
 
     def touch(self, name: str, location: Location) -> None:
@@ -79,7 +79,7 @@ class Cache:
             os.utime(self._index_file(name, location))
 
     def entries(self) -> list[CacheEntry]:
-        """All names, the least recently used one first."""
+        """All names, the least recently used first."""
         found = (self._read(index) for index in self._index.glob("*.json"))
         return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.used)
 
@@ -97,7 +97,7 @@ class Cache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone among threads and processes: no files are removed between their arrival and their index entry."""
+        """Excludes other threads and processes: no files are removed between their arrival and their index entry."""
         with self._lock, (self.directory / "lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -1,4 +1,4 @@
-"""The time that a download may take."""
+"""The deadline of a download."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from .errors import StoreAway
 
 SILENT_SECONDS = 10.0
-"""Longest pause of a store between two parts of an answer, and longest wait for a connection."""
+"""Longest pause of a store between two parts of a response, and longest wait for a connection."""
 
 
 class Deadline:
-    """A moment by which a download has to end."""
+    """The time by which a download must end."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._at = time.monotonic() + seconds
 
     def left(self, timeout: float | None = None) -> float:
-        """Seconds left, `timeout` at most. Raises StoreAway when there are none."""
+        """Seconds left, at most `timeout`. Raises StoreAway if none are left."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise StoreAway(f"its store took longer than {self._seconds:g} seconds (adapter_source_seconds)")

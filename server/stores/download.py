@@ -24,7 +24,9 @@ from .guarded_http import guarded_client
 from .rules import Location
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Most bytes of a configuration that are read here; what is served has fewer (docs/reference/adapter-files.md)."""
+"""Most bytes of a configuration that are read here; configurations that can be served are smaller
+(docs/reference/adapter-files.md).
+"""
 
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -33,7 +35,7 @@ _TOO_LONG = "it is larger than an adapter may be (adapter_source_bytes)"
 
 
 class Store(Protocol):
-    """A place with an adapter's files."""
+    """A source of an adapter's files."""
 
     def read(self, name: str) -> Iterable[bytes]:
         """The bytes of the file `name`, or of the location itself for an empty name. Raises StoreError."""
@@ -41,13 +43,13 @@ class Store(Protocol):
 
 
 def missing_package(location: Location) -> str | None:
-    """Name of the optional package that a location needs and that is not installed."""
+    """Name of an optional package that a location needs and that is not installed."""
     package = _PACKAGES.get(location.scheme)
     return package if package is not None and importlib.util.find_spec(package) is None else None
 
 
 def download(location: Location, content: ContentStore, draft: StagedUpload, allowed: Allowed, seconds: float) -> None:
-    """Write an adapter's two files into an empty draft of a content store. Raises StoreError."""
+    """Write an adapter's two files into an empty staged upload of a content store. Raises StoreError."""
     deadline = Deadline(seconds)
     try:
         if location.scheme == "hf":
@@ -70,8 +72,8 @@ def download(location: Location, content: ContentStore, draft: StagedUpload, all
 
 
 def _write_files(store: Store, location: Location, draft: StagedUpload, otherwise: Store | None = None) -> None:
-    """Write the two files. The configuration is read before and after the weights: if it is still the same, the two
-    belong together. otherwise: asked instead if the store is away.
+    """Write the two files. The configuration is read before and after the weights: if it has not changed, the two
+    belong together. otherwise: used instead if the store is away.
     """
     try:
         config = _config(store)
@@ -104,7 +106,7 @@ def _bounded(content: Iterable[bytes], limit: int) -> Iterator[bytes]:
 
 def _check_sum(location: Location, sha256: str) -> None:
     if location.sha256 is not None and sha256 != location.sha256:
-        raise StoreRefused("its files in the store have another checksum than configured", f"SHA-256 is {sha256}")
+        raise StoreRefused("its files in the store do not match the configured checksum", f"SHA-256 is {sha256}")
 
 
 @contextmanager
@@ -134,8 +136,8 @@ class _Web:
 
 @contextmanager
 def _answer(client: httpx.Client, url: str) -> Iterator[httpx.Response]:
-    """A successful answer of which the body is still to be read. Raises StoreError for any other, and for a body that
-    breaks off.
+    """A successful response whose body is still to be read. Raises StoreError for any other, and if the body breaks
+    off.
     """
     try:
         with client.stream("GET", url) as response:
@@ -147,7 +149,7 @@ def _answer(client: httpx.Client, url: str) -> Iterator[httpx.Response]:
             if status != 200:
                 raise StoreRefused(f"its store answers {status}", f"{response.url} is {status}")
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise StoreRefused("its store sends it in a compressed form, which was not asked for")
+                raise StoreRefused("its store sends it compressed without being asked")
             yield response
     except httpx.TooManyRedirects:
         raise StoreRefused("its store redirects too often") from None
@@ -171,13 +173,13 @@ class _Hub:
 
         url = hf_hub_url(self._repo, name, revision=self._revision, endpoint=constants.ENDPOINT)
         with _answer(self._client, url) as response:
-            for one in (*response.history, response):  # the Hub's own answer, before it redirects to its storage
+            for one in (*response.history, response):  # the Hub's own response, before it redirects to its storage
                 self._revision = one.headers.get("x-repo-commit", self._revision)
             yield from response.iter_raw(_CHUNK_BYTES)
 
 
 class _HubCache:
-    """A repository in the cache that `huggingface_hub` keeps on this machine."""
+    """A repository in this machine's cache of `huggingface_hub`."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = paths
@@ -210,13 +212,13 @@ def _download_from_hub(location: Location, draft: StagedUpload, allowed: Allowed
         cached = _HubCache.find(repo, revision)
         if constants.HF_HUB_OFFLINE:
             if cached is None:
-                raise StoreAway("the Hub is not asked (HF_HUB_OFFLINE), and its cache here does not have it")
+                raise StoreAway("the Hub is switched off (HF_HUB_OFFLINE), and its cache here does not have it")
             _write_files(cached, location, draft)
             return
         headers = {name: value for name, value in build_hf_headers().items() if value}
         with guarded_client(allowed, deadline, headers) as client:
             _write_files(_Hub(client, repo, revision), location, draft, cached)
-    except ValueError as error:  # the library's, for what is no repository's name
+    except ValueError as error:  # the library's error for an invalid repository name
         raise NotInStore("its store does not have it", str(error)) from None
 
 
@@ -224,7 +226,7 @@ def _download_from_hub(location: Location, draft: StagedUpload, allowed: Allowed
 
 
 class _Bucket:
-    """A directory, or one file, in a bucket, by fsspec. Credentials and endpoints are the environment's."""
+    """A directory, or one file, in a bucket, through fsspec. Credentials and endpoints come from the environment."""
 
     def __init__(self, location: Location, deadline: Deadline) -> None:
         import fsspec
@@ -235,8 +237,10 @@ class _Bucket:
         if location.scheme == "s3":
             seconds = round(deadline.left()) or 1
             options["config_kwargs"] = {
-                "connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 1}
-            }  # fmt: skip
+                "connect_timeout": seconds,
+                "read_timeout": seconds,
+                "retries": {"max_attempts": 1},
+            }
         try:
             self._files: Any = fsspec.filesystem(location.scheme, **options)
         except ImportError as error:
@@ -252,8 +256,8 @@ class _Bucket:
             raise StoreAway("its files changed in the store while they were read")
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
-        """The answer of the file system's method. fsspec runs stores' methods on a loop of its own, which a store that
-        hangs does not hold up.
+        """The result of the file system's method. fsspec runs stores' methods on its own loop, which a hanging store
+        does not block.
         """
         from fsspec.asyn import AsyncFileSystem, sync
 
@@ -268,7 +272,7 @@ class _Bucket:
             raise StoreRefused("its store refuses access", str(error)) from None
         except StoreError:
             raise
-        except Exception as error:  # each kind of store has errors of its own
+        except Exception as error:  # each kind of store raises its own errors
             raise StoreAway("its store does not answer, or breaks off", f"{type(error).__name__}: {error}") from None
 
 

@@ -1,12 +1,12 @@
-"""Reasons why an adapter's files could not be had from a store."""
+"""Errors raised while fetching an adapter from a store."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """An adapter that a store does not give. The text is for clients: it names no host, no path and no address.
+    """A store does not provide the adapter. The text is for clients: it names no host, no path and no address.
 
-    detail: the same for the operator's log.
+    detail: the text for the operator's log.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -19,12 +19,12 @@ class NotInStore(StoreError):
 
 
 class StoreRefused(StoreError):
-    """What the store gave, or where it led to, is not taken; asking again brings the same."""
+    """The store's data, or the place that it redirects to, are not accepted; a retry would give the same."""
 
 
 class StoreAway(StoreError):
-    """The store did not answer, or broke off; it may answer later."""
+    """The store did not respond, or broke off; it may respond later."""
 
 
 class CacheFull(StoreError):
-    """All cached adapters are in use, and another one does not fit beside them."""
+    """All cached adapters are in use, and another one does not fit."""

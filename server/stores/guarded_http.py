@@ -1,4 +1,4 @@
-"""HTTP to allowed hosts only: every hop's host and address is checked, and all of it ends by a deadline."""
+"""HTTP to allowed hosts only: every hop's host and address is checked, and everything ends by a deadline."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_REDIRECTS = 5
 
 
 def guarded_client(allowed: Allowed, deadline: Deadline, headers: dict[str, str] | None = None) -> httpx.Client:
-    """A client for one download. Its requests raise StoreRefused and StoreAway beside httpx's errors.
+    """A client for one download. Its requests raise StoreRefused and StoreAway in addition to httpx's errors.
 
-    Proxies of the environment are not used: one would resolve names by itself.
+    Proxies of the environment are not used: a proxy would resolve names by itself.
     """
     return httpx.Client(
         transport=_Transport(allowed, deadline),
@@ -33,12 +33,12 @@ def guarded_client(allowed: Allowed, deadline: Deadline, headers: dict[str, str]
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """What servers' certificates are checked by; reading it takes a while."""
+    """The context that checks servers' certificates; creating it takes a while."""
     return httpx.create_ssl_context()
 
 
 class _Transport(httpx.HTTPTransport):
-    """Checks the URL of each request, redirected ones included; its connections go where `Allowed` lets them."""
+    """Checks the URL of each request, including redirects; connects only to addresses that `Allowed` permits."""
 
     def __init__(self, allowed: Allowed, deadline: Deadline) -> None:
         super().__init__(verify=_certificates(), trust_env=False)
@@ -51,7 +51,9 @@ class _Transport(httpx.HTTPTransport):
 
 
 class _Backend(httpcore.SyncBackend):
-    """Connects to the very address that was checked, so that a name can't lead elsewhere the next time (rebinding)."""
+    """Connects to exactly the address that was checked, so a name can't resolve to another one in between (DNS
+    rebinding).
+    """
 
     def __init__(self, allowed: Allowed, deadline: Deadline) -> None:
         self._allowed = allowed
@@ -77,7 +79,7 @@ class _Backend(httpcore.SyncBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection with reads and writes that end by the deadline, however slowly the other side sends."""
+    """A connection whose reads and writes end by the deadline, however slowly the other side sends."""
 
     def __init__(self, inner: httpcore.NetworkStream, deadline: Deadline) -> None:
         self._inner = inner

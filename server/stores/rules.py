@@ -1,4 +1,4 @@
-"""Rules by which the name of an adapter that is not registered says where its files are."""
+"""Rules that map the name of an unregistered adapter to the location of its files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 _CAPTURED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*(?:@[A-Za-z0-9_][A-Za-z0-9._-]*)?")
-"""What a name may have in the place of `*`: parts of a path, none of which begins with a dot, and a revision."""
+"""Pattern of the text for `*`: parts of a path, none of which begins with a dot, and a revision."""
 
 _SCHEMES = ("https", "http", "hf", "s3", "gs")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place where an adapter's files are. url: a URL, or the path of a directory. sha256: of the archive or of the
-    weights file, if the rule says so.
-    """
+    """The location of an adapter's files."""
 
     url: str
+    """A URL, or the path of a directory."""
     sha256: str | None = None
+    """SHA-256 of the archive or of the weights file, if the rule gives it."""
 
     @property
     def scheme(self) -> str:
@@ -30,13 +30,13 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """PATTERN=URL: a `*` in the URL stands for what the `*` in the pattern stands for."""
+    """PATTERN=URL: the `*` in the URL stands for the same text as the `*` in the pattern."""
 
     pattern: str
     location: Location
 
     def find(self, name: str) -> Location | None:
-        """Where the adapter `name` is by this rule; None if the rule says nothing about it."""
+        """The location of the adapter `name` by this rule; None if the rule does not match."""
         before, star, after = self.pattern.partition("*")
         if not star:
             return self.location if name == self.pattern else None
@@ -49,23 +49,25 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Raises ValueError for what is no rule."""
+        """Raises ValueError for an invalid rule."""
         pattern, equals, url = text.partition("=")
         if not pattern or not equals or not url:
-            raise ValueError("a source is given as PATTERN=URL, such as acme/*=https://adapters.acme.example/*.tar.gz")
+            raise ValueError(
+                "a source must be given as PATTERN=URL, such as acme/*=https://adapters.acme.example/*.tar.gz"
+            )
         if pattern.count("*") > 1 or url.count("*") != pattern.count("*"):
-            raise ValueError("a source's pattern and its URL have one * each, or none")
+            raise ValueError("a source's pattern and its URL must have one * each, or none")
         url, _, checksum = url.partition("#")
         sha256 = checksum.removeprefix("sha256=").lower() if checksum else None
         if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
-            raise ValueError("behind a source's # stands sha256= and 64 hexadecimal digits")
+            raise ValueError("the part after a source's # must be sha256= and 64 hexadecimal digits")
         location = Location(url, sha256)
         _check_url(location)
         return cls(pattern, location)
 
 
 class Rules:
-    """Rules in order; the first that fits a name counts."""
+    """Rules in order; the first that matches a name applies."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._rules = tuple(rules)
@@ -84,12 +86,12 @@ class Rules:
 def _check_url(location: Location) -> None:
     if not location.scheme:
         if not location.url.startswith("/"):
-            raise ValueError("a source that is a directory is given by its whole path")
+            raise ValueError("a source that is a directory must be an absolute path")
         return
     parts = urlsplit(location.url)
     if location.scheme not in _SCHEMES:
-        raise ValueError(f"a source is a directory, or a URL of {', '.join(_SCHEMES)}, not of {location.scheme}")
+        raise ValueError(f"a source must be a directory, or a URL of {', '.join(_SCHEMES)}, not of {location.scheme}")
     if parts.username is not None or "*" in parts.netloc.partition(":")[2]:
-        raise ValueError("a source's URL has neither a user nor a * in its port")
+        raise ValueError("a source's URL must have neither a user nor a * in its port")
     if location.scheme != "hf" and "*" in parts.netloc:
-        raise ValueError("a source's URL names its host or bucket; the * stands behind it")
+        raise ValueError("a source's URL must name its host or bucket; the * comes after it")

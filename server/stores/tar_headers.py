@@ -1,4 +1,4 @@
-"""Headers of a tar file, checked before the standard library reads them."""
+"""Checks the headers of a tar file before the standard library reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CHAIN = 8
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _EXTENDED_TYPES = (*_PAX_TYPES, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _MOVES_MEMBERS = (b"GNU.sparse", b" size=")
-"""Records of a PAX header by which a member's content begins or ends elsewhere than its own header says."""
+"""Records of a PAX header that move the begin or end of a member's content away from its own header."""
 
 
 class Readable(Protocol):
@@ -29,10 +29,11 @@ class Readable(Protocol):
 
 
 class CheckedHeaders:
-    """A tar file as `tarfile` reads it from its beginning; reading raises StoreRefused at a header that is not taken.
+    """A tar file as `tarfile` reads it from its beginning; reading raises StoreRefused at a header that is not
+    accepted.
 
-    Refused are sparse members, whose maps the library keeps without a bound, extended headers that are long, many or in
-    long chains, and more members than `max_members`.
+    It refuses sparse members, whose maps the library keeps without a limit; extended headers that are long, many or in
+    long chains; and more members than `max_members`.
     """
 
     def __init__(self, inner: Readable, max_members: int) -> None:
@@ -40,7 +41,7 @@ class CheckedHeaders:
         self._members_left = max_members
         self._extended_left = MAX_EXTENDED_BYTES
         self._chain = 0  # extended headers since the last member
-        self._header = bytearray()  # a part of one
+        self._header = bytearray()  # a part of a header
         self._content_left = 0  # bytes before the next header
         self._pax: bytearray | None = None  # content of a PAX header
         self._is_over = False

@@ -1,1 +1,1 @@
-"""Between text and tokens."""
+"""Tokenizer, detokenizer and parser of the output."""

@@ -1,4 +1,4 @@
-"""From tokens to text while they come: never half a character, never any part of a stop string."""
+"""Converts tokens to text as they arrive: never half a character, and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ REPLACEMENT = "\ufffd"
 UTF8 = codecs.getincrementaldecoder("utf-8")
 
 MAX_EXACT_RUN = 32
-"""Bytes of a run after which its text is added to, rather than decoded again as a whole."""
+"""Bytes of a run from which on only its new text is decoded, rather than all of it again."""
 
 MAX_OPEN = 32
-"""Most tokens in the window while their text is open; beyond it, the earliest are dropped."""
+"""Most tokens in the window while their text is incomplete; beyond it, the earliest are dropped."""
 
 CONTEXT = 8
-"""Tokens that are kept then: more than the bytes of a character."""
+"""Tokens that are kept then: more than a character has bytes."""
 
 
 class Decoder(Protocol):
@@ -26,11 +26,11 @@ class Decoder(Protocol):
     """Text of the tokens held back, as if none followed."""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token and returns the text that is now certain."""
+        """Take the next token and return the text that is now certain."""
         ...
 
     def finish(self) -> str:
-        """The text held back, once no token follows."""
+        """The text held back, when no token follows."""
         ...
 
 
@@ -40,14 +40,14 @@ class ByteDetokenizer:
     __slots__ = ("_bytes_of", "_utf8", "tail")
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        """bytes_of: what a token adds to any text; empty if nothing."""
+        """bytes_of: the bytes that a token adds to any text; empty if none."""
         self._bytes_of = bytes_of
         self._utf8 = UTF8("replace")
         self.tail = ""
 
     def push(self, token_id: int) -> str:
         spelt = self._bytes_of(token_id)
-        if not self.tail and spelt.isascii():  # as most tokens are, for a fifth of the time
+        if not self.tail and spelt.isascii():  # most tokens; this takes a fifth of the time
             return spelt.decode()
         text = self._utf8.decode(spelt)
         self.tail = REPLACEMENT if self._utf8.getstate()[0] else ""
@@ -65,17 +65,26 @@ class Detokenizer:
     tokens, because decoders treat the first token of a text specially. A trailing replacement character is held back:
     it may be a part of a character.
 
-    decode: text of a list of tokens.
-    is_silent: whether a token adds nothing to any text (special tokens that are skipped, unknown ids).
-    byte_of: the byte of a token that is one raw byte of a byte-fallback vocabulary, else None. The text of a run of
-    such tokens is open until the run ends, since one invalid byte turns every byte of the run into a replacement
-    character; after an invalid byte nothing is open.
+    decode: text of a list of tokens. is_silent: whether a token adds nothing to any text (special tokens that are
+    skipped, unknown ids). byte_of: the byte of a token that is one raw byte of a byte-fallback vocabulary, else None.
+    The text of a run of such tokens is uncertain until the run ends, since one invalid byte turns every byte of the run
+    into a replacement character; after an invalid byte it is certain.
     """
 
     __slots__ = (
-        "_before", "_byte_of", "_decode", "_is_silent", "_read", "_run", "_run_text", "_shown", "_spoiled", "_utf8",
-        "_window", "tail",
-    )  # fmt: skip
+        "_before",
+        "_byte_of",
+        "_decode",
+        "_is_silent",
+        "_read",
+        "_run",
+        "_run_text",
+        "_shown",
+        "_spoiled",
+        "_utf8",
+        "_window",
+        "tail",
+    )
 
     def __init__(
         self,
@@ -87,10 +96,10 @@ class Detokenizer:
         self._is_silent = is_silent
         self._byte_of = byte_of
         self._window: list[int] = []
-        self._read = 0  # tokens of the window that were context only when the others came
-        self._shown = ""  # what the window's text begins with, and has been given out
-        self._run = 0  # bytes of the run of byte tokens that the window ends with
-        self._spoiled = False  # whether one of them is invalid
+        self._read = 0  # tokens of the window that were only context when the others came
+        self._shown = ""  # text at the beginning of the window that has been returned already
+        self._run = 0  # bytes of the run of byte tokens at the end of the window
+        self._spoiled = False  # one of them is invalid
         self._before = ""  # the tail when the run began
         self._run_text = ""  # the tail up to the run's last whole character
         self._utf8 = UTF8()
@@ -127,7 +136,7 @@ class Detokenizer:
         return tail
 
     def _let_go(self, count: int) -> None:
-        """Drops the window's first tokens if the others have some text of their own, which is context enough."""
+        """Drop the window's first tokens if the others have some text of their own, which is context enough."""
         recent = self._decode(self._window[count:])
         if recent:
             del self._window[:count]
@@ -166,10 +175,10 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text a client sees of a stream of tokens, cut before, or behind, the first stop string.
+    """The text of a stream of tokens for a client, cut before, or after, the first stop string.
 
-    Text is held back only as long as it could be the beginning of a stop string. The text after every token counts:
-    the stream ends with the first token that completes a stop string, at the place where that string begins.
+    Text is held back only while it could be the beginning of a stop string. The text after every token counts: the
+    stream ends with the first token that completes a stop string, at the position where that string begins.
     """
 
     __slots__ = ("_begun", "_detokenizer", "_exempt", "_held", "_min_tokens", "_stops", "shows_stop", "stopped_by")
@@ -182,24 +191,26 @@ class TextStream:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """include_stop: show the stop string, too. min_tokens: what they complete is no stop string."""
+        """include_stop: show the stop string, too. min_tokens: stop strings completed by these first tokens don't
+        count.
+        """
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self.shows_stop = include_stop
         self._min_tokens = min_tokens
         self._begun = 0  # characters before the held ones
         self._held = ""
-        self._exempt = 0  # how many of the held characters are within `min_tokens`
+        self._exempt = 0  # number of held characters within `min_tokens`
         self.stopped_by: str | None = None
 
     @property
     def position(self) -> int:
-        """Number of characters that the text of the tokens taken has, shown or not; half characters don't count."""
+        """Number of characters of the tokens taken, shown or not; incomplete characters don't count."""
         begun, tail = self._begun + len(self._held), self._detokenizer.tail
         return begun + len(tail.rstrip(REPLACEMENT)) if tail else begun
 
     def push(self, token_id: int) -> str:
-        """Take the next token, unless a stop string has ended the text; returns the new text."""
+        """Take the next token, unless a stop string has ended the text; return the new text."""
         if self.stopped_by is not None:
             return ""
         certain = self._detokenizer.push(token_id)
@@ -213,7 +224,7 @@ class TextStream:
         return self._advance(certain, uncertain)
 
     def finish(self) -> str:
-        """The rest of the text, once no token follows."""
+        """The rest of the text, when no token follows."""
         if self.stopped_by is not None:
             return ""
         rest = self._detokenizer.finish()
@@ -239,7 +250,7 @@ class TextStream:
         return text.find(stop, max(0, self._exempt - len(stop) + 1))
 
     def _show(self, count: int) -> str:
-        """Takes that many characters off the held ones."""
+        """Remove so many characters from the held ones."""
         shown, self._held = self._held[:count], self._held[count:]
         self._begun += count
         self._exempt = max(0, self._exempt - count)

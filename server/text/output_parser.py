@@ -1,8 +1,8 @@
-"""From an answer's text to its parts while it comes: reasoning, content, and calls of tools.
+"""Splits generated text into parts as it arrives: reasoning, content, and tool calls.
 
-`OutputParser` is the one reader of all families of models; what differs between them is data, see `tool_call_formats`.
-transformers' `ResponseParser` (5.23) was tried for it: it loses what it has read when a call is no JSON, ends a call at
-a delimiter inside of a string, gives arguments at a call's end only, and keeps and copies the whole answer.
+`OutputParser` is the only parser for all model families; their differences are data, see `tool_call_formats`.
+transformers' `ResponseParser` (5.23) was tried instead. It loses text when a call is not JSON, ends a call at a
+delimiter inside a string, gives arguments only at a call's end, and keeps and copies the whole text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .tool_call_arguments import SPACE, JsonArguments, JsonEnd, XmlArguments, re
 from .tool_call_formats import ReasoningFormat, ToolCallFormat
 
 MAX_HEAD = 256
-"""Characters in which a call that is no JSON object must have named its function."""
+"""Characters within which a call that is a JSON object must have named its function."""
 
 ID_LETTERS = string.ascii_letters + string.digits
 
 
 class PartKind(StrEnum):
-    """What a piece of an answer is."""
+    """The kind of a part."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -37,33 +37,34 @@ class PartKind(StrEnum):
 
 
 class Part(NamedTuple):
-    """A piece of an answer, in the order of its text.
-
-    text: reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON. call:
-    the number of the call, from 0. id: the call's, where it begins. at: where in the answer's text content begins.
-    scores: log-probabilities of content's tokens, see `ContentLogprobs`.
-    """
+    """A part of the generated text, in order."""
 
     kind: PartKind
     text: str
+    """Reasoning, content, the name of the function of a call that begins, or a piece of its arguments' JSON."""
     call: int = -1
+    """Index of the call, from 0."""
     id: str = ""
+    """Id of the call, at its beginning."""
     at: int = 0
+    """Position of content in the generated text."""
     scores: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of content's tokens, see `ContentLogprobs`."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a tool. arguments: JSON, not whole where the answer was cut."""
+    """A tool call."""
 
     id: str
     name: str
     arguments: str = ""
+    """JSON, incomplete if the output was cut off."""
 
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """A whole answer."""
+    """A parsed whole output."""
 
     content: str = ""
     reasoning: str = ""
@@ -82,9 +83,10 @@ class ParsedMessage:
 
 
 class OutputParser:
-    """Reads one answer. Any split of a text into pieces gives the same parts, but for where they are divided.
+    """Parses one choice's output. Any split of a text into pieces gives the same parts, apart from where they are
+    divided.
 
-    Text that only looks like a call (no function of that name, no JSON) is content. Blanks around reasoning and calls
+    Text that only looks like a call (no function of that name, not JSON) is content. Blanks around reasoning and calls
     belong to neither.
     """
 
@@ -98,25 +100,25 @@ class OutputParser:
         shows_reasoning: bool = True,
         parallel: bool = True,
     ) -> None:
-        """calls: how tools are called; None if they can't be. tools: the JSON schema of each function's arguments.
-        reasons_already: the prompt ended within reasoning. shows_reasoning: else it is left out. parallel: whether
-        what follows the first call is read.
+        """calls: format of tool calls; None if there can't be any. tools: the JSON schema of each function's arguments.
+        reasons_already: the prompt ended within reasoning. shows_reasoning: otherwise it is left out. parallel: parse
+        calls after the first.
         """
         self._format = calls if tools else None
         self._reasoning = reasoning
         self._tools = tools or {}
         self._shows_reasoning = shows_reasoning
         self._parallel = parallel
-        self._num_characters = 0  # that were read
-        self._held = ""  # text that may mean more with what follows
-        self._lead = ""  # text before the head of what may be a call: content if it is none
+        self._num_characters = 0  # calls that were parsed
+        self._held = ""  # text whose meaning depends on the following text
+        self._lead = ""  # text before the head of a possible call: content if it is not one
         self._ends = JsonEnd()
         self._arguments: JsonArguments | XmlArguments
         self._parts: list[Part] = []
         self._num_calls = 0
         self._final = False
         self._in_call = False
-        self._in_reasoning = False  # whether its first letter has come
+        self._in_reasoning = False  # its first letter has come
         self._step: Callable[[], bool] = self._content
         if reasoning is not None:
             self._step = self._reason if reasons_already else self._start
@@ -126,16 +128,16 @@ class OutputParser:
 
     @property
     def calls(self) -> bool:
-        """True if the answer calls tools, and the last of the calls is whole."""
+        """True if the output calls tools, and the last of the calls is complete."""
         return self._num_calls > 0 and not self._in_call
 
     @property
     def reasons(self) -> bool:
-        """True if what comes next is reasoning, or the end of it."""
+        """True if the next text is reasoning, or the end of it."""
         return self._step == self._reason
 
     def read(self, text: str, *, final: bool = False) -> list[Part]:
-        """Take the next piece of the text and return what is certain now. final: no text follows."""
+        """Take the next piece of the text and return the parts that are now certain. final: no text follows."""
         self._num_characters += len(text)
         if self._is_plain:
             return [Part(PartKind.CONTENT, text, at=self._num_characters - len(text))] if text else []
@@ -146,10 +148,10 @@ class OutputParser:
         parts, self._parts = self._parts, []
         return parts
 
-    # Each of these takes what it can from the held text; False: it waits for more.
+    # Each of these takes as much as it can from the held text; False: it waits for more.
 
     def _start(self) -> bool:
-        """At the beginning of an answer that may begin with reasoning."""
+        """At the beginning of an output that may begin with reasoning."""
         assert self._reasoning is not None
         text = self._held.lstrip(SPACE)
         if text.startswith(self._reasoning.open):
@@ -175,7 +177,7 @@ class OutputParser:
         return True
 
     def _answer(self) -> bool:
-        """Behind reasoning or a call."""
+        """After reasoning or a call."""
         self._held = self._held.lstrip(SPACE)
         if not self._held:
             return False
@@ -183,7 +185,7 @@ class OutputParser:
         return True
 
     def _bare(self) -> bool:
-        """At the beginning of what may be a call without delimiters."""
+        """At the beginning of a possible call without delimiters."""
         text = self._held.lstrip(SPACE)
         if self._format is not None and self._format.bare:
             if not text and not self._final:
@@ -205,9 +207,9 @@ class OutputParser:
         return True
 
     def _until(self, delimiter: str, *, drops_blanks: bool) -> tuple[str, bool]:
-        """Take the held text up to a delimiter, if any, without blanks in front of it; and whether it is there.
+        """Take the held text up to a delimiter, if any, without the blanks before it; also return whether it was found.
 
-        The blanks and the delimiter are the new lead. drops_blanks: blanks at the end of the whole text go, too.
+        The blanks and the delimiter become the new lead. drops_blanks: drop blanks at the end of the whole text, too.
         """
         text = self._held
         if delimiter and (place := text.find(delimiter)) >= 0:
@@ -226,7 +228,7 @@ class OutputParser:
         self._step = self._head
 
     def _head(self) -> bool:
-        """In front of a call's arguments: what comes there names the function."""
+        """Before a call's arguments: the text here names the function."""
         assert self._format is not None
         held, wrapped = self._held, self._format.wrapped
         found = self._format.head.match(held) if wrapped else self._format.head.match(held, 0, MAX_HEAD)
@@ -251,7 +253,7 @@ class OutputParser:
         return self._final and self._no_call()
 
     def _whole_call(self, text: str, rest: str) -> bool:
-        """A JSON object that names its function behind the arguments, or has none, or writes them as a string."""
+        """A JSON object that names its function after the arguments, or not at all, or writes them as a string."""
         name, arguments, known = "", None, False
         try:
             call = json.loads(text, parse_constant=refuse_constant)
@@ -261,12 +263,12 @@ class OutputParser:
             arguments = {} if arguments is None else arguments
             known = name in self._tools and isinstance(arguments, dict)
         except (ValueError, TypeError, RecursionError):
-            known = False  # the name may be no string
+            known = False  # the name may not be a string
         if not known:
             return self._no_call()
         self._held = rest
         self._begin_call(name)
-        self._give(PartKind.ARGUMENTS, json.dumps(arguments))  # escapes: it may spell half characters
+        self._give(PartKind.ARGUMENTS, json.dumps(arguments))  # escapes, because it may spell incomplete characters
         self._step = self._close
         return True
 
@@ -296,7 +298,7 @@ class OutputParser:
         return True
 
     def _wrapping(self) -> bool:
-        """Behind the arguments, up to the end of the object that they are in."""
+        """After the arguments, up to the end of the object that contains them."""
         end = self._ends.find(self._held, 0)
         self._ends.at -= len(self._held)
         self._held = self._held[end:] if end >= 0 else ""
@@ -304,7 +306,7 @@ class OutputParser:
         return end >= 0
 
     def _end(self) -> bool:
-        """Behind arguments that are no part of a JSON object, in front of what ends the call, if anything."""
+        """After arguments that are not part of a JSON object, before the text that ends the call, if any."""
         assert self._format is not None
         text, mark = self._held.lstrip(SPACE), self._format.end.strip(SPACE)
         if len(text) < len(mark) and mark.startswith(text) and not self._final:
@@ -314,7 +316,7 @@ class OutputParser:
         return True
 
     def _close(self) -> bool:
-        """Behind a call, in front of what closes it or separates it from the next."""
+        """After a call, before the text that closes it or separates it from the next."""
         assert self._format is not None
         self._in_call = False
         if not self._parallel:

@@ -1,4 +1,4 @@
-"""Special tokens that a client spells out inside a conversation: they are text, and only the template's are tokens."""
+"""Keeps special tokens that a client writes in a conversation as text: only the template's become tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 GUARD = "\ue000begin\ue000"
-"""Token in front of a part of a text, which some vocabularies would otherwise spell as the beginning of a text."""
+"""Token before a part of a text, because some vocabularies treat the beginning of a text differently."""
 
 MOST_CHARACTERS = 64
-"""Characters of a special token that are looked for; what only begins like one is text either way."""
+"""Characters of a special token that are searched for; text that only begins like one stays text anyway."""
 
 
 class SpeltSpecials:
-    """Finds spellings of special tokens in strings, breaks them, and encodes the text that a template made of these.
+    """Finds special tokens written in strings, breaks them, and encodes the text that a template made of these strings.
 
-    A spelling is broken by a mark behind its first character: digits, which templates leave as they are. The whole text
-    is encoded as it is, so that the special tokens found in it are the template's. A part between two of these that
-    holds a mark is encoded again without it, by a copy of the tokenizer that knows no special tokens. All other parts
-    have the tokens that they always have. A special token of one character can't be broken.
+    A mark after the first character breaks the written token: digits, which templates do not change. The whole text is
+    encoded unchanged, so the special tokens found in it are the template's. A part between two of these that contains a
+    mark is encoded again without it, by a copy of the tokenizer that knows no special tokens. All other parts keep
+    their usual tokens. A special token of one character can't be broken.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -35,11 +35,11 @@ class SpeltSpecials:
         self._begins = re.compile(_any_of(words)) if words else None
 
     def are_in(self, value: Any) -> bool:
-        """True if a string, or any in a list or mapping, spells a special token."""
+        """True if a string, or any string in a list or mapping, contains a special token."""
         return self.marked(value, "0") is not value
 
     def marked(self, value: Any, mark: str) -> Any:
-        """The value with each special token that its strings spell broken by the mark; itself where there is none."""
+        """The value with a mark inside each special token in its strings; the value itself if there is none."""
         if isinstance(value, str):
             return self._broken(value, mark)
         if isinstance(value, Mapping):
@@ -62,7 +62,7 @@ class SpeltSpecials:
         return "".join((*parts, text[at:])) if parts else text
 
     def encode(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text in which the mark breaks what is no special token."""
+        """The tokens of a text whose marks break strings that are not meant as special tokens."""
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = []
         begin, since = 0, 0
@@ -77,15 +77,15 @@ class SpeltSpecials:
         return ids
 
     def _ends(self, text: str, encoding: Encoding) -> Iterable[tuple[int, tuple[int, int, bool]]]:
-        """Index and place in the text of each special token, and of the end; and if the part before it has a special
-        token that was spelt in another way, as a normalizer may allow.
+        """Index and position in the text of each special token, and of the end; and whether the part before it contains
+        a special token in another spelling, which a normalizer may allow.
         """
         has_text = is_broken = False
         for index, (token_id, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
             content = self._special.get(token_id)
             if content is None:
                 has_text = True
-            elif start == end:  # the tokenizer's own, at an end of the text
+            elif start == end:  # added by the tokenizer at an end of the text
                 place = len(text) if has_text else 0
                 yield index, (place, place, is_broken)
                 is_broken = False
@@ -111,12 +111,12 @@ class SpeltSpecials:
 
 
 def new_mark() -> str:
-    """A mark that no client can foresee."""
+    """A mark that no client can predict."""
     return f"{secrets.randbelow(10**12):012d}"
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A regular expression that matches where any of the words begins, in a time that their number does not change."""
+    """A regular expression that matches where any of the words begins, in a time independent of their number."""
     tree: dict[str, Any] = {}
     for word in words:
         node = tree

@@ -1,4 +1,4 @@
-"""The model's tokenizer: text to tokens, conversations to text, tokens back to text."""
+"""The model's tokenizer: text to tokens, conversations to prompts, tokens to text."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of tokenizers without code of their own."""
 
 THREAD_CHARACTERS = 8192
-"""Texts longer than this are encoded beside the event loop, which they would hold up for milliseconds."""
+"""Texts longer than this are encoded on a thread; on the event loop they would take milliseconds."""
 
 THREAD_MESSAGES = 32
-"""Messages, or bad words, above which the same is so."""
+"""Messages, or bad words, above which a thread is used, too."""
 
 TAG = re.compile(r"<.*>", re.DOTALL)
-"""An added token that llguidance takes for a special one whether it is or not."""
+"""An added token that llguidance takes for a special one, whether it is or not."""
 
 THREADS = 2
 
 TYPICAL_CHARACTERS = 8
-"""Characters of a token that most texts stay below: of much longer texts the beginning is encoded first."""
+"""Characters per token that most texts stay below: of much longer texts the beginning is encoded first."""
 
 CUT_TOKENS = 64
 
@@ -49,60 +49,74 @@ Tokens = list[list[int]]
 
 RESERVED_FOR_TEMPLATE = frozenset(
     {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
     }
-)  # fmt: skip
-"""Names that a client's own template variables can't have: they say how the template is used."""
+)
+"""Names that a client's own template variables can't have, because they control how the template is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages to continue.
-
-    begins_output: whether the prompt ends with the beginning of an answer. continues_last: whether the answer continues
-    the last message. tools: definitions for the template. variables: the template's own, such as `enable_thinking`.
-    add_special_tokens: whether the tokenizer adds its special tokens to the template's.
-    """
+    """Messages to continue."""
 
     messages: list[dict[str, Any]]
     begins_output: bool = True
+    """The prompt ends with the beginning of the assistant's message."""
     continues_last: bool = False
+    """The output continues the last message."""
     tools: list[dict[str, Any]] = field(default_factory=list)
+    """Definitions for the template."""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """The template's own variables, such as `enable_thinking`."""
     add_special_tokens: bool = False
+    """The tokenizer adds its special tokens to the template's."""
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of the API's messages; a model's chat template may know others."""
+"""Roles of the API's messages; a model's chat template may support others."""
 
 INFO_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 INFO_FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
 
 
 def _read_template(path: Path) -> str:
-    """The text of a file with a chat template. Raises ValueError for one that can't be used."""
+    """The text of a chat template file. Raises ValueError for one that can't be used."""
     try:
         text = path.read_text(encoding="utf-8")
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
     except OSError as error:
         raise ValueError(f"--chat-template {path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"--chat-template {path} is no text in UTF-8") from None
+        raise ValueError(f"--chat-template {path} must be UTF-8 text") from None
     except TemplateSyntaxError as error:
         raise ValueError(f"--chat-template {path}, line {error.lineno}: {error.message}") from None
     return text
 
 
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-"""Tags of transformers, which say what an assistant has generated."""
+"""Tags of transformers that mark generated text of the assistant."""
 
 
 def _is_generic(model: Path, found: Path) -> bool:
-    """Whether AutoTokenizer would only find that the tokenizer is all in tokenizer.json.
+    """True if AutoTokenizer would only find that the tokenizer is entirely in tokenizer.json.
 
-    To find that it imports torch and the classes of all models: 6 s of a processor and 340 MiB.
+    AutoTokenizer imports torch and the classes of all models for this: 6 s of CPU time and 340 MiB.
     """
     try:
         config, own = (
@@ -110,7 +124,7 @@ def _is_generic(model: Path, found: Path) -> bool:
         )
         kind, auto_map = own.get("tokenizer_class"), own.get("auto_map")
         return config.get("model_type") == "llama" and kind in GENERIC and auto_map is None
-    except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer says what is wrong
+    except (OSError, ValueError, AttributeError, TypeError):  # AutoTokenizer reports the fault
         return False
 
 
@@ -135,20 +149,21 @@ class Tokenizer:
             if token.content and (token.special or TAG.fullmatch(token.content))
         }
         self.specials_in = lru_cache(64)(lambda text: {word: i for word, i in marks.items() if word in text})
-        """The tokens spelt in a text that are no part of a grammar's texts, by their ids: the special ones, and other
-        added ones in angle brackets, such as Qwen3's <think>, which llguidance takes for special ones."""
+        """Ids of the tokens written in a text that can't be part of a grammar's texts: the special ones, and other
+        added ones in angle brackets, such as Qwen3's <think>, which llguidance takes for special ones.
+        """
         self._spelt = SpeltSpecials(backend)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
         self.window: int | None = None
-        """The model's sliding window, where that is what bounds its context: refusals of long texts name it."""
+        """The model's sliding window, if it limits the context: errors about long texts mention it."""
 
     @classmethod
     def load(cls, model: Path, directory: Path | None = None, chat_template: Path | None = None) -> Tokenizer:
-        """Reads the tokenizer of a checkpoint, or of another directory.
+        """Read the tokenizer of a checkpoint, or of another directory.
 
-        chat_template: a file, in place of its own template. Raises ValueError or OSError for what is no fast tokenizer,
-        or no template.
+        chat_template: a file to use instead of its own template. Raises ValueError or OSError without a fast tokenizer,
+        or for an invalid template.
         """
         found = directory or model
         if not (found / "tokenizer.json").is_file():
@@ -161,7 +176,7 @@ class Tokenizer:
         return loaded if chat_template is None else loaded.with_chat_template(_read_template(chat_template))
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """The same tokenizer with another chat template; all else is shared."""
+        """The same tokenizer with another chat template; everything else is shared."""
         other = copy.copy(self)
         other.__dict__.pop("declared_syntax", None)
         other._tokenizer = copy.copy(self._tokenizer)  # noqa: SLF001 - of this class
@@ -180,11 +195,11 @@ class Tokenizer:
 
     @cached_property
     def declared_syntax(self) -> OutputSyntax:
-        """What the checkpoint itself declares of answers."""
+        """The checkpoint's own declaration of its output format."""
         return declared(getattr(self._tokenizer, "response_template", None))
 
     def info(self) -> dict[str, Any]:
-        """What prompts are written with, under transformers' names: special tokens, the chat template, the class."""
+        """Data for writing prompts, under transformers' names: special tokens, the chat template, the class."""
         own = self._tokenizer
         flags = {name: own.init_kwargs[name] for name in INFO_FLAGS if isinstance(own.init_kwargs.get(name), bool)}
         return {
@@ -199,7 +214,7 @@ class Tokenizer:
         return self.backend.token_to_id(text) is not None
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
-        """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
+        """The tokens of each text; long texts don't block the event loop. For `most` see `encode_now`."""
         if sum(map(len, texts)) > THREAD_CHARACTERS:
             return await self._threads.run(self.encode_now, texts, add_special_tokens=add_special_tokens, most=most)
         return self.encode_now(texts, add_special_tokens=add_special_tokens, most=most)
@@ -208,7 +223,7 @@ class Tokenizer:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
         messages = conversation.messages
         large = len(messages) > THREAD_MESSAGES or sum(len(m["content"]) for m in messages) > THREAD_CHARACTERS
-        more = any(message.keys() - {"role", "content"} for message in messages)  # such as calls, of any number
+        more = any(message.keys() - {"role", "content"} for message in messages)  # such as tool calls, of any number
         if large or more or conversation.tools or conversation.variables or self._spelt.are_in(messages):
             return await self._threads.run(self.encode_chat_now, conversation, most)
         return self.encode_chat_now(conversation, most)
@@ -218,7 +233,9 @@ class Tokenizer:
         return await self._threads.run(self.bad_words, words) if len(words) > THREAD_MESSAGES else self.bad_words(words)
 
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
-        """The tokens of each text. Raises an ApiError for a text that has more than `most` by its length alone."""
+        """The tokens of each text. Raises an ApiError for a text that must have more than `most` tokens by its length
+        alone.
+        """
         for text in texts:
             self._check_length(text, most, "prompt")
         return self._encode(texts, add_special_tokens)
@@ -226,11 +243,13 @@ class Tokenizer:
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:
         if not texts:
             return []
-        # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
+        # In batches even for a single text: unlike `encode`, they run without the interpreter lock.
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
-        """The tokens of the prompt of a conversation, or of its messages. Special tokens are the template's alone."""
+        """The tokens of the prompt of a conversation, or of its messages. Only the template's special tokens are
+        special.
+        """
         if not isinstance(conversation, Conversation):
             conversation = Conversation(conversation)
         mark = new_mark()
@@ -250,7 +269,7 @@ class Tokenizer:
         return self._spelt.encode(prompt, mark, add_special_tokens=conversation.add_special_tokens)
 
     def _check_length(self, text: str, most: int | None, what: str) -> None:
-        """Raise an ApiError for a text of more than `most` tokens, as far as that shows without encoding all of it."""
+        """Raise an ApiError for a text of more than `most` tokens, if that can be seen without encoding all of it."""
         if most is None:
             return
         if len(text) > most * self.vocabulary.longest_token:
@@ -259,7 +278,7 @@ class Tokenizer:
         beginning = most * TYPICAL_CHARACTERS
         if len(text) > 2 * beginning:
             tokens = len(self._encode([text[:beginning]], False)[0])
-            if tokens >= most + CUT_TOKENS:  # where a text is cut changes but a few of its tokens
+            if tokens >= most + CUT_TOKENS:  # cutting a text changes only a few of its tokens
                 raise too_long(most, what, f"more than {tokens - CUT_TOKENS} tokens", self.window)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -287,41 +306,41 @@ class Tokenizer:
                 continue_final_message=conversation.continues_last,
                 **conversation.variables,
             )
-        except Exception as error:  # templates are programs: whatever they raise is about the messages
+        except Exception as error:  # templates are programs: whatever they raise is a fault of the messages
             reason = clipped(str(error))
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise InvalidRequest for a role that neither the API nor the model's chat template knows: the template would
-        leave the message out, or write the role as it is.
+        skip the message, or write the role unchanged.
         """
         for index, message in enumerate(messages):
             role = str(message.get("role"))
             if role in ROLES or re.search(rf"['\"]{re.escape(role)}['\"]", self.chat_template):
                 continue
             near = difflib.get_close_matches(role[:64], ROLES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it may be {', '.join(ROLES)}"
+            hint = f"did you mean {near[0]}?" if near else f"it must be {', '.join(ROLES)}"
             where = f"messages[{index}].role"
             raise InvalidRequest(
                 where, f"{where} is {clipped(role)!r}, which this model's chat template does not know; {hint}"
             )
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that words must not appear as, as vLLM understands them.
+        """The token sequences that bad words must not appear as, with vLLM's meaning.
 
-        Each word is meant at the beginning of a text and after a space, which most vocabularies spell differently, so
-        that its tokens with and without a leading space are both taken. Other spellings of it (other cases, or
-        divided into tokens in another way) are not.
+        Each word is banned at the beginning of a text and after a space. Most vocabularies spell these differently, so
+        the tokens with and without a leading space are both banned. Other spellings (other cases, or divided into other
+        tokens) are not.
         """
         sequences: dict[tuple[int, ...], None] = {}
         bare = [word.lstrip() or word for word in words]
         spelt = self.encode_now([text for word in bare for text in (word, f" {word}")], add_special_tokens=False)
         for plain, spaced in zip(map(tuple, spelt[::2]), map(tuple, spelt[1::2]), strict=True):
-            if not plain:  # no token has any of it: it can't be said
+            if not plain:  # no token contains any of it: it can't be generated
                 continue
             sequences[plain] = None
-            if spaced[-len(plain) :] != plain:  # else it is caught already
+            if spaced[-len(plain) :] != plain:  # otherwise it is caught already
                 sequences[spaced] = None
         return tuple(sequences)
 
@@ -343,9 +362,9 @@ class Tokenizer:
         min_tokens: int = 0,
         marks: str = "",
     ) -> TextStream:
-        """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens.
+        """A new stream that turns tokens into text; its joined text equals `decode` of all tokens.
 
-        marks: special tokens that are spelt in it are not skipped.
+        marks: special tokens that are written out instead of skipped.
         """
         special = self._special if skip_special_tokens else frozenset()
         if special and marks:

@@ -1,4 +1,4 @@
-"""From the text of a tool call's arguments to pieces of their JSON, while it comes.
+"""Converts the text of a tool call's arguments to pieces of JSON, as it arrives.
 
 Tests: tests/server/text/test_output_parser.py
 """
@@ -20,19 +20,19 @@ _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class JsonEnd:
-    """Finds where a JSON object or array ends, in a text of which more is there each time."""
+    """Finds the end of a JSON object or array in a growing text."""
 
     __slots__ = ("_depth", "_in_string", "at")
 
     def __init__(self, depth: int = 0) -> None:
-        """depth: how many are open already."""
+        """depth: number of brackets that are open already."""
         self._depth = depth
         self._in_string = False
         self.at = 0
         """How far the text has been read."""
 
     def find(self, text: str, begin: int) -> int:
-        """Return the place behind its end; -1 if there is none yet. begin: where it begins."""
+        """Return the position after its end; -1 if there is none yet. begin: where it begins."""
         self.at = max(self.at, begin)
         while True:
             found = (_INSIDE if self._in_string else _OUTSIDE).search(text, self.at)
@@ -41,7 +41,7 @@ class JsonEnd:
                 return -1
             mark, self.at = found[0], found.end()
             if mark == "\\":
-                self.at += 1  # may be behind the text's end: what comes there is escaped
+                self.at += 1  # may be after the text's end: the next character is escaped
             elif mark == '"':
                 self._in_string = not self._in_string
             else:
@@ -51,7 +51,7 @@ class JsonEnd:
 
 
 class JsonArguments:
-    """Arguments that are JSON: given as they come."""
+    """Arguments that are JSON: passed on as they come."""
 
     held = ""
 
@@ -59,7 +59,7 @@ class JsonArguments:
         self._ends = JsonEnd()
 
     def read(self, text: str) -> tuple[str, str | None]:
-        """Return what is certain of the next piece of the text, and the text behind the arguments once they end."""
+        """Return the certain part of the next piece, and the text after the arguments once they end."""
         end = self._ends.find(text, 0)
         if end >= 0:
             return text[:end], text[end:]
@@ -68,9 +68,9 @@ class JsonArguments:
 
 
 class XmlArguments:
-    """Arguments that are written as `<parameter=NAME>VALUE</parameter>`, up to `</function>`; given as JSON.
+    """Arguments written as `<parameter=NAME>VALUE</parameter>`, up to `</function>`; converted to JSON.
 
-    A value is a string where the schema says so; else it is the JSON that it spells, or a string.
+    A value is a string if the schema says so; otherwise it is the JSON that it spells, or a string.
     """
 
     OPEN, CLOSE, END = "<parameter=", "</parameter>", "</function>"
@@ -81,11 +81,13 @@ class XmlArguments:
         self._in_value = False
         self._is_string = False
         self._begun = False
-        self._opened = False  # whether a string's opening quote has been given
+        self._opened = False  # a string's opening quote has been returned
         self.held = ""
 
     def read(self, text: str) -> tuple[str, str | None]:
-        """Return what is certain of the text, and the text behind the arguments once they end; else `held` is left."""
+        """Return the certain part of the text, and the text after the arguments once they end; the rest stays in
+        `held`.
+        """
         given = ""
         while True:
             piece, text, more = self._value(text) if self._in_value else self._name(text)
@@ -95,7 +97,7 @@ class XmlArguments:
                 return given, text if more is None else None
 
     def _name(self, text: str) -> tuple[str, str, bool | None]:
-        """Piece of JSON, what is left of the text, and whether to go on: None at the arguments' end."""
+        """A piece of JSON, the rest of the text, and whether to go on: None at the arguments' end."""
         text = text.lstrip(SPACE)
         if text.startswith(self.OPEN):
             end = text.find(">")
@@ -112,7 +114,7 @@ class XmlArguments:
         return "}" if self._begun else "{}", text.removeprefix(self.END), None
 
     def _value(self, text: str) -> tuple[str, str, bool]:
-        """The same, within a value. One line break at either end belongs to the form."""
+        """The same, within a value. One line break at either end belongs to the format."""
         end = text.find(self.CLOSE)
         if not self._is_string:
             if end < 0:
@@ -142,7 +144,7 @@ def _is_string(schema: Any) -> bool:
 
 
 def _json_of(text: str) -> str:
-    """The JSON that a text spells, or else the string."""
+    """The JSON that a text spells, or otherwise the string."""
     text = _OF_PYTHON.get(text, text)
     try:
         json.loads(text, parse_constant=refuse_constant)
@@ -152,4 +154,4 @@ def _json_of(text: str) -> str:
 
 
 def refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

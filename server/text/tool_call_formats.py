@@ -1,4 +1,4 @@
-"""How families of models write calls of tools and reasoning, as data for `OutputParser` and for grammars.
+"""How model families write tool calls and reasoning, as data for `OutputParser` and for grammars.
 
 Tests: tests/server/text/test_output_parser.py
 """
@@ -15,65 +15,75 @@ _NAMED = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """A way to write calls: `open`, then calls with `separator` between them, then `close`.
-
-    signs: what a chat template of the family contains, all of it. head: from behind `open` to a call's arguments.
-    begin, end: what a grammar writes around a call's arguments, `{name}` for the function's name; first: in front
-    of the first call. wrapped: whether a call is a JSON object that has the name and the arguments.
-    xml: whether arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON. bare: whether a JSON
-    object is a call without `open`, too, where an answer begins with it. listed: whether calls may be in a JSON array.
-    """
+    """A format of calls: `open`, then calls with `separator` between them, then `close`."""
 
     name: str
     signs: tuple[str, ...]
+    """Texts that a chat template of the family contains, all of them."""
     open: str
     head: re.Pattern[str]
+    """Pattern of the text between `open` and a call's arguments."""
     begin: str
     end: str = ""
+    """What a grammar writes around a call's arguments, `{name}` for the function's name."""
     separator: str = ""
     close: str = ""
     first: str = ""
+    """Text before the first call."""
     between: str = ""
     wrapped: bool = False
+    """A call is a JSON object with the name and the arguments."""
     xml: bool = False
+    """Arguments are `<parameter=NAME>VALUE</parameter>` up to `</function>`, not JSON."""
     bare: bool = False
+    """A JSON object at the beginning of an output is a call even without `open`."""
     listed: bool = False
+    """Calls may be in a JSON array."""
     id_begins: str = "call_"
     id_characters: int = 24
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning is what an answer begins with between `open` and `close`. most: tokens of it; None: any number."""
+    """Reasoning is the text between `open` and `close` at the beginning of an output."""
 
     open: str
     close: str
     most: int | None = None
+    """Most tokens of it; None: unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSyntax:
-    """What an answer is read for; None: not for that. reasons_already: the prompt ended within reasoning."""
+    """What to parse an output for; a part that is None is not parsed."""
 
     calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
     reasons_already: bool = False
+    """The prompt ended within reasoning."""
 
     @property
     def marks(self) -> str:
-        """All that is written around calls and reasoning."""
+        """All marks around calls and reasoning."""
         calls = () if self.calls is None else (self.calls.open, self.calls.begin, self.calls.end, self.calls.close)
         return " ".join((*calls, *(() if self.reasoning is None else (self.reasoning.open, self.reasoning.close))))
 
 
-HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template says nothing of tools
-    "hermes", ("<tool_call>",), "<tool_call>", re.compile(r"\s*" + _NAMED), wrapped=True,
-    begin='\n{{"name": "{name}", "arguments": ', end="}\n", close="</tool_call>", between="\n",
-)  # fmt: skip
+HERMES = ToolCallFormat(  # Hermes, Qwen2.5, Qwen3, and all models whose template does not mention tools
+    "hermes",
+    ("<tool_call>",),
+    "<tool_call>",
+    re.compile(r"\s*" + _NAMED),
+    wrapped=True,
+    begin='\n{{"name": "{name}", "arguments": ',
+    end="}\n",
+    close="</tool_call>",
+    between="\n",
+)
 
 _XML_HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]{1,64})>")
 
-_MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates take no other
+_MISTRAL_IDS = {"id_begins": "", "id_characters": 9}  # their templates accept no other
 
 
 def wide(text: str) -> str:
@@ -82,51 +92,96 @@ def wide(text: str) -> str:
 
 
 _DEEPSEEK: dict[str, Any] = {
-    "open": wide("<|tool_calls_begin|>"), "separator": wide("<|tool_call_begin|>"), "close": wide("<|tool_calls_end|>"),
-}  # fmt: skip
+    "open": wide("<|tool_calls_begin|>"),
+    "separator": wide("<|tool_call_begin|>"),
+    "close": wide("<|tool_calls_end|>"),
+}
 _DEEPSEEK_NAME = wide(r"\s*(?:<|tool_call_begin|>)?%s(?P<name>[^\s<`{]{1,64})%s\s*(?=\{)")
 
 TOOL_CALL_FORMATS = (
     ToolCallFormat(
-        "deepseek_v3", (wide("<|tool_calls_begin|>"), "```json"), **_DEEPSEEK,
-        head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")), between="\n",
-        begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"), end=wide("\n```<|tool_call_end|>"),
+        "deepseek_v3",
+        (wide("<|tool_calls_begin|>"), "```json"),
+        **_DEEPSEEK,
+        head=re.compile(_DEEPSEEK_NAME % (wide("function<|tool_sep|>"), r"\s*```json")),
+        between="\n",
+        begin=wide("<|tool_call_begin|>function<|tool_sep|>{name}\n```json\n"),
+        end=wide("\n```<|tool_call_end|>"),
     ),
     ToolCallFormat(
-        "deepseek_v31", (wide("<|tool_calls_begin|>"),), **_DEEPSEEK,
+        "deepseek_v31",
+        (wide("<|tool_calls_begin|>"),),
+        **_DEEPSEEK,
         head=re.compile(_DEEPSEEK_NAME % ("", wide("<|tool_sep|>"))),
-        begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"), end=wide("<|tool_call_end|>"),
+        begin=wide("<|tool_call_begin|>{name}<|tool_sep|>"),
+        end=wide("<|tool_call_end|>"),
     ),
     ToolCallFormat(
-        "seed_oss", ("<seed:tool_call>",), "<seed:tool_call>", _XML_HEAD, xml=True,
-        begin="\n<function={name}>\n", end="</function>\n", close="</seed:tool_call>", between="\n",
+        "seed_oss",
+        ("<seed:tool_call>",),
+        "<seed:tool_call>",
+        _XML_HEAD,
+        xml=True,
+        begin="\n<function={name}>\n",
+        end="</function>\n",
+        close="</seed:tool_call>",
+        between="\n",
     ),
     ToolCallFormat(
-        "qwen3_coder", ("<tool_call>", "<function="), "<tool_call>", _XML_HEAD, xml=True,
-        begin="\n<function={name}>\n", end="</function>\n", close="</tool_call>", between="\n",
+        "qwen3_coder",
+        ("<tool_call>", "<function="),
+        "<tool_call>",
+        _XML_HEAD,
+        xml=True,
+        begin="\n<function={name}>\n",
+        end="</function>\n",
+        close="</tool_call>",
+        between="\n",
     ),
     ToolCallFormat(
-        "mistral", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", **_MISTRAL_IDS,
-        head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"), begin="{name}[ARGS]",
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "[TOOL_CALLS]",
+        **_MISTRAL_IDS,
+        head=re.compile(r"\s*(?P<name>[^\[\]{}\s]{1,64})\[ARGS\]\s*(?=\{)"),
+        begin="{name}[ARGS]",
     ),
     ToolCallFormat(
-        "mistral_list", ("[TOOL_CALLS]",), "[TOOL_CALLS]", **_MISTRAL_IDS,
-        head=re.compile(r"\s*(?:\[\s*)?" + _NAMED), wrapped=True, listed=True,
-        begin='{{"name": "{name}", "arguments": ', end="}", separator=",", close="]", first="[", between=", ",
+        "mistral_list",
+        ("[TOOL_CALLS]",),
+        "[TOOL_CALLS]",
+        **_MISTRAL_IDS,
+        head=re.compile(r"\s*(?:\[\s*)?" + _NAMED),
+        wrapped=True,
+        listed=True,
+        begin='{{"name": "{name}", "arguments": ',
+        end="}",
+        separator=",",
+        close="]",
+        first="[",
+        between=", ",
     ),
     ToolCallFormat(
-        "llama3", ("<|python_tag|>",), "<|python_tag|>", re.compile(r"\s*" + _NAMED), wrapped=True, bare=True,
-        begin='{{"name": "{name}", "parameters": ', end="}", separator=";", between="; ",
+        "llama3",
+        ("<|python_tag|>",),
+        "<|python_tag|>",
+        re.compile(r"\s*" + _NAMED),
+        wrapped=True,
+        bare=True,
+        begin='{{"name": "{name}", "parameters": ',
+        end="}",
+        separator=";",
+        between="; ",
     ),
     HERMES,
-)  # fmt: skip
-"""More particular ones first."""
+)
+"""More specific ones first."""
 
 HARMONY = "<|channel|>"
-"""What templates in the harmony format of gpt-oss contain: answers in channels, which nothing here reads."""
+"""Text in templates with the harmony format of gpt-oss: channels, which this server can't parse."""
 
 LLAMA_3_2 = '{"name": function name, "parameters": dictionary of argument name and its value}'
-"""What templates of Llama 3.2 say; they have no `<|python_tag|>`."""
+"""Text in templates of Llama 3.2; they have no `<|python_tag|>`."""
 
 REASONING_FORMATS = (
     ReasoningFormat("<seed:think>", "</seed:think>"),
@@ -140,12 +195,12 @@ _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 
 _LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\\W)+)")
-"""A regular expression that matches one text, with blanks in front of it or not."""
+"""A regular expression that matches one text, optionally after blanks."""
 
 
 def declared(template: Any) -> OutputSyntax:
-    """What a checkpoint's own `response_template` (transformers') says of reasoning between marks, and of calls as
-    JSON of a name and arguments between marks. The chat template tells of what else there is.
+    """The formats in a checkpoint's own `response_template` (transformers'): reasoning between marks, and calls as JSON
+    of a name and arguments between marks. The chat template determines the rest.
     """
     fields = template.get("fields") if isinstance(template, dict) else None
     known = {name: field for name, field in (fields or {}).items() if isinstance(field, dict)}
@@ -166,12 +221,12 @@ def _mark(field: Mapping[str, Any], name: str) -> str:
 
 
 def tool_call_format_of(template: str) -> ToolCallFormat:
-    """The way in which the model of a chat template calls tools."""
+    """The call format of the model with this chat template."""
     if LLAMA_3_2 in template:
         return next(each for each in TOOL_CALL_FORMATS if each.bare)
     return next((each for each in TOOL_CALL_FORMATS if all(sign in template for sign in each.signs)), HERMES)
 
 
 def reasoning_format_of(template: str, is_token: Callable[[str], bool]) -> ReasoningFormat | None:
-    """The way in which the model of a chat template reasons; None if it does not."""
+    """The reasoning format of the model with this chat template; None if it does not reason."""
     return next((each for each in REASONING_FORMATS if each.close in template or is_token(each.close)), None)

@@ -1,4 +1,4 @@
-"""Bytes that single tokens stand for, apart from the text that they are in."""
+"""The bytes of single tokens, independent of the surrounding text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BYTE_LEVEL_PROBE = ("aĊa", "a\na")
 class Vocabulary:
     r"""The bytes and the name of every token of a tokenizer.
 
-    A token's bytes are what it adds in the middle of a text, or a special token's spelling. Joined, they give the text,
-    even where tokens divide a character. The token's name is its bytes as text, or `bytes:\xe2\x82` for a part of a
-    character; two tokens may share a name, and an id without a token is `token_id:5`.
+    A token's bytes are the bytes that it adds in the middle of a text, or a special token's spelling. Joined, they give
+    the text, even if tokens divide a character. The token's name is its bytes as text, or `bytes:\xe2\x82` for a part
+    of a character; two tokens may share a name, and an id without a token is `token_id:5`.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -27,7 +27,7 @@ class Vocabulary:
         probe, meaning = BYTE_LEVEL_PROBE
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode([probe]) == meaning
         self.is_bytes = type(backend.decoder).__name__ == "ByteLevel"
-        """True if a text is its tokens' `spelt` bytes as UTF-8, with replacement characters for what is none."""
+        """True if a text is its tokens' `spelt` bytes as UTF-8, with replacement characters for invalid bytes."""
         self._byte_of = {character: byte for byte, character in enumerate(byte_characters())}
         letter = backend.token_to_id("<0x41>")
         has_byte_fallback = letter is not None and backend.decode([letter]) == "A"
@@ -39,7 +39,7 @@ class Vocabulary:
         """The byte of each token that is one raw byte of a byte-fallback vocabulary."""
         self._anchor = None if self._is_byte_level else self._find_anchor()
         self.longest_token = max(map(len, backend.get_vocab()), default=1)
-        """Characters of the longest token: no text has more of them than that times its tokens."""
+        """Characters of the longest token: a text has at most that many times its number of tokens."""
         self.bytes_of = lru_cache(1 << 16)(self._bytes)
         self.name_of = lru_cache(1 << 16)(self._name)
         self.spelt = lru_cache(1 << 16)(self._spelt)
@@ -75,14 +75,14 @@ class Vocabulary:
         return self._decoded(token_id).encode()
 
     def _decoded(self, token_id: int) -> str:
-        """Text of a token that follows another: many treat the first of a text in a special way."""
+        """Text of a token that follows another: many decoders treat the first of a text specially."""
         if self._anchor is None:
             return self._backend.decode([token_id], skip_special_tokens=False)
         anchor, shown = self._anchor
         return self._backend.decode([anchor, token_id], skip_special_tokens=False).removeprefix(shown)
 
     def _find_anchor(self) -> tuple[int, str] | None:
-        """A token to decode others behind, and its text."""
+        """A token to put before others when decoding, and its text."""
         for token_id in range(min(self._backend.get_vocab_size(), 4096)):
             if token_id in self._added or token_id in self.byte_tokens:
                 continue
@@ -93,7 +93,7 @@ class Vocabulary:
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself, or another where it is blank."""
+    """The character for each byte in byte-level vocabularies: the byte's own, or a substitute if that is blank."""
     plain = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]

@@ -1,1 +1,1 @@
-"""The operator's page: static files, and the stream of events that it draws."""
+"""The operator's page: static files, and its stream of events."""

@@ -1,4 +1,4 @@
-"""Events of the operator's page: all that it shows, or what has changed since the event before."""
+"""Events of the operator's page: everything that it shows, or the changes since the previous event."""
 
 from __future__ import annotations
 
@@ -16,19 +16,38 @@ from ...memory.pages.pool import PageKind
 from ..engine.engine_view import Phase, Picture, ReplicaRow
 
 MAX_PAIRS = 1000
-"""Most pairs of an adapter and a tenant with counts of their own, by number of requests; the rest is one pair."""
+"""Most pairs of an adapter and a tenant with their own counts, by number of requests; the rest is one pair."""
 
 OTHERS = ("(others)", "(others)")
 
 MAX_OWNERS = 1 << 15
-"""Owners of pages with a name after which all are numbered anew; the number of an owner without one is its kind."""
+"""Named owners of pages after which all are numbered anew; the number of an owner without a name is its kind."""
 
 _STATS = (
-    "num_running", "num_waiting", "num_pages", "num_free_pages", "num_kv_pages", "num_adapter_pages",
-    "num_cached_pages", "num_shadow_pages", "num_steps", "num_preemptions", "num_generated_tokens", "num_adapter_hits",
-    "num_adapter_loads", "num_adapter_evictions", "num_reads", "num_prefix_hit_tokens", "num_prefix_query_tokens",
-    "num_swapped", "num_merges", "num_mode_switches", "longest_merge_pause", "merged_adapter", "mode",
-)  # fmt: skip
+    "num_running",
+    "num_waiting",
+    "num_pages",
+    "num_free_pages",
+    "num_kv_pages",
+    "num_adapter_pages",
+    "num_cached_pages",
+    "num_shadow_pages",
+    "num_steps",
+    "num_preemptions",
+    "num_generated_tokens",
+    "num_adapter_hits",
+    "num_adapter_loads",
+    "num_adapter_evictions",
+    "num_reads",
+    "num_prefix_hit_tokens",
+    "num_prefix_query_tokens",
+    "num_swapped",
+    "num_merges",
+    "num_mode_switches",
+    "longest_merge_pause",
+    "merged_adapter",
+    "mode",
+)
 
 Rows = dict[Any, Sequence[Any]]
 """Rows of a table by key; a row begins with its key."""
@@ -36,10 +55,12 @@ Rows = dict[Any, Sequence[Any]]
 
 @dataclass(slots=True)
 class Shown:
-    """What one event shows. owners: of each page, `[pages]` uint32. num_names: owners with a name so far."""
+    """The contents of one event."""
 
     owners: np.ndarray
+    """Owner of each page, `[pages]` uint32."""
     num_names: int
+    """Named owners so far."""
     tables: dict[str, Rows]
 
 
@@ -53,16 +74,16 @@ class Frames:
         self._last: Shown | None = None
 
     def forget(self) -> None:
-        """Begin anew: there is no event before the next."""
+        """Start over: the next event has no predecessor."""
         self._numbers.clear()
         self._last = None
 
     def encode(
         self, picture: Picture, stats: EngineStats, facts: Mapping[str, Any], whole: Mapping[str, Any] | None
     ) -> tuple[bytes, bytes]:
-        """The event of what has changed, and of everything; one of everything for both where there is none before.
+        """The event with the changes, and the one with everything; both have everything if there is no predecessor.
 
-        facts: further members of both. whole: further members of the latter; None: it is not needed, and empty.
+        facts: further members of both. whole: further members of the latter; None: the latter is not needed, and empty.
         """
         if len(self._numbers) > MAX_OWNERS:
             self.forget()
@@ -100,7 +121,7 @@ class Frames:
         return Shown(owners, len(self._numbers), tables)
 
     def _owners(self, first: int) -> list[tuple[Any, ...]]:
-        """Owners from number `first` of the named ones on: number, kind, adapter, tenant."""
+        """Named owners from number `first` on: number, kind, adapter, tenant."""
         return [(number, *key) for key, number in islice(self._numbers.items(), first, None)]
 
 
@@ -113,7 +134,7 @@ def counts(stats: EngineStats) -> dict[str, Any]:
 
 
 def pairs(phases: Mapping[tuple[str, str, Phase], int]) -> Rows:
-    """Numbers of running, waiting and paused requests by adapter and tenant."""
+    """Numbers of running, waiting and descheduled requests by adapter and tenant."""
     totals: Counter[tuple[str, str]] = Counter()
     for (adapter, tenant, _), count in phases.items():
         totals[adapter, tenant] += count
@@ -137,7 +158,7 @@ def runs(values: np.ndarray) -> np.ndarray:
 
 
 def changes(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Runs of equal values that have changed: pages between it and the run before, count, value."""
+    """Runs of equal values that have changed: number of pages since the previous run, count, value."""
     places = np.flatnonzero(before != after)
     if not len(places):
         return places

@@ -1,4 +1,4 @@
-"""The stream of the operator's page: one picture a second for all browsers that watch, none while none does."""
+"""The event stream of the operator's page: one picture per second for all open pages, none while no page is open."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ TICK_SECONDS = 1.0
 """Seconds between two events."""
 
 REST = 9
-"""A tick is followed by a rest of at least so many times as long, whatever `TICK_SECONDS` says."""
+"""After a tick, rest for at least so many times its duration, whatever `TICK_SECONDS` says."""
 
 MAX_BEHIND = 4
-"""Events that a watcher may be behind; one that does not read as fast is dropped."""
+"""Events that a watcher may lag behind; a slower reader is dropped."""
 
 PICTURE_SECONDS = 2.0
-"""Seconds that a tick waits for the engine before it reports that the engine does not answer."""
+"""Seconds that a tick waits for the engine before it reports that the engine does not respond."""
 
 FIRST_SECONDS = 10.0
-"""Seconds that percentiles of the time to the first token are over."""
+"""Seconds covered by the percentiles of the time to the first token."""
 
 MAX_FIRST = 4096
-"""Most of these times, the latest ones."""
+"""Most times that the percentiles use, the latest ones."""
 
 POINTS = 300
 """Points of the charts that a new watcher gets."""
 
 
 class Watcher:
-    """A browser that watches."""
+    """A browser with the page open."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
         self.is_new = True
-        """True until it has been sent everything."""
+        """True until all of its events were sent."""
         self.is_dropped = False
 
     def send(self, data: bytes) -> None:
-        """Queue an event; a watcher that is too far behind is dropped."""
+        """Queue an event; a watcher that lags too far behind is dropped."""
         try:
             self.events.put_nowait(data)
         except asyncio.QueueFull:
             self.end()
 
     def end(self) -> None:
-        """End its stream; events that it has not been sent are dropped."""
+        """End its stream; unsent events are dropped."""
         self.is_dropped = True
         while not self.events.empty():
             self.events.get_nowait()
@@ -81,10 +81,16 @@ class Watchers:
     """Watchers of one server; used on its event loop."""
 
     def __init__(
-        self, worker: Backend, metrics: Metrics, pool: DaemonPool, gate: Gate, base: str, statuses: Statuses,
+        self,
+        worker: Backend,
+        metrics: Metrics,
+        pool: DaemonPool,
+        gate: Gate,
+        base: str,
+        statuses: Statuses,
         private: PrivatePaths,
-    ) -> None:  # fmt: skip
-        """statuses: of answers. private: hides paths of this machine."""
+    ) -> None:
+        """statuses: counts of responses. private: hides paths of this machine."""
         self._worker = worker
         self._metrics = metrics
         self._pool = pool
@@ -93,9 +99,10 @@ class Watchers:
         self._statuses = statuses
         self._frames = Frames(private.hide)
         self.points: deque[tuple[Any, ...]] = deque(maxlen=POINTS)
-        self._first: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST)  # first tokens: when a tick saw them, seconds
+        # first tokens: time of the tick that saw them, seconds
+        self._first: deque[tuple[float, float]] = deque(maxlen=MAX_FIRST)
         self._counted = 0, 0.0  # tokens generated, and when
-        self._failed = 0, 0  # errors and refusals when the latest point was taken
+        self._failed = 0, 0  # errors and refusals at the latest point
         self._ticking: asyncio.Task[None] | None = None
         self._remembering: asyncio.Task[None] | None = None
         self.watchers: set[Watcher] = set()
@@ -106,7 +113,7 @@ class Watchers:
         return self._ticking is not None
 
     def start(self) -> None:
-        """Begin to keep points for the charts of pages that are still to be opened."""
+        """Begin to keep points for the charts of pages that are opened later."""
         self._metrics.first_tokens = []
         self._counted = self._worker.stats.num_generated_tokens, time.monotonic()
         self._remembering = asyncio.create_task(self._remember())
@@ -116,18 +123,18 @@ class Watchers:
             self._remembering.cancel()
 
     async def _remember(self) -> None:
-        """Take a point a second while no page is open: a few numbers, of which the engine knows nothing."""
+        """Take a point per second while no page is open: a few numbers, without asking the engine."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             if not self.is_ticking:
                 self._point()
 
     async def events(self, _: Request) -> Response:
-        """Everything at once, then once a second what has changed."""
+        """Send everything at once, then the changes every second."""
         if self._gate.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
         if len(self.watchers) >= MAX_WATCHERS:
-            message = f"{MAX_WATCHERS} pages are open, which is all this server serves; close one"
+            message = f"{MAX_WATCHERS} pages are open, which is the maximum; close one"
             raise ApiError(503, message, code="overloaded", retry_after=10)
         watcher = Watcher()
         self.watchers.add(watcher)
@@ -158,16 +165,18 @@ class Watchers:
             return
         self.num_ticks += 1
         facts = {
-            "point": self._point(), "trouble": self._worker.trouble, "watchers": len(watchers),
+            "point": self._point(),
+            "trouble": self._worker.trouble,
+            "watchers": len(watchers),
             "failed": [self._statuses.errors, self._statuses.refused],
-        }  # fmt: skip
+        }
         whole = None
         if any(one.is_new for one in watchers):
             whole = {"version": VERSION, "model": self._base, "points": [*self.points], "tick": TICK_SECONDS}
         try:
             picture = await asyncio.wait_for(asyncio.wrap_future(self._worker.picture()), PICTURE_SECONDS)
         except (TimeoutError, EngineUnavailable) as error:
-            trouble = self._worker.trouble or str(error) or "the engine does not answer"
+            trouble = self._worker.trouble or str(error) or "the engine does not respond"
             for watcher in watchers:
                 watcher.send(event("trouble", {"trouble": trouble}))
             return
@@ -178,7 +187,7 @@ class Watchers:
 
     def _point(self) -> tuple[Any, ...]:
         """Time, tokens/s, median and 95th percentile of the time to the first token, running and waiting requests, and
-        errors and refusals since the point before.
+        errors and refusals since the previous point.
         """
         stats, now = self._worker.stats, time.monotonic()
         tokens, then = self._counted

@@ -25,8 +25,9 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.memory.files.format import inspect_adapter
-from chorus.memory.host.images import InlineReads, Reads
+from chorus.memory.host.images import Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.perf.inline_reads import InlineReads
 
 from ..simulation.late_results import LateResults
 from .executors.thread_ranks import ThreadProcess
@@ -66,8 +67,8 @@ class RecordingExecutor:
         return self.inner.start(plan)
 
     def _note(self, plan: StepPlan) -> None:
-        rows = [replace(row, pages=list(row.pages), token_ids=list(row.token_ids)) for row in plan.rows]
-        self.plans.append(replace(plan, rows=rows))
+        rows = [replace(row, pages=list(row.pages), token_ids=list(row.token_ids)) for row in plan.sequences]
+        self.plans.append(replace(plan, sequences=rows))
         if self.before is not None:
             self.before(plan)
 
@@ -107,10 +108,12 @@ class Driver:
     def plans(self) -> list[StepPlan]:
         return self.executor.plans
 
-    def add(self, request_id: str, adapter: str | None, prompt: list[int], call: str = "", **params: Any) -> Request:
+    def add(
+        self, request_id: str, adapter: str | None, prompt: list[int], choice_group: str = "", **params: Any
+    ) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, SamplingParams(**params), adapter, call=call)
+        request = Request(request_id, prompt, SamplingParams(**params), adapter, choice_group=choice_group)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request
@@ -231,7 +234,7 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         reads: Reads | None = None,
         clock: Callable[[], float] | None = None,
         policies: Policies | None = None,
-        is_ahead: bool = ahead,
+        is_async: bool = ahead,
         **config: Any,
     ) -> Driver:
         defaults = {
@@ -243,7 +246,7 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         if RANKS > 1 and "tensor_parallel_size" not in config:
             settings = on_ranks(settings, paths.values())
         inner = open_executor(settings)
-        executor = RecordingExecutor(LateResults(inner) if is_ahead else inner, before)
+        executor = RecordingExecutor(LateResults(inner) if is_async else inner, before)
         engine = Engine(settings, executor, clock or ticking(), reads or InlineReads(), policies)
         engines.append(engine)
         for name, path in paths.items():

@@ -14,7 +14,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.memory.host.images import InlineReads
+from chorus.perf.inline_reads import InlineReads
 
 pytestmark = pytest.mark.numerics
 

@@ -100,7 +100,9 @@ def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone, preemption)
     add_sampled(driver)
     answers = driver.drain()
     assert {name: answers[name].tokens for name in sampled_alone} == sampled_alone
-    restarted = {row.request_id for plan in driver.plans for row in plan.rows if row.start == 0 and len(row.tokens) > 6}
+    restarted = {
+        row.request_id for plan in driver.plans for row in plan.sequences if row.start == 0 and len(row.tokens) > 6
+    }
     assert bool(restarted) == (preemption == "recompute"), "no request was preempted after it had given tokens"
     assert (driver.engine.stats().num_swaps_in > 0) == (preemption == "swap")
 
@@ -498,7 +500,7 @@ def test_executor_that_raises_for_one_request_fails_only_that(gqa, drive, guilty
     adapter, start = guilty
 
     def before(plan):
-        if any(row.request_id == "guilty" and row.start >= start for row in plan.rows):
+        if any(row.request_id == "guilty" and row.start >= start for row in plan.sequences):
             raise RuntimeError("device fault")
 
     driver = drive(gqa, before=before)
@@ -521,7 +523,7 @@ def test_a_lost_executor_ends_the_step_and_no_row_is_tried_alone(gqa, drive):
     plans = []
 
     def before(plan):
-        plans.append(len(plan.rows))
+        plans.append(len(plan.sequences))
         raise ExecutorLost("the device failed: an illegal address")
 
     driver = drive(gqa, before=before)
@@ -541,7 +543,7 @@ def test_an_executor_that_is_lost_while_it_loads_an_adapter_fails_no_request_alo
         raise ExecutorLost("the device failed: an ECC error")
 
     monkeypatch.setattr(driver.executor.adapters, "place", lost)
-    if prefetch:  # the seat is taken: the other's adapter is loaded ahead
+    if prefetch:  # the slot is taken: the other's adapter is loaded ahead
         driver.add("runs", None, [5] * 9, max_tokens=30)
     driver.add("x", "r1-all", [5] * 9, max_tokens=6)
     with pytest.raises(ExecutorLost, match="ECC"):

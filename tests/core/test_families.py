@@ -298,9 +298,9 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
         driver.add(str(index), adapter, prompt, max_tokens=8)
     answers = driver.drain()
     assert {name: answer.tokens for name, answer in answers.items()} == want
-    chunks = [row for plan in driver.plans for row in plan.rows if row.start > 0 and len(row.tokens) > 1]
+    chunks = [row for plan in driver.plans for row in plan.sequences if row.start > 0 and len(row.tokens) > 1]
     assert chunks, "no prompt was cut"
-    assert any(len(plan.rows[0].tokens) > 1 and len(plan.rows[-1].tokens) == 1 for plan in driver.plans), (
+    assert any(len(plan.sequences[0].tokens) > 1 and len(plan.sequences[-1].tokens) == 1 for plan in driver.plans), (
         "no mixed step"
     )
     assert max(plan.num_adapters for plan in driver.plans) == 3

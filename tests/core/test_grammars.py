@@ -179,7 +179,7 @@ def test_a_record_goes_on_elsewhere(wide, drive):
         driver.step()
     record = json.loads(json.dumps(driver.engine.export_request("a")))
     want = driver.drain()["a"].tokens
-    assert driver.engine.stats().num_steps_ahead > 8
+    assert driver.engine.stats().num_async_steps > 8
     other = drive(wide)
     other.answers["a"] = Answer()
     other.engine.resume(record)

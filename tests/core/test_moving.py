@@ -173,7 +173,9 @@ def test_moves_change_no_token(gqa, known):
         def ask(driver, call):
             for index, seed in enumerate(seeds):
                 params = draw.fill(SamplingParams(max_tokens=10, temperature=temperature, seed=seed, ignore_eos=True))
-                driver.engine.add_request(Request(f"{call} {index}", PROMPT[:length], params, adapter, call=call))
+                driver.engine.add_request(
+                    Request(f"{call} {index}", PROMPT[:length], params, adapter, choice_group=call)
+                )
                 driver.answers[f"{call} {index}"] = Answer()
 
         draw = Seeds(5)

@@ -86,7 +86,7 @@ def check(driver, cases):
 
 
 def decodes(plan):
-    return [row for row in plan.rows if row.start > 0 and len(row.tokens) == 1 and row.samples]
+    return [row for row in plan.sequences if row.start > 0 and len(row.tokens) == 1 and row.samples]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -108,16 +108,16 @@ def test_32_concurrent_requests_over_8_adapters(subject, drive, model, chunked):
     add_all(driver, cases)
     check(driver, cases)
     plans = driver.plans
-    assert max(len(plan.rows) for plan in plans) == 32
+    assert max(len(plan.sequences) for plan in plans) == 32
     assert max(plan.num_adapters for plan in plans) == 8
     assert all(plan.num_tokens <= driver.engine.config.max_num_batched_tokens for plan in plans)
-    chunks = [row for plan in plans for row in plan.rows if not row.samples]
+    chunks = [row for plan in plans for row in plan.sequences if not row.samples]
     if chunked:
         assert any(row.start > 0 and len(row.tokens) > 1 for row in chunks), "no prompt was cut in three"
-        assert any(len(plan.rows[0].tokens) > 1 and decodes(plan) for plan in plans), "no mixed step"
+        assert any(len(plan.sequences[0].tokens) > 1 and decodes(plan) for plan in plans), "no mixed step"
     else:
         assert not chunks
-        assert all(row.start == 0 or len(row.tokens) == 1 for plan in plans for row in plan.rows)
+        assert all(row.start == 0 or len(row.tokens) == 1 for plan in plans for row in plan.sequences)
 
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
@@ -133,7 +133,7 @@ def test_staggered_arrivals_join_a_running_batch(subject, drive, chunked):
                 add_all(driver, [waiting.pop(0)])
         driver.step()
     check(driver, cases)
-    assert any(len(plan.rows[0].tokens) > 1 and decodes(plan) for plan in driver.plans), "no mixed step"
+    assert any(len(plan.sequences[0].tokens) > 1 and decodes(plan) for plan in driver.plans), "no mixed step"
 
 
 def test_batches_of_every_kind_on_one_engine(subject, drive):
@@ -147,7 +147,7 @@ def test_batches_of_every_kind_on_one_engine(subject, drive):
         first = len(driver.plans)
         add_all(driver, cases)
         check(driver, cases)
-        widest = max(driver.plans[first:], key=lambda plan: len(plan.rows))
+        widest = max(driver.plans[first:], key=lambda plan: len(plan.sequences))
         assert {adapter.name for adapter in widest.adapters} == {name for name in adapters if name}
 
 
@@ -163,7 +163,7 @@ def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
     cases = make_cases(it, rows, seed=31, tokens=(8, 8), longest=12)
     add_all(driver, cases)
     check(driver, cases)
-    buckets = [plan.bucket for plan in driver.plans[first:] if plan.bucket is not None and len(plan.rows) == rows]
+    buckets = [plan.bucket for plan in driver.plans[first:] if plan.bucket is not None and len(plan.sequences) == rows]
     assert buckets
     assert set(buckets) == {min(size for size in (1, 2, 4, 8, 16, 24, 31) if size >= rows)}
 
@@ -443,4 +443,4 @@ class TestStories:
             assert stats.num_preemptions > 0
         else:
             assert stats.num_preemptions == 0
-            assert max(len(plan.rows) for plan in driver.plans) == 32
+            assert max(len(plan.sequences) for plan in driver.plans) == 32

@@ -15,18 +15,18 @@ from .scheduling.test_scheduling import HeldReads
 def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_evicts():
     """Host memory has room for one image: the evicted adapter's, which a waiting request needs, replaces its own."""
     reads = HeldReads()
-    house = CheckedEngine(
+    checked = CheckedEngine(
         reads, "ab", num_pages=1 + 7, host_cache_bytes=300, preemption="recompute", max_load_stall_seconds=0
     )
-    used = house.add("used", "a", prompt=[5])
-    house.step()
+    used = checked.add("used", "a", prompt=[5])
+    checked.step()
     reads.finish()
-    house.add("base", prompt=[6] * 14, max_tokens=2)
-    house.step()
-    adapters, store = house.engine.adapters, house.engine.store
+    checked.add("base", prompt=[6] * 14, max_tokens=2)
+    checked.step()
+    adapters, store = checked.engine.adapters, checked.engine.store
     assert not adapters.pin("b"), "it is being read"
     reads.finish()
-    house.engine.scheduler.lifecycle.preempt(used)
+    checked.engine.scheduler.lifecycle.preempt(used)
     assert store.images.is_ready(store.get("b"))
     assert not adapters.pin("b"), "it is being read again"
     assert not store.is_pinned(store.get("b"))
@@ -38,8 +38,8 @@ def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_ev
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "unpinned"])
 def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_kept):
     """It stayed "loading" until the next request came, and the pages of a copy given up stayed taken."""
-    house = CheckedEngine(adapters="a")
-    backend, store = house.executor.adapters, house.engine.store
+    checked = CheckedEngine(adapters="a")
+    backend, store = checked.executor.adapters, checked.engine.store
     inner, looks = backend.place, iter([False] * 3)
 
     def place(image, layout, pages):
@@ -48,13 +48,13 @@ def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_k
         return Mock(is_done=ended, is_quiet=ended, has_failed=lambda: False)
 
     with patch.object(backend, "place", place):
-        assert house.engine.adapters.pin("a")
+        assert checked.engine.adapters.pin("a")
     adapter = store.get("a")
     assert store.tier(adapter) is Tier.LOADING
     if not is_kept:
-        house.engine.adapters.unpin("a")
+        checked.engine.adapters.unpin("a")
         store.evict(adapter)
-    assert house.engine.has_work()
-    house.drain(limit=10)
+    assert checked.engine.has_work()
+    checked.drain(limit=10)
     assert store.tier(adapter) is (Tier.DEVICE if is_kept else Tier.HOST)
-    assert house.engine.pool.num_free == house.engine.pool.num_usable - len(adapter.pages)
+    assert checked.engine.pool.num_free == checked.engine.pool.num_usable - len(adapter.pages)

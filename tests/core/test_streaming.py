@@ -102,7 +102,7 @@ def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
     timers = []
 
     def before(plan):
-        if not timers and any(row.request_id == "x" for row in plan.rows):
+        if not timers and any(row.request_id == "x" for row in plan.sequences):
             timers.extend(threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 8))
             for timer in timers:
                 timer.start()
@@ -129,7 +129,7 @@ def test_a_read_that_brings_nothing_holds_up_no_step(gqa, start):
     for _ in range(10):
         driver.step()
     assert len(driver.answers["base"].tokens) == 11
-    assert not [plan for plan in driver.plans if any(row.request_id == "x" for row in plan.rows)]
+    assert not [plan for plan in driver.plans if any(row.request_id == "x" for row in plan.sequences)]
     gate.allow()
     assert driver.drain()["x"].tokens == gqa.greedy(ADAPTER, [7] * 20, 8)
 
@@ -143,7 +143,7 @@ def test_a_read_that_hangs_holds_up_one_step_and_only_its_own_requests(gqa, star
         driver.step()
     assert len(driver.answers["base"].tokens) == 11
     assert driver.answers["x"].tokens == driver.answers["y"].tokens == []
-    with_x = [plan for plan in driver.plans if any(row.request_id == "x" for row in plan.rows)]
+    with_x = [plan for plan in driver.plans if any(row.request_id == "x" for row in plan.sequences)]
     assert len(with_x) == 1, "it was computed in vain more than once"
     gate.allow()
     answers = driver.drain()

@@ -13,11 +13,11 @@ from chorus.core.executors.swaps import PageSwaps
 from chorus.core.requests.request import RequestState
 from chorus.core.scheduling.request_memory import swaps
 from chorus.memory.files.identity import with_content
-from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.eviction import RestoreCosts
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.transfers.dma import open_dma
+from chorus.perf.inline_reads import InlineReads
 
 from .conftest import ticking
 from .test_parity import FEW, add_all, check, make_cases, make_families
@@ -222,7 +222,7 @@ def test_a_restored_request_computes_only_what_is_missing(subject, drive):
     )
     driver.engine.reclaim_idle()
     driver.step()
-    assert [(row.start, len(row.tokens)) for row in driver.plans[-1].rows] == [(computed, 1)]
+    assert [(row.start, len(row.tokens)) for row in driver.plans[-1].sequences] == [(computed, 1)]
     driver.drain()
 
 
@@ -271,7 +271,7 @@ def test_aborts_while_copies_are_under_way(subject, drive):
     driver.engine.scheduler.lifecycle.preempt(coming)
     late.copies[0].end()
     driver.step()
-    assert coming.coming is not None
+    assert coming.restoring is not None
     driver.engine.scheduler.lifecycle.preempt(leaving)
     driver.engine.store.unregister("r1-all")
     pages = driver.engine.stats().num_kv_pages
@@ -297,7 +297,7 @@ def test_one_that_is_preempted_while_its_kv_comes_back_has_it_still(subject, dri
     driver.engine.scheduler.lifecycle.preempt(request)
     late.copies[0].end()
     driver.engine.begin_step()
-    assert request.coming is not None
+    assert request.restoring is not None
     driver.engine.scheduler.lifecycle.preempt(request)
     assert driver.engine.stats().num_kv_pages > 0, "something is still written to its pages"
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)

@@ -12,18 +12,50 @@ from typing import Any
 
 import pytest
 
-AUDITED = frozenset({
-    "open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.chown",
-    "os.link", "os.symlink", "os.truncate", "os.utime", "shutil.rmtree", "shutil.copytree", "shutil.move",
-    "tempfile.mkdtemp", "tempfile.mkstemp", "glob.glob", "sqlite3.connect", "fcntl.flock", "fcntl.lockf",
-    "subprocess.Popen",
-})  # fmt: skip
+AUDITED = frozenset(
+    {
+        "open",
+        "os.listdir",
+        "os.scandir",
+        "os.rename",
+        "os.remove",
+        "os.mkdir",
+        "os.rmdir",
+        "os.chmod",
+        "os.chown",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.utime",
+        "shutil.rmtree",
+        "shutil.copytree",
+        "shutil.move",
+        "tempfile.mkdtemp",
+        "tempfile.mkstemp",
+        "glob.glob",
+        "sqlite3.connect",
+        "fcntl.flock",
+        "fcntl.lockf",
+        "subprocess.Popen",
+    }
+)
 """Events that the interpreter raises for calls, whoever makes them."""
 
 PATCHED = (
-    "stat", "lstat", "access", "statvfs", "readlink", "fsync", "fdatasync", "pread", "pwrite", "preadv", "pwritev",
-    "replace", "ftruncate",
-)  # fmt: skip
+    "stat",
+    "lstat",
+    "access",
+    "statvfs",
+    "readlink",
+    "fsync",
+    "fdatasync",
+    "pread",
+    "pwrite",
+    "preadv",
+    "pwritev",
+    "replace",
+    "ftruncate",
+)
 """Calls of `os` without an event, or that look at descriptors."""
 
 FRAMES = 12

@@ -359,13 +359,13 @@ def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
         return check(path, roots, image)
 
     monkeypatch.setattr(live.engine.adapters, "check", checked)
-    answers = []
-    loading = threading.Thread(target=lambda: answers.append(add(live, "slow", "r3-mlp")))
+    answers = {}
+    loading = threading.Thread(target=lambda: answers.update(first=add(live, "slow", "r3-mlp")))
     loading.start()
     try:
         assert slow.wait(60)
         assert add(live, "quick", "r2-qv").status_code == 201
-        following = threading.Thread(target=lambda: answers.append(add(live, "slow", "r2-qv")))
+        following = threading.Thread(target=lambda: answers.update(second=add(live, "slow", "r2-qv")))
         following.start()
         time.sleep(1.5)  # of three looks of the watchdog
         assert not answers, "loads of one name follow each other"
@@ -374,7 +374,7 @@ def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
         go_on.set()
     loading.join(60)
     following.join(60)
-    assert [answer.status_code for answer in answers] == [201, 200]
+    assert {name: answer.status_code for name, answer in answers.items()} == {"first": 201, "second": 200}
     assert live.client.get("/v1/adapters/slow").json()["rank"] == 2
 
 

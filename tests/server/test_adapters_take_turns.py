@@ -20,9 +20,15 @@ LONG = 400
 def live(start, subject):
     reference = subject("wide_heads")
     config = EngineConfig(
-        model=reference.model, adapters=None, memory_bytes=32 << 20, threads=1, cpu_kernels="torch",
-        max_adapters_per_step=1, max_overtake_seconds=OVERTAKE, max_num_seqs=4,
-    )  # fmt: skip
+        model=reference.model,
+        adapters=None,
+        memory_bytes=32 << 20,
+        threads=1,
+        cpu_kernels="torch",
+        max_adapters_per_step=1,
+        max_overtake_seconds=OVERTAKE,
+        max_num_seqs=4,
+    )
     engine = Engine.from_config(config)
     for name, adapter in (("a", "r2-qv"), ("b", "r3-mlp")):
         engine.store.register(name, reference.adapters[adapter])

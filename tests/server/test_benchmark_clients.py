@@ -12,14 +12,18 @@ USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 VLLM_COMPLETION = {"prompt": "abcdef", "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, **USAGE}
 VLLM_CHAT = {
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "abcdef"}]}], "max_completion_tokens": 4, **USAGE
-}  # fmt: skip
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "abcdef"}]}],
+    "max_completion_tokens": 4,
+    **USAGE,
+}
 GENAI_COMPLETION = {"prompt": ["abcdef"], "stream": True, "max_tokens": 4, "min_tokens": 4}
 GENAI_CHAT = {"messages": [{"role": "user", "content": "abcdef"}], "stream": True, "max_tokens": 4, "min_tokens": 4}
 AIPERF_CHAT = {
-    "messages": [{"role": "user", "name": "x", "content": "abcdef"}], "max_completion_tokens": 4, "stream": True,
+    "messages": [{"role": "user", "name": "x", "content": "abcdef"}],
+    "max_completion_tokens": 4,
+    "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}  # fmt: skip
+}
 SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0, "presence_penalty": 0}
 
 

@@ -160,8 +160,12 @@ def test_prompts_are_cut_where_asked(shared):
     assert text(truncate_prompt_tokens=6) == text(truncate_prompt_tokens=-1) == ("abcdefabcdef", 6)
     long = shared.post(model="base", prompt="x" * 3000, truncate_prompt_tokens=-1, max_tokens=12)
     assert long.json()["usage"] == {**long.json()["usage"], "prompt_tokens": 500, "completion_tokens": 12}
-    chat = shared.post("/v1/chat/completions", model="base", truncate_prompt_tokens=4,
-                       messages=[{"role": "user", "content": "x" * 3000}])  # fmt: skip
+    chat = shared.post(
+        "/v1/chat/completions",
+        model="base",
+        truncate_prompt_tokens=4,
+        messages=[{"role": "user", "content": "x" * 3000}],
+    )
     assert chat.json()["choices"][0]["message"]["content"] == "nt: "
 
 

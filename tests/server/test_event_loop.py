@@ -61,19 +61,28 @@ def bodies(reference):
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
     return {
         "/v1/completions": [
-            prompt, {**prompt, "stream": True}, {**prompt, "model": "one"}, {**prompt, "model": "nobody"},
-            {**prompt, "model": "sources/sourced"}, {**prompt, "model": "sources/nobody"},
+            prompt,
+            {**prompt, "stream": True},
+            {**prompt, "model": "one"},
+            {**prompt, "model": "nobody"},
+            {**prompt, "model": "sources/sourced"},
+            {**prompt, "model": "sources/nobody"},
         ],
-        "/v1/chat/completions": [chat], "/v1/messages": [chat],
+        "/v1/chat/completions": [chat],
+        "/v1/messages": [chat],
         "/v1/responses": [{"input": "a", "max_output_tokens": 2}],
         "/v1/adapters": [
-            {"name": "one", "path": "one"}, {"name": "none", "path": "nowhere"}, {"name": "sent", **sent},
-            form(path), {"data": {"name": "x"}, "files": {"y": ("y", b"")}},
+            {"name": "one", "path": "one"},
+            {"name": "none", "path": "nowhere"},
+            {"name": "sent", **sent},
+            form(path),
+            {"data": {"name": "x"}, "files": {"y": ("y", b"")}},
         ],
         "/v1/load_lora_adapter": [{"lora_name": "two", "lora_path": "one"}, form(path, "formed")],
         "/v1/unload_lora_adapter": [{"lora_name": "two"}, {"lora_name": "nobody"}],
-        "/tokenize": [{"prompt": "a"}], "/detokenize": [{"tokens": [5]}],
-    }  # fmt: skip
+        "/tokenize": [{"prompt": "a"}],
+        "/detokenize": [{"tokens": [5]}],
+    }
 
 
 def ask(live, method, path, body):

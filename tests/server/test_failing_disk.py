@@ -42,8 +42,21 @@ def disk(adapters):
 def client(adapters, disk):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.server.failing_disk", str(disk.theirs.fileno()), "serve", "--port", "0",
-               "--adapters", str(adapters), "--threads", "1", "--memory-bytes", "4MiB"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tests.server.failing_disk",
+        str(disk.theirs.fileno()),
+        "serve",
+        "--port",
+        "0",
+        "--adapters",
+        str(adapters),
+        "--threads",
+        "1",
+        "--memory-bytes",
+        "4MiB",
+    ]
     with (
         disk.theirs,
         subprocess.Popen(
@@ -90,8 +103,12 @@ def test_a_disk_that_fails_is_told_and_nothing_is_lost(client, disk, adapters):
         assert disk.num_failed >= 2
         loaded = client.post("/v1/adapters", json={"name": "more", "path": str(adapters / "failing-upper")})
         assert loaded.status_code == 503 and loaded.json()["error"]["code"] == "adapter_unreadable"
-        tokens = [token for line in events if line.startswith("data: {")
-                  for token in json.loads(line[6:])["choices"][0]["token_ids"]]  # fmt: skip
+        tokens = [
+            token
+            for line in events
+            if line.startswith("data: {")
+            for token in json.loads(line[6:])["choices"][0]["token_ids"]
+        ]
     assert len(tokens) >= 398, "the neighbour's stream went on to its end"
     disk.fails = False
     assert ask(client, "failing-reverse").json()["choices"][0]["text"] == "fedcba"

@@ -41,8 +41,9 @@ def test_a_line_has_time_level_logger_and_its_request():
     (line,) = lines
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING chorus\.some: it failed "
-        r'\[request_id=abc tenant="acme corp" model=base status=500 duration=0\.123457\]', line,
-    )  # fmt: skip
+        r'\[request_id=abc tenant="acme corp" model=base status=500 duration=0\.123457\]',
+        line,
+    )
 
 
 def test_without_a_request_a_line_is_as_ever():
@@ -63,9 +64,7 @@ def test_json_lines_hold_whatever_is_logged():
     assert "\n" not in line and line.isascii()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found.pop("time"))
     assert found.pop("exception").endswith("ValueError: é\n")
-    assert found == {
-        "level": "ERROR", "logger": "chorus.x", "message": "a\nb 5", "request_id": "abc", "model": 'a"\n]'
-    }  # fmt: skip
+    assert found == {"level": "ERROR", "logger": "chorus.x", "message": "a\nb 5", "request_id": "abc", "model": 'a"\n]'}
 
 
 def test_no_client_writes_lines_of_its_own():
@@ -89,8 +88,9 @@ def test_a_request_s_line_tells_who_what_and_how_long(start, fake_engine, tmp_pa
     told = [json.loads(line) for line in lines]
     told = [line for line in told if line["logger"] == "chorus.access" and " from " in line["message"]]
     known = {"request_id": "mine", "tenant": "acme"}
-    first, second, third = ({name: line.get(name) for name in ("request_id", "tenant", "model", "status")}
-                            for line in told)  # fmt: skip
+    first, second, third = (
+        {name: line.get(name) for name in ("request_id", "tenant", "model", "status")} for line in told
+    )
     assert first == {**known, "model": "alice", "status": 200} and told[0]["message"].startswith("POST /v1/completions")
     assert second == {**known, "model": "nobody", "status": 404}
     assert third["status"] == 401 and third["tenant"] is None and third["request_id"]

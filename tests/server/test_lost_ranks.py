@@ -41,7 +41,11 @@ def served(kind: str, size: int) -> Iterator[tuple[subprocess.Popen[str], httpx.
         command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **interpreted}
     ) as process:
         try:
-            url = next(found[1] for line in process.stderr if (found := re.search(r"listening on (\S+)", line)))
+            lines: list[str] = []
+            while not (found := re.search(r"listening on (\S+)", "".join(lines))):
+                lines.append(process.stderr.readline())
+                assert lines[-1], f"the server ended before it listened: {''.join(lines)}"
+            url = found[1]
             children = Path(f"/proc/{process.pid}/task").glob("*/children")
             pids = [int(pid) for each in children for pid in each.read_text().split()]
             others = [pid for pid in pids if b"executors.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -52,15 +56,22 @@ def served(kind: str, size: int) -> Iterator[tuple[subprocess.Popen[str], httpx.
             process.kill()
 
 
-@pytest.mark.parametrize(("kind", "size", "number", "is_busy", "why"), [
-    ("cpu", 2, signal.SIGKILL, True, r"rank 1 of 2 has ended \(signal SIGKILL\)"),
-    ("cpu", 2, signal.SIGKILL, False, r"rank 1 of 2 has ended \(signal SIGKILL\)"),
-    ("cpu", 4, signal.SIGSTOP, True, "rank 3 of 4 kept the others waiting for too long"),
-    pytest.param(
-        "gloo", 2, signal.SIGSTOP, True, "a sum with the other ranks failed",
-        marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "size", "number", "is_busy", "why"),
+    [
+        ("cpu", 2, signal.SIGKILL, True, r"rank 1 of 2 has ended \(signal SIGKILL\)"),
+        ("cpu", 2, signal.SIGKILL, False, r"rank 1 of 2 has ended \(signal SIGKILL\)"),
+        ("cpu", 4, signal.SIGSTOP, True, "rank 3 of 4 kept the others waiting for too long"),
+        pytest.param(
+            "gloo",
+            2,
+            signal.SIGSTOP,
+            True,
+            "a sum with the other ranks failed",
+            marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+        ),
+    ],
+)
 def test_a_rank_that_is_lost_ends_the_server(kind, size, number, is_busy, why):
     """Requests end with an error, `/health` says why, and the exit status is that of a fault."""
     body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "stream": True}

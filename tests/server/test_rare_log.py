@@ -16,6 +16,4 @@ def test_one_line_a_minute_tells_how_many_it_stands_for(caplog):
     log.warning("refused: %s", "another")
     now[0] += 60
     log.warning("refused")
-    assert caplog.messages == [
-        "refused: no secret", "refused: another; 1000 more since the last such line", "refused"
-    ]  # fmt: skip
+    assert caplog.messages == ["refused: no secret", "refused: another; 1000 more since the last such line", "refused"]

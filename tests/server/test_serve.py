@@ -72,7 +72,7 @@ def test_keys_change_while_the_server_runs(model_dir, tmp_path):
         keys.write_text("sk-the-new-one new\n")
         process.send_signal(signal.SIGHUP)
         said = next(line for line in process.stderr if "chorus.audit" in line)
-        assert said.rstrip().endswith("the keys were read anew; 1 tenants, new: new, gone: old")
+        assert said.rstrip().endswith("reloaded the keys: 1 tenants, new: new, removed: old")
         assert (status("sk-the-old-one"), status("sk-the-new-one")) == (401, 200)
 
 

@@ -131,7 +131,7 @@ class TestASettingThatWasRenamed:
 
     def test_two_values_under_both_names_are_refused(self, tmp_path, monkeypatch):
         path = write(tmp_path, "assist_workers = 1\noffload_workers = 2\n")
-        with pytest.raises(UsageError, match="sets assist_workers and offload_workers, which are one setting"):
+        with pytest.raises(UsageError, match="sets assist_workers and offload_workers, which are the same setting"):
             self.read("--config", str(path))
         monkeypatch.setenv("CHORUS_ASSIST_WORKERS", "1")
         monkeypatch.setenv("CHORUS_OFFLOAD_WORKERS", "2")

@@ -104,14 +104,29 @@ def start(roots, monkeypatch, capfd):
     monkeypatch.setattr(ExitDeadline, "start", lambda self: None)  # it lasts as long as the process
     monkeypatch.setattr("chorus.server.start.launch.take_short_turns", lambda: None)  # so does this
     monkeypatch.setattr(os, "_exit", never_exit)
+    # On a busy machine a start lasts longer than the time after which a quarantined adapter is tried again.
+    monkeypatch.setattr("chorus.server.engine.adapter_health.TURN_SECONDS", 600.0)
 
     def run():
         seen.clear()
         capfd.readouterr()
-        code = cli.main([
-            "serve", "--model", str(roots / "model"), "--adapters", str(roots / "adapters"), "--port", "0",
-            "--threads", "1", "--memory-bytes", "2MiB", "--max-num-seqs", "2",
-        ])  # fmt: skip
+        code = cli.main(
+            [
+                "serve",
+                "--model",
+                str(roots / "model"),
+                "--adapters",
+                str(roots / "adapters"),
+                "--port",
+                "0",
+                "--threads",
+                "1",
+                "--memory-bytes",
+                "2MiB",
+                "--max-num-seqs",
+                "2",
+            ]
+        )
         return code, seen[0] if seen else None, capfd.readouterr().err
 
     return run
@@ -169,6 +184,8 @@ def test_a_replica_that_can_not_begin_says_why_in_a_line(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS, cwd=tmp_path)
     assert ended.returncode == 1
     assert "chorus: error: can't serve" in ended.stderr
-    assert "tensor_parallel_size is 2, each rank takes a GPU of its own, and PyTorch finds 0; set it" in ended.stderr
+    assert "tensor_parallel_size is 2, each rank takes a GPU of its own, and PyTorch finds 0; set it" in ended.stderr, (
+        ended.stderr
+    )
     assert "could not start (exit status 1); its messages are above" in ended.stderr
     assert "Traceback" not in ended.stderr

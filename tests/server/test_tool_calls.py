@@ -49,9 +49,11 @@ class Teller(FakeEngine):
 def live(tmp_path_factory):
     model = tmp_path_factory.mktemp("model")
     save_tokenizer(model)
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
-    ))  # fmt: skip
+    tokenizer = Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
+        )
+    )
     with live_server(
         Teller([], max_model_len=4096), tokenizer, settings={"model": model, "served_model_name": "base"}
     ) as live:
@@ -88,8 +90,9 @@ def test_a_whole_answer(say):
         assert (choice.message.content, choice.message.reasoning_content) == ("Well", "A.")
         assert choice.message.reasoning == "A."
         assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
-            ("f", '{"days": 1}'), ("f", "{}"),
-        ]  # fmt: skip
+            ("f", '{"days": 1}'),
+            ("f", "{}"),
+        ]
         assert len({call.id for call in choice.message.tool_calls}) == 2
     message = say(CALLS, tools=[tool()], parallel_tool_calls=False).choices[0].message
     assert len(message.tool_calls) == 1
@@ -117,8 +120,9 @@ def test_a_stream(say):
         pieces = [call for choice in mine for call in choice.delta.tool_calls or ()]
         begun = [call for call in pieces if call.id]
         assert [(call.index, call.function.name, call.function.arguments) for call in begun] == [
-            (0, "f", ""), (1, "f", ""),
-        ]  # fmt: skip
+            (0, "f", ""),
+            (1, "f", ""),
+        ]
         assert [call.index for call in pieces] == sorted(call.index for call in pieces) and len(pieces) > 6
         for number, arguments in enumerate(('{"days": 1}', "{}")):
             assert "".join(call.function.arguments for call in pieces if call.index == number) == arguments
@@ -228,7 +232,7 @@ for _ in range(17):
     ("body", "param", "said"),
     [
         ({"tools": [tool()] * 129}, "tools", "129 entries"),
-        ({"tools": [tool(description="x" * 300_000)]}, "tools", "this server takes 262144"),
+        ({"tools": [tool(description="x" * 300_000)]}, "tools", "this server accepts 262144"),
         ({"tools": [tool(parameters=DEEP)]}, "tools[0].function.parameters", "32 deep"),
         ({"tools": [tool(), tool()]}, "tools[1].function.name", "two tools"),
         ({"tools": [tool("a b")]}, "tools[0].function.name", "letters"),
@@ -240,21 +244,56 @@ for _ in range(17):
         ({"tools": [tool()], "tool_choice": "always"}, "tool_choice", "none, auto, required"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice", "function"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tools": [tool(parameters={"properties": {"a": {"uniqueItems": True}}})], "tool_choice": "required"},
-         "tools", "uniqueItems"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tools": [tool(parameters={"properties": {"a": {"uniqueItems": True}}})], "tool_choice": "required"},
+            "tools",
+            "uniqueItems",
+        ),
         ({"tools": [tool(parameters={"properties": {"a": {"pattern": "a" * 9000}}}, strict=True)]}, "tools", "9000"),
-        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-         "tool_choice", "allowed_tools"),
-        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
-            {"type": "function", "function": {"name": "g"}}]}}}, "tool_choice", "'g'"),
-        ({"tools": [tool()], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
-            "uniqueItems": True}}}}, "response_format", "uniqueItems"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-         "messages[1]", "JSON object"),
+        (
+            {
+                "tools": [tool()],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            },
+            "tool_choice",
+            "allowed_tools",
+        ),
+        (
+            {
+                "tools": [tool()],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
+                },
+            },
+            "tool_choice",
+            "'g'",
+        ),
+        (
+            {
+                "tools": [tool()],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"uniqueItems": True}},
+                },
+            },
+            "response_format",
+            "uniqueItems",
+        ),
+        (
+            {
+                "messages": [
+                    *USER,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+                ]
+            },
+            "messages[1]",
+            "JSON object",
+        ),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[1]", "with a name"),
     ],
-)  # fmt: skip
+)
 def test_wrong_tools_are_named(live, body, param, said):
     response = live.post(CHAT, **{"messages": USER, **body})
     assert response.status_code == 400, response.text
@@ -287,9 +326,14 @@ def test_calls_that_cannot_be_forced_are_told_by_their_path_and_leak_no_rules(li
 
 
 def test_rules_that_cannot_be_enforced_are_dropped_for_functions_that_say_so(live):
-    parameters = {"type": "object", "properties": {
-        "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-        "data": {"type": "string", "format": "binary"}}, "dependentRequired": {"tags": ["data"]}}  # fmt: skip
+    parameters = {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+            "data": {"type": "string", "format": "binary"},
+        },
+        "dependentRequired": {"tags": ["data"]},
+    }
     response = live.post(CHAT, messages=USER, tools=[tool("f", parameters, strict=False)], tool_choice="required")
     assert response.status_code == 200, response.text
     asked = live.engine.asked[-1].params.grammar
@@ -425,8 +469,9 @@ def test_an_anthropic_message_with_thinking_and_calls(live, stream):
         thinking, text, *calls = response.json()["content"]
         assert (thinking["thinking"], text["text"], response.json()["stop_reason"]) == ("A.", "Well", "tool_use")
         assert [(call["type"], call["name"], call["input"]) for call in calls] == [
-            ("tool_use", "f", {"days": 1}), ("tool_use", "f", {}),
-        ]  # fmt: skip
+            ("tool_use", "f", {"days": 1}),
+            ("tool_use", "f", {}),
+        ]
         return
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data")]
     begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]

@@ -91,7 +91,7 @@ def test_lost_names_are_told_and_their_files_are_kept(serve, reference, uploads,
         (uploads / name).unlink()
     with caplog.at_level(logging.WARNING), serve() as live:
         assert served(live) == {}
-        assert "names.sqlite is new, yet 2 adapters lie beside it" in caplog.text
+        assert "names.sqlite is new, but its directory holds 2 adapters" in caplog.text
         live.wait_until(lambda: len(list((uploads / LOST).glob("*"))) == 2, 60)
         assert files(uploads) == kept and "nothing has retired it: it is kept in" in caplog.text
         assert push(live, reference.adapters[CONTENTS[0]], "again").status_code == 200

@@ -14,7 +14,8 @@ from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import RequestOutput
-from chorus.memory.host.images import InlineReads, Reads
+from chorus.memory.host.images import Reads
+from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked
 from .checked_adapters import CheckedAdapters, Disk
@@ -27,7 +28,7 @@ from .virtual_reads import VirtualClock
 
 
 class CheckedEngine:
-    """adapters: names, of two pages each. is_ahead: steps are launched ahead. swap_seconds: typical, of a copy of KV.
+    """adapters: names, of two pages each. is_async: steps are launched ahead. swap_seconds: typical, of a copy of KV.
     config: what differs from a small engine's options.
     """
 
@@ -37,7 +38,7 @@ class CheckedEngine:
         adapters: Iterable[str] = (),
         policies: Policies | None = None,
         *,
-        is_ahead: bool = False,
+        is_async: bool = False,
         swap_seconds: float = 0.0,
         **config: Any,
     ) -> None:
@@ -58,10 +59,12 @@ class CheckedEngine:
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
         self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
-        executor: Any = LateResults(self.executor) if is_ahead else self.executor
+        executor: Any = LateResults(self.executor) if is_async else self.executor
         self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
-        self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
+        self.executor.on_plan = lambda plan: self.plans.append(
+            [(row.request_id, len(row.tokens)) for row in plan.sequences]
+        )
         for name in adapters:
             self.load(name)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ModelInfo
-from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.pages.layout import PageLayout
@@ -86,7 +86,7 @@ class CheckedExecutor:
 
     def _check(self, plan: StepPlan) -> None:
         """Check the shape of a step: its limits, the order of its rows, its bucket and its slots."""
-        rows, most = plan.rows, self.config.max_adapters_per_step
+        rows, most = plan.sequences, self.config.max_adapters_per_step
         promise(0 < len(rows) <= self.config.max_num_seqs, "rows beyond max_num_seqs")
         promise(plan.num_tokens <= self.config.max_num_batched_tokens, "tokens beyond the step's budget")
         promise(len({row.request_id for row in rows}) == len(rows), "a request has two rows")
@@ -144,7 +144,7 @@ class CheckedExecutor:
         knows.
         """
         block, pool, most = self.config.block_tokens, self.pool, self.layout.pages_for_tokens(MAX_MODEL_LEN)
-        for row in plan.rows:
+        for row in plan.sequences:
             promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
             promise(len(row.pages) <= most, "more pages than the longest request has")
             promise(len(set(row.pages)) == len(row.pages), "{} has a page twice", row.request_id)
@@ -156,7 +156,7 @@ class CheckedExecutor:
                     if pool.references(page) != 1 or page in self.prefix.by_page:
                         raise Violation(f"{row.request_id} writes page {page}, which is shared or cached")
                     owner[page] = row.request_id
-        for row in plan.rows:
+        for row in plan.sequences:
             for page in row.pages:
                 if owner.get(page, row.request_id) != row.request_id:
                     raise Violation(f"{row.request_id} reads page {page}, which {owner[page]} writes")
@@ -165,7 +165,7 @@ class CheckedExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         late = self._late(plan)
-        for row in plan.rows:
+        for row in plan.sequences:
             if row.request_id in self.raises_for:
                 raise RuntimeError(f"a fault of {row.request_id}")
             adapter = None if row.lora_index == BASE_LORA_INDEX else plan.adapters[row.lora_index]
@@ -184,18 +184,18 @@ class CheckedExecutor:
             self._answer(row, content, result)
         return result
 
-    def _write(self, row: ScheduledRow, values: Sequence[object]) -> None:
+    def _write(self, row: ScheduledSequence, values: Sequence[object]) -> None:
         """Write what a row computes, out of the values of all its positions."""
         block = self.config.block_tokens
         for position in range(row.start, row.kv_len):
             self.memory[row.pages[position // block]][position % block] = values[position]
 
-    def _check_row(self, row: ScheduledRow, adapter: Adapter | None, asked: Asked, is_ahead: bool) -> None:
-        """Check a row against its request and the tokens that it has been given. is_ahead: one more is not read yet."""
+    def _check_row(self, row: ScheduledSequence, adapter: Adapter | None, asked: Asked, is_async: bool) -> None:
+        """Check a row against its request and the tokens that it has been given. is_async: one more is not read yet."""
         id, tokens, known = row.request_id, row.token_ids, asked.tokens
         promise(adapter is asked.adapter, "{} runs on {}, not on {}", id, adapter, asked.adapter)
         promise(tokens[: len(known)] == known, "{} runs on other tokens than its own", id)
-        promise(len(tokens) <= len(known) + is_ahead, "a token of {} was not returned", id)
+        promise(len(tokens) <= len(known) + is_async, "a token of {} was not returned", id)
         promise(row.tokens == tokens[row.start : row.kv_len], "{} computes tokens of another position", id)
         promise(row.samples == (row.kv_len == len(tokens)), "{} draws a token at the wrong position", id)
         promise(row.params == asked.request.params, "{} runs with other parameters than its own", id)
@@ -214,7 +214,7 @@ class CheckedExecutor:
                 self._check_bytes(adapter)
         return late
 
-    def _answer(self, row: ScheduledRow, content: int, result: StepResult) -> None:
+    def _answer(self, row: ScheduledSequence, content: int, result: StepResult) -> None:
         if row.wants_prompt_logprobs:
             positions = range(row.start + 1, min(row.kv_len + 1, row.num_prompt_tokens))
             scores = [TokenLogprobs(row.token_ids[position], -float(position)) for position in positions]

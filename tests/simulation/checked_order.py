@@ -60,7 +60,7 @@ class CheckedOrder:
         self._decide(self._clock())
         tier = engine.store.tier
         self._here = {each for each in engine.store.versions() if tier(each) in (Tier.DEVICE, Tier.HOST)}
-        ahead = engine.ahead
+        ahead = engine.async_steps
         self._under_way = None if ahead is None else ahead.plan
         self._note_dropped()
 
@@ -77,7 +77,7 @@ class CheckedOrder:
         self.has_run = True
         self._check_order()
         ending = set() if plan.sources is None else self._check_ahead(plan)
-        self._drawing = {row.request_id for row in plan.rows if row.samples}
+        self._drawing = {row.request_id for row in plan.sequences if row.samples}
         self._check_plan(plan, ending)
         self._running = [request.id for request in self._scheduler.running]
 
@@ -99,7 +99,7 @@ class CheckedOrder:
 
     def _note_dropped(self) -> None:
         """Note rows of the step under way whose requests are gone, or are waiting again."""
-        for row in () if self._under_way is None else self._under_way.rows:
+        for row in () if self._under_way is None else self._under_way.sequences:
             asked = self._asked[row.request_id]
             has_ended = asked.told.reason is not None
             self._reached["dropped: it had ended"] += has_ended
@@ -112,16 +112,16 @@ class CheckedOrder:
         running, started, reached = self._scheduler.running, self._started(), self._reached
         may_end = {each.id for each in running if each.num_tokens + 1 >= each.max_length}
         ending = may_end & self._drawing
-        promise(ending.isdisjoint([row.request_id for row in plan.rows]), "a request goes on behind its end")
+        promise(ending.isdisjoint([row.request_id for row in plan.sequences]), "a request goes on behind its end")
         promise(not ending or not started, "a successor waits a step more")
         reached["a step ahead"] += 1
         reached["a step ahead without those that end"] += bool(ending)
         reached["a step ahead while others wait"] += bool(self._scheduler.waiting)
-        reached["a step ahead that looks back"] += any(row.looks_back for row in plan.rows)
+        reached["a step ahead that looks back"] += any(row.looks_back for row in plan.sequences)
         reached["a step of prompts ahead"] += plan.bucket is None
         reached["begun in a step ahead"] += bool(started)
-        in_step = {self._asked[row.request_id].request for row in plan.rows}
-        without = [(len(members.keys() - in_step), len(members)) for members in running.calls.values()]
+        in_step = {self._asked[row.request_id].request for row in plan.sequences}
+        without = [(len(members.keys() - in_step), len(members)) for members in running.choice_groups.values()]
         reached["a step ahead of some answers of a call"] += any(0 < count < most for count, most in without)
         return ending
 
@@ -131,25 +131,25 @@ class CheckedOrder:
         """ending: the requests that have no row, as they end in the step before."""
         running, started, reached = self._scheduler.running, self._started(), self._reached
         first = [each for each in started if not self._asked[each.id].was_sent_back]
-        beyond_seats = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
-        reached["begun beyond the seats"] += len(running) > self._config.max_num_seqs and bool(first)
+        beyond_slots = len(self._running) + len(started) > self._config.max_num_seqs  # some may be preempted for others
+        reached["begun beyond the slots"] += len(running) > self._config.max_num_seqs and bool(first)
         for request in started:
             reached[STATES[request.state]] += 1
         self._check_paused(plan, ending)
-        self._check_overtaken(plan, first, beyond_seats)
-        self._check_turns(started, [] if beyond_seats else self._may_begin())
+        self._check_overtaken(plan, first, beyond_slots)
+        self._check_turns(started, [] if beyond_slots else self._may_begin())
         arrivals = [each.arrival_time for each in first]
         oldest = min((each.arrival_time for each in self._scheduler.waiting), default=math.inf)
         reached["overtaken"] += any(arrival > oldest for arrival in arrivals)
         for request in started:
             others = [each for each in self._scheduler.waiting if each.fairness_key != request.fairness_key]
-            reached["a tenant's turn"] += any(other.place < request.place for other in others)
+            reached["a tenant's turn"] += any(other.queue_position < request.queue_position for other in others)
             reached["prefix hit"] += request.num_cached_tokens > 0
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
     def _check_paused(self, plan: StepPlan, ending: Set[str]) -> None:
         """Check that running requests without a row had to be left out."""
-        engine, reached, in_step = self._engine, self._reached, {row.request_id for row in plan.rows}
+        engine, reached, in_step = self._engine, self._reached, {row.request_id for row in plan.sequences}
         paused = [request for request in self._scheduler.running if request.id not in in_step | ending]
         reached["sat out"] += bool(paused)
         reached["went on after sitting out"] += not self._paused.isdisjoint(in_step)
@@ -159,12 +159,14 @@ class CheckedOrder:
         gave = sum(request.adapter in new for request in self._scheduler.running)
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
-        alone = [each for each in paused if not each.call and each.coming is None and each.adapter not in left_out]
+        alone = [
+            each for each in paused if not each.choice_group and each.restoring is None and each.adapter not in left_out
+        ]
         waits = engine.swapped.frees_pages  # for pages that are being copied out
         preempted = (
             self._scheduler.lifecycle.num_preemptions - self._num_preemptions
         )  # whose rows are free in this step
-        free_rows = self._config.max_num_seqs - len(plan.rows)
+        free_rows = self._config.max_num_seqs - len(plan.sequences)
         reached["sat out for another tenant"] += not free_rows and bool(alone)
         if plan.num_tokens < self._config.max_num_batched_tokens and engine.reclaimer.available and not waits:
             promise(not alone or free_rows <= preempted + gave, "one that is alone in its call sat out")
@@ -186,7 +188,7 @@ class CheckedOrder:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""
         now = self._decided[0]
         self._reached["adapters took turns"] += bool(left_out)
-        may_run = {each.adapter for each in self._scheduler.running if each.coming is None and not each.call}
+        may_run = {each.adapter for each in self._scheduler.running if each.restoring is None and not each.choice_group}
         since = self._out_since
         self._out_since = {each: since.get(each, (now, self._decided[1])) for each in left_out & may_run}
         patience, count = self._config.max_overtake_seconds, len(left_out) + plan.num_adapters
@@ -204,15 +206,15 @@ class CheckedOrder:
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.fairness_key for request in running if request.id in in_step)
-        here = [each for each in running if each.coming is None and each.id not in ending]
+        here = [each for each in running if each.restoring is None and each.id not in ending]
         here = {each.fairness_key for each in here if each.adapter not in left_out}
         config = self._config
         has_more = config.max_adapters_per_step is not None and len(here) > config.max_num_seqs
-        promise(rows.keys() == here or bool(running.calls) or has_more, "a tenant whose requests all sit out")
+        promise(rows.keys() == here or bool(running.choice_groups) or has_more, "a tenant whose requests all sit out")
         preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
         if preempted or not has_tokens or config.weights or engine.swapped.frees_pages or not self._has_room():
             return
-        if config.chunked_prefill and config.max_adapters_per_step is None and not running.calls:
+        if config.chunked_prefill and config.max_adapters_per_step is None and not running.choice_groups:
             self._reached["room for all"] += 1
             new = Counter(request.fairness_key for request in self._started() if request.id in in_step)
             givers = [tenant for tenant, own in rows.items() if own > 1 and own > new[tenant]]
@@ -228,16 +230,16 @@ class CheckedOrder:
         growth += sum(adapter.num_pages for adapter in self._engine.store.versions())
         return growth <= self._engine.reclaimer.available
 
-    def _check_overtaken(self, plan: StepPlan, first: Sequence[Request], beyond_seats: bool) -> None:
+    def _check_overtaken(self, plan: StepPlan, first: Sequence[Request], beyond_slots: bool) -> None:
         """Check that no request starts while one of its tenant waits that has been overtaken for long enough.
 
-        Where a step's adapters are limited, one may wait for its adapter's turn, and for a seat beside another
+        Where a step's adapters are limited, one may wait for its adapter's turn, and for a slot beside another
         adapter's, which had its turn in this step.
         """
         before = {self._asked[id].adapter for id in self._running} - {None}
         most = self._config.max_adapters_per_step or math.inf
         full = len(before | {each.adapter for each in self._scheduler.running} - {None}) >= most
-        overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_seats)]
+        overdue = [each for each in self._scheduler.waiting if self._is_overdue(each, first, beyond_slots)]
         for waiting in overdue:
             if self._asked[waiting.id].was_moved:  # its time counts from its arrival at the engine that it came from
                 continue
@@ -249,7 +251,7 @@ class CheckedOrder:
                     is_older = other.arrival_time <= waiting.arrival_time
                     promise(is_older, f"{waiting} was overtaken too long by {other}")
 
-    def _is_overdue(self, waiting: Request, first: Sequence[Request], beyond_seats: bool) -> bool:
+    def _is_overdue(self, waiting: Request, first: Sequence[Request], beyond_slots: bool) -> bool:
         """True if a request has been overtaken for long enough, and could have started in this step."""
         if waiting.arrival_time >= self._overdue_before or waiting.id in self._running:
             return False
@@ -261,8 +263,10 @@ class CheckedOrder:
         queue = self._scheduler.waiting
         if waiting not in queue.tenants.get(waiting.fairness_key, {}).get(adapter, ()):
             return False  # held back until its prompt has been computed for another
-        # a call that comes anew needs no seat
-        return not (beyond_seats and (waiting.is_further or waiting.call in self._scheduler.running.calls))
+        # a call that comes anew needs no slot
+        return not (
+            beyond_slots and (waiting.is_later_choice or waiting.choice_group in self._scheduler.running.choice_groups)
+        )
 
     # -- turns
 
@@ -273,7 +277,7 @@ class CheckedOrder:
         tier = self._engine.store.tier
         here: set[Adapter | None] = {None, *(each for each in self._here if tier(each) in (Tier.DEVICE, Tier.HOST))}
         groups = [group for groups in self._scheduler.waiting.tenants.values() for group in groups.values()]
-        firsts = [request for group in groups if group.adapter in here for request in group.firsts]
+        firsts = [request for group in groups if group.adapter in here for request in group.first_choices]
         return [request for request in firsts if request.id not in self._running]
 
     def _has_waited_for_long(self, since: Moment, more_steps: int = 0) -> bool:
@@ -287,7 +291,9 @@ class CheckedOrder:
         """
         begun, running = {request.fairness_key for request in started}, self._scheduler.running.tenants
         waiting = {request.fairness_key for request in may_begin} - begun
-        behind = int(self._engine.ahead is not None)  # a turn in a step ahead counts from the step before or from that
+        behind = int(
+            self._engine.async_steps is not None
+        )  # a turn in a step ahead counts from the step before or from that
         never = math.inf, math.inf
         late = {each for each in waiting if self._has_waited_for_long(self._turns.get(each, never), behind)}
         if late and not self._has_room():

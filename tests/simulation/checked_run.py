@@ -11,9 +11,9 @@ from chorus.core.requests.sampling_params import SamplingParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
-from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
 from chorus.memory.pages.prefix import BASE_VERSION
+from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked, Told, Violation, promise
 from .checked_adapters import CheckedAdapters, Disk

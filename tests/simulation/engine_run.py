@@ -165,7 +165,9 @@ class EngineRun(ABC):
     def _submit(
         self, name: str | None, prompt: list[int], params: SamplingParams, tenant: str, salt: str, call: str = ""
     ) -> Asked | None:
-        request = Request(f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt, call=call)
+        request = Request(
+            f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt, choice_group=call
+        )
         expected = self._refusal(name, len(prompt), params.max_tokens)
         refused = self._add(lambda: self.engine.add_request(request))
         is_right = refused == expected or (refused == OVERLOADED and expected is None)

@@ -17,10 +17,10 @@ from chorus.core import engine
 from chorus.core.merging.merging import Merging
 from chorus.core.requests.record import from_record
 from chorus.core.requests.types import StepPlan
-from chorus.core.scheduling.draft import Draft
 from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.core.scheduling.service import Turns
+from chorus.core.scheduling.step_builder import StepBuilder
 from chorus.core.served_adapters import ServedAdapters
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages
@@ -221,14 +221,14 @@ def rows_of_the_gone(patch):
 
 def rows_left_ahead(patch):
     """The rows of a step that is not to happen stay where it would have them."""
-    patch.setattr(Scheduler, "take_back", lambda self: None)
+    patch.setattr(Scheduler, "rollback", lambda self: None)
 
 
 def shifted_seed(patch):
     """A request that was preempted goes on with another seed."""
 
     def shift(self, plan):
-        for row in plan.rows:
+        for row in plan.sequences:
             request = self.get(row.request_id)
             row.seed = request.seed + (request.num_preemptions > 0)
 
@@ -250,8 +250,8 @@ def row_recomputed(patch):
     """A prefill computes its last known token once more."""
 
     def back(self, plan):
-        for row in plan.rows:
-            if row.start and plan.bucket is None and self.get(row.request_id).row is not row:
+        for row in plan.sequences:
+            if row.start and plan.bucket is None and self.get(row.request_id).sequence is not row:
                 row.start -= 1
                 row.tokens = [row.token_ids[row.start], *row.tokens]
 
@@ -260,7 +260,7 @@ def row_recomputed(patch):
 
 def bucket_too_small(patch):
     """A step of decode rows is run by what was captured for one row fewer."""
-    _plans(patch, lambda self, plan: setattr(plan, "bucket", plan.bucket and max(1, len(plan.rows) - 1)))
+    _plans(patch, lambda self, plan: setattr(plan, "bucket", plan.bucket and max(1, len(plan.sequences) - 1)))
 
 
 def rows_out_of_order(patch):
@@ -268,7 +268,7 @@ def rows_out_of_order(patch):
 
     def turn(self, plan):
         if plan.bucket is None:
-            plan.rows.reverse()
+            plan.sequences.reverse()
 
     _plans(patch, turn)
 
@@ -278,18 +278,18 @@ def rows_out_of_order(patch):
 
 def overtaken_for_good(patch):
     """A request may be overtaken for as long as others come."""
-    begin = Draft.begin_admission
+    begin = StepBuilder.begin_admission
 
     def begin_admission(self):
         begin(self)
         self.overdue_before = -math.inf
 
-    patch.setattr(Draft, "begin_admission", begin_admission)
+    patch.setattr(StepBuilder, "begin_admission", begin_admission)
 
 
 def turns_forgotten(patch):
     """A tenant may wait for a turn for as long as others were served less."""
-    patch.setattr(Turns, "_is_late", lambda self, tenant: False)
+    patch.setattr(Turns, "_is_overdue", lambda self, tenant: False)
 
 
 FAULTS: tuple[Fault, ...] = (

@@ -36,16 +36,18 @@ class Invariants:
         self._check_host_images()
 
     def _check_running(self) -> None:
-        running, seats = self._engine.scheduler.running, self._engine.config.max_num_seqs
-        tenants, calls = running.tenants, running.calls
+        running, slots = self._engine.scheduler.running, self._engine.config.max_num_seqs
+        tenants, calls = running.tenants, running.choice_groups
         promise(tenants == Counter([request.fairness_key for request in running]), "wrong numbers of requests")
         may_have_more = bool(calls) or self._engine.config.max_adapters_per_step is not None  # without an index
-        promise(len(tenants) <= seats or may_have_more, "more tenants than seats")  # one call may have many
-        promise(len(running) <= seats or may_have_more or len(tenants) > 1, "more requests than seats")  # paused ones
-        promise({*running.lone}.union(*calls.values()) == {*running}, "calls have other requests than run")
+        promise(len(tenants) <= slots or may_have_more, "more tenants than slots")  # one call may have many
+        promise(len(running) <= slots or may_have_more or len(tenants) > 1, "more requests than slots")  # paused ones
+        promise({*running.single_requests}.union(*calls.values()) == {*running}, "calls have other requests than run")
         if calls:
-            answers = Counter([(request.call, request.fairness_key) for request in running if request.call])
-            promise(max(answers.values()) <= seats, "more answers of a call than seats")
+            answers = Counter(
+                [(request.choice_group, request.fairness_key) for request in running if request.choice_group]
+            )
+            promise(max(answers.values()) <= slots, "more answers of a call than slots")
 
     def _check_pages(self, active: Collection[Request]) -> None:
         engine, count, swapped = self._engine, self._engine.pool.count, self._engine.swapped
@@ -66,7 +68,7 @@ class Invariants:
                 raise Violation(f"{request} runs, and does not")
             if runs == (request in waiting):
                 raise Violation(f"{request} is in both queues, or in none")
-            if state is _LOADING and request.adapter is None and not request.coming:
+            if state is _LOADING and request.adapter is None and not request.restoring:
                 raise Violation(f"{request} loads nothing")
             reached[STATES[state]] += 1
 

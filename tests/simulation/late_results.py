@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chorus.core.requests.types import PENDING, ScheduledRow, StepPlan, StepResult
+from chorus.core.requests.types import PENDING, ScheduledSequence, StepPlan, StepResult
 
 from .asked import Violation
 
@@ -19,7 +19,9 @@ class Launched:
     number: int
     requests: list[str]  # of its rows
     outcome: StepResult | Exception
-    unseen: list[tuple[ScheduledRow, list[int]]]  # rows to be drawn behind tokens that the host has to have by then
+    unseen: list[
+        tuple[ScheduledSequence, list[int]]
+    ]  # rows to be drawn behind tokens that the host has to have by then
     before: Launched | None  # the step under way when it was launched
     was_read: bool = False
     was_drawn: bool = False
@@ -79,8 +81,8 @@ class LateResults:
         before, last, unseen = self._last, None, []
         self.promise(before is None or before.was_drawn or not before.unseen, "a step is launched before one is drawn")
         if plan.sources is not None:
-            rows, last, plan = plan.rows, before, self._told(plan)
-            unseen = [(row, told.token_ids) for row, told in zip(rows, plan.rows, strict=True) if row.looks_back]
+            rows, last, plan = plan.sequences, before, self._told(plan)
+            unseen = [(row, told.token_ids) for row, told in zip(rows, plan.sequences, strict=True) if row.looks_back]
             self.num_ahead += 1
         outcome: StepResult | Exception = StepResult()
         if last is not None and isinstance(last.outcome, Exception):
@@ -95,7 +97,7 @@ class LateResults:
         self.num_launched += 1
         if before is not None:
             before.before = None
-        requests = [row.request_id for row in plan.rows]
+        requests = [row.request_id for row in plan.sequences]
         self._last = Launched(self, self.num_launched, requests, outcome, unseen, before)
         return self._last
 
@@ -107,13 +109,13 @@ class LateResults:
     def _told(self, plan: StepPlan) -> StepPlan:
         """Return a plan with the tokens that the host does not know: any, where the last step drew none."""
         last, sources = self._last, plan.sources or ()
-        self.promise(len(sources) == len(plan.rows), "a step ahead without a source for each row")
+        self.promise(len(sources) == len(plan.sequences), "a step ahead without a source for each row")
         if last is None or last.was_read:
             self.promise(False, "no step is under way that this one could be ahead of")
             return plan
         drawn = last.outcome.tokens if isinstance(last.outcome, StepResult) else {}
-        rows: list[ScheduledRow] = []
-        for row, place in zip(plan.rows, sources, strict=True):
+        rows: list[ScheduledSequence] = []
+        for row, place in zip(plan.sequences, sources, strict=True):
             self.promise((row.tokens is PENDING) == (place >= 0), "the host knows a token that it has not read")
             if place < 0:
                 self.promise(-1 not in row.tokens, "a token that is not known is to be computed")
@@ -122,4 +124,4 @@ class LateResults:
             self.promise(last.requests[place] == row.request_id, "a row goes on from another's token")
             token = drawn.get(row.request_id, 0)
             rows.append(replace(row, tokens=[token], token_ids=[*row.token_ids, token]))
-        return replace(plan, rows=rows)
+        return replace(plan, sequences=rows)

@@ -116,7 +116,7 @@ class Faulty:
         return getattr(self._inner, name)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if self.glitches or any(row.request_id in self.raises_for for row in plan.rows):
+        if self.glitches or any(row.request_id in self.raises_for for row in plan.sequences):
             self.glitches = 0
             raise RuntimeError(FAULT)
         result = self._inner.execute(plan)
@@ -161,12 +161,12 @@ class RealRun(EngineRun):
 
     def _draw_config(self) -> EngineConfig:
         rng = self.rng
-        seats = rng.choice([1, 2, 4, 8, 16])
+        slots = rng.choice([1, 2, 4, 8, 16])
         return _config(
             num_pages=self._ranks * rng.choice([40, 60, 90, 400]),
             block_tokens=rng.choice([4, 8, 16]),
-            max_num_seqs=seats,
-            max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
+            max_num_seqs=slots,
+            max_num_batched_tokens=max(slots, rng.choice([16, 32, 256])),
             chunked_prefill=rng.random() < 0.8,
             adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]),
             host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),

@@ -26,7 +26,7 @@ EVERYWHERE = {
     "a tenant's turn",
     "reads given up",
     "sat out",
-    "begun beyond the seats",
+    "begun beyond the slots",
     "late for its turn",
     "a turn that was late",
     "a step ahead",

@@ -51,21 +51,24 @@ _SETTLE_SECONDS = 0.5  # until the threads of a server that was measured have st
 
 @dataclass(frozen=True)
 class Load:
-    """What all servers are given. files: the adapters by name. room: tokens of a request, at most."""
+    """What all servers are given."""
 
     model: Path
     files: dict[str, Path]
+    """The adapters by name."""
     room: int
+    """Tokens of a request, at most."""
     dtype: str
     threads: int
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that is up. more: fields of a request for an adapter, by its index, where its name is not enough."""
+    """A server that is up."""
 
     server: LaunchedServer
     more: Callable[[int | None], dict[str, Any]] = lambda index: {}
+    """Fields of a request for an adapter, by its index, where its name is not enough."""
 
     def signal(self, suspend: bool) -> None:
         for process in family([self.server.pid]):

@@ -21,10 +21,11 @@ from .registry import rows_table
 
 
 class Way(NamedTuple):
-    """Parameters of a step's rows. least: share of the tokens/s of `over` that it must have on a CPU."""
+    """Parameters of a step's rows."""
 
     params: Mapping[str, Any]
     least: float = 0.0
+    """Share of the tokens/s of `over` that it must have on a CPU."""
     over: str = "greedy"
 
 

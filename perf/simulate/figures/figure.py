@@ -50,22 +50,23 @@ UNITS = {
 
 
 class Price(Strict):
-    """Something that a profile alone tells, in closed form.
-
-    of: a decode step, the LoRA products in it, a prefill of one prompt, a load over the link (seconds), an adapter's
-    size or that of a request's KV (bytes). rows: of the decode step. context: tokens that each has in its KV cache, or
-    that the prompt has. rank, adapters: every row's, and how many distinct ones there are; default: one per row. share:
-    of the price, as 1/32 for one of 32 layers.
-    """
+    """Something that a profile alone tells, in closed form."""
 
     of: Literal["decode", "lora", "prefill", "load", "adapter", "kv"]
+    """A decode step, the LoRA products in it, a prefill of one prompt, a load over the link (seconds), an adapter's
+    size or that of a request's KV (bytes).
+    """
     profile: str
     rows: PositiveInt = 1
+    """Of the decode step."""
     context: int = Field(default=0, ge=0)
+    """Tokens that each has in its KV cache, or that the prompt has."""
     rank: int = Field(default=0, ge=0)
     adapters: PositiveInt | None = None
+    """Every row's, and how many distinct ones there are; default: one per row."""
     targets: list[str] = list(MODULES)
     share: PositiveFloat = 1.0
+    """Of the price, as 1/32 for one of 32 layers."""
 
 
 class Term(Strict):
@@ -76,57 +77,59 @@ class Term(Strict):
 
 
 class System(Strict):
-    """A system of the paper's, as what it does.
-
-    does: in words. terms: dotted, in place of the profile's. set: dotted fields of the setup. static: it keeps a batch,
-    all of one adapter, until its longest answer has ended (`static_batches`).
-    """
+    """A system of the paper's, as what it does."""
 
     does: str
+    """In words."""
     terms: dict[str, Term] = {}
+    """Dotted, in place of the profile's."""
     set: dict[str, Any] = {}
+    """Dotted fields of the setup."""
     static: bool = False
+    """It keeps a batch, all of one adapter, until its longest answer has ended (`static_batches`)."""
 
 
 class Run(Strict):
-    """A simulation, or a price.
-
-    row: of the figure's study. set: dotted fields in place of its own and of the system's.
-    """
+    """A simulation, or a price."""
 
     price: Price | None = None
     row: str | None = None
+    """Of the figure's study."""
     system: str | None = None
     set: dict[str, Any] = {}
+    """Dotted fields in place of its own and of the system's."""
 
 
 class Published(Strict):
-    """One published number, and how ours is computed.
-
-    published: the number; words where the text has only these; None where no text has it. unit: see `UNITS`. source:
-    section and the paper's own words. run, metric: where ours is from; a price's metric is "value". over, over_metric:
-    the run that it is compared with. form: of the comparison; "saving" is 1 less the ratio. also: more pairs of a run
-    and what it is compared with, of all of which the row has the largest value, for what is "up to" so much. open: the
-    mechanism that is not built yet, which is why there is no run. tolerance: share by which a closed form may differ
-    from the number.
-    fitted: the constants that were fitted to this very number, so that ours is no prediction of it. why: why ours
-    differ.
-    """
+    """One published number, and how ours is computed."""
 
     name: str = Field(min_length=1)
     published: float | str | None = None
+    """The number; words where the text has only these; None where no text has it."""
     unit: str = ""
+    """See `UNITS`."""
     source: str = Field(min_length=3)
+    """Section and the paper's own words."""
     run: str | None = None
     metric: str = "value"
+    """Where ours is from; a price's metric is "value"."""
     over: str | None = None
     over_metric: str | None = None
+    """The run that it is compared with."""
     form: Literal["value", "increase", "ratio", "saving"] = "value"
+    """Of the comparison; "saving" is 1 less the ratio."""
     also: list[tuple[str, str]] = []
+    """More pairs of a run and what it is compared with, of all of which the row has the largest value, for what is
+    "up to" so much.
+    """
     open: str | None = None
+    """The mechanism that is not built yet, which is why there is no run."""
     tolerance: PositiveFloat | None = None
+    """Share by which a closed form may differ from the number."""
     fitted: str = ""
+    """The constants that were fitted to this very number, so that ours is no prediction of it."""
     why: str = ""
+    """Why ours differ."""
 
     @property
     def runs(self) -> list[str]:
@@ -135,23 +138,24 @@ class Published(Strict):
 
 
 class Figure(Strict):
-    """A figure, a table, or numbers of one section.
-
-    setting: the paper's. assumed: what it does not state; alike for all rows. why: why ours differ, for all rows that
-    say nothing themselves. study: the runs name its rows. set: dotted fields of all of these, which give way to the
-    study's quick ones. setup, quick: of runs without a study.
-    """
+    """A figure, a table, or numbers of one section."""
 
     paper: str
     name: str
     title: str
     setting: str
+    """The paper's."""
     assumed: str = ""
+    """What it does not state; alike for all rows."""
     why: str = ""
+    """Why ours differ, for all rows that say nothing themselves."""
     study: str | None = None
+    """The runs name its rows."""
     set: dict[str, Any] = {}
+    """Dotted fields of all of these, which give way to the study's quick ones."""
     setup: dict[str, Any] = {}
     quick: dict[str, Any] = {}
+    """Of runs without a study."""
     systems: dict[str, System] = {}
     runs: dict[str, Run] = {}
     rows: list[Published] = Field(min_length=1)

@@ -17,11 +17,13 @@ from .figure import UNITS, Figure, Price, Published, profile_path
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table. ours: in the row's unit; None where it is open or no run is named. exact: no seed in it."""
+    """One row of the table."""
 
     row: Published
     ours: Spread | None
+    """In the row's unit; None where it is open or no run is named."""
     exact: bool
+    """No seed in it."""
 
     @property
     def ratio(self) -> float | None:

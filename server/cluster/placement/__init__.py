@@ -1,1 +1,1 @@
-"""Placement: which requests move to which replica, and which adapters lie where beforehand. Pure code, no I/O."""
+"""Placement: which requests move to which replica, and which replicas get adapters in advance. Pure code, no I/O."""

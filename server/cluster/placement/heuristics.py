@@ -1,4 +1,4 @@
-"""Planners without a solver: greedy co-migration (ours), and the newest request leaves (Punica, §5.3)."""
+"""Planners without a solver: greedy co-migration (ours), and moving the newest request (Punica, §5.3)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import numpy as np
 from .problem import EFFORT_WEIGHT, Problem
 
 LEAST_GAIN = 1e-6
-"""Seconds by which a move must make a replica less busy, above what rounding errors do."""
+"""Seconds by which a move must make a replica less busy; more than rounding errors."""
 
 
 def greedy(problem: Problem) -> np.ndarray:
-    """Return a place that is no worse than the requests' home.
+    """Return an assignment that is no worse than the requests' home.
 
-    Each turn looks at the busiest replica. Each of its requests would go where it makes the replica least busy; of them
-    the one moves that leaves the busier of source and target least busy. It ends when that would be as busy as before.
-    Of all places on the way the best one is returned, as the last moves may not have paid.
+    Each iteration looks at the busiest replica. For each of its requests it finds the target that would be least busy.
+    It then moves the request for which the busier of source and target is least busy. It ends when that would not be an
+    improvement. The best of all visited assignments is returned, because the last moves may not have paid.
     """
     place, limits = problem.home.copy(), problem.limits
     users = np.zeros_like(problem.resident, dtype=np.int64)  # [a, m]
     np.add.at(users, (problem.adapter, place), 1)
     pages, seconds = problem.pages_at(place), problem.seconds(place)
-    best, effort, least = place.copy(), 0.0, seconds.max()  # relative to the home's effort
+    best, effort, least = place.copy(), 0.0, seconds.max()  # relative to the effort at home
     while True:
         source = int(seconds.argmax())
         found = np.flatnonzero(place == source)
@@ -59,7 +59,7 @@ def _over(problem: Problem, pages: np.ndarray) -> np.ndarray:
 
 
 def _without(problem: Problem, found: np.ndarray, users: np.ndarray, source: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64, float64 [f]: pages and seconds that each of the requests takes at its replica."""
+    """int64, float64 [f]: pages and seconds that each of the requests takes on its replica."""
     adapter = problem.adapter[found]
     last = (users[adapter, source] == 1) & ~problem.resident[adapter, source]
     seconds = problem.run_seconds[found] + (problem.home[found] != source) * problem.move_seconds[found]
@@ -77,9 +77,9 @@ def _with(problem: Problem, found: np.ndarray, users: np.ndarray) -> tuple[np.nd
 
 
 def newest(problem: Problem) -> np.ndarray:
-    """Return a place in which no replica has more pages, or more requests than slots, than it can help.
+    """Return an assignment in which no replica has avoidable excess pages, or avoidable excess requests over its slots.
 
-    The target is the replica with most requests that has a slot and the pages; of equal ones the last.
+    The target is the replica with the most requests that has a slot and the pages; of equal ones the last.
     """
     place = problem.home.copy()
     stuck = np.zeros(problem.num_replicas, bool)
@@ -100,7 +100,7 @@ def newest(problem: Problem) -> np.ndarray:
 
 
 def _newest_at(problem: Problem, place: np.ndarray, source: int) -> int | None:
-    """The newest request at a replica that may move and has not."""
+    """The newest request on a replica that may move and has not."""
     here = (place == source) & (problem.home == source) & (problem.allowed.sum(axis=1) > 1)
     found = np.flatnonzero(here)
     return int(found[-1]) if len(found) else None
@@ -108,7 +108,7 @@ def _newest_at(problem: Problem, place: np.ndarray, source: int) -> int | None:
 
 def _target(problem: Problem, place: np.ndarray, index: int, count: np.ndarray) -> int | None:
     home = place[index]
-    for target in np.lexsort((-np.arange(len(count)), -count)):  # most requests first, of equal ones the last
+    for target in np.lexsort((-np.arange(len(count)), -count)):  # most requests first; of equal ones the last
         if target == home or not problem.allowed[index, target] or count[target] >= problem.num_slots[target]:
             continue
         moved = place.copy()

@@ -1,4 +1,4 @@
-"""When requests are to move, and which of them a plan is made for."""
+"""Triggers of migration: when to plan, and for which requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .problem import Problem
 from .settings import MigrationSettings
 
 WEIGHT = 0.1
-"""Weight of an answer that has ended, beside the mean of the answers before it."""
+"""Weight of a finished completion in the mean, compared with the earlier ones."""
 
 
 class AnswerSeconds:
-    """Means that follow the latest answers. default: of an adapter of which no answer has ended."""
+    """Exponential means of completion lengths. default: for adapters without a finished completion."""
 
     def __init__(self, default: float) -> None:
         self._default = default
@@ -35,25 +35,27 @@ class AnswerSeconds:
 
 
 class Movable(NamedTuple):
-    """A request that a plan may move. id: any key. replica: index of its replica.
-
-    tokens: of prompt and answer so far. has_kv: whether they have been computed. run_seconds: of an answer with its
-    adapter, on average. prefill_seconds: to compute its tokens elsewhere; 0 where that is not known, or nothing has
-    been computed. targets: indices of replicas that may have it; None: all.
-    """
+    """A request that a plan may move."""
 
     id: str
+    """Its key, of any type."""
     replica: int
+    """Index of its replica."""
     adapter: str | None
     tokens: int
+    """Tokens of the prompt and of the completion so far."""
     has_kv: bool
+    """Its prompt has been computed."""
     run_seconds: float
+    """Mean tokens of a completion with its adapter."""
     prefill_seconds: float = 0.0
+    """Seconds to compute its tokens elsewhere; 0 if unknown, or if nothing has been computed."""
     targets: frozenset[int] | None = None
+    """Indices of replicas that may run it; None: all."""
 
 
 class Move(NamedTuple):
-    """A request goes on at another replica, which is to load its adapter if it is missing there."""
+    """A request moves to another replica, which must load its adapter if it is missing there."""
 
     id: str
     source: int
@@ -63,11 +65,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A problem, and what its numbers stand for. replicas: indices of the replicas that it is about."""
+    """A problem, and the meaning of its indices."""
 
     problem: Problem
     requests: list[Movable]
     replicas: list[int]
+    """Indices of the replicas that it covers."""
 
     def moves(self, plan: PlacementPlan) -> list[Move]:
         where = zip(self.requests, self.problem.home.tolist(), plan.place.tolist(), strict=True)
@@ -79,7 +82,7 @@ class Task:
 
 
 class Migration:
-    """Asked now and then, tells for which requests a plan is to be made: only where the load is far from even."""
+    """Decides periodically for which requests to make a plan: only while the load is far from even."""
 
     def __init__(
         self,
@@ -94,10 +97,10 @@ class Migration:
         self._load_seconds = load_seconds
         self._block_tokens = block_tokens
         self._next = 0.0
-        self._held: dict[str, float] = {}  # requests that moved, and until when they stay
+        self._held: dict[str, float] = {}  # requests that moved, and the time until which they stay
 
     def is_due(self, now: float) -> bool:
-        """True once in `interval_seconds`."""
+        """True once per `interval_seconds`."""
         if now < self._next:
             return False
         self._next = now + self.settings.interval_seconds
@@ -109,7 +112,7 @@ class Migration:
         self._held |= {move.id: now + self.settings.hold_seconds for move in moves}
 
     def task(self, replicas: Sequence[ReplicaState], requests: Sequence[Movable], now: float) -> Task | None:
-        """A problem of the most and the least loaded replicas; None while the load is even, or nothing may move.
+        """A problem with the most and the least loaded replicas; None while the load is even, or nothing may move.
 
         requests: in order of arrival. The replicas' other requests belong to other API servers, and stay.
         """
@@ -150,7 +153,7 @@ class Migration:
         return Task(problem, found, chosen)
 
     def _chosen(self, replicas: Sequence[ReplicaState]) -> list[int]:
-        """Indices of the most and the least loaded replicas: by KV if one is full, else by requests; none if even."""
+        """Indices of the most and the least loaded replicas: by KV if one is full, else by requests; empty if even."""
         settings = self.settings
         if len(replicas) < 2:
             return []

@@ -1,4 +1,4 @@
-"""A plan: where requests go by one of the planners, and how far that may be from the best."""
+"""A plan: an assignment made by one of the planners, and a bound on its distance from the optimum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def has_highs() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """place: int64 [n]. objective: its own; before: that of staying. bound: no place is below it; None: not known."""
+    """place: int64 [n], the assignment. objective: its value; before: the value of staying. bound: no assignment has a
+    lower value; None: unknown.
+    """
 
     place: np.ndarray
     objective: float
@@ -30,12 +32,12 @@ class PlacementPlan:
 
     @property
     def regret(self) -> float | None:
-        """By which share the plan is above the bound, at most by so much above the best plan."""
+        """Share by which the plan's value is above the bound, and thus at most above the best plan's."""
         return self.objective / self.bound - 1 if self.bound else None
 
 
 def planned(problem: Problem, planner: str, settings: MigrationSettings) -> np.ndarray:
-    """int64 [n]: the place of each request by a planner of `PLANNERS`."""
+    """int64 [n]: the replica of each request, by a planner of `PLANNERS`."""
     if planner == "newest":
         return newest(problem)
     start = greedy(problem)

@@ -1,4 +1,4 @@
-"""How often adapters arrive, and which replicas are to hold them before that: dLoRA's burst tolerance (§5.1)."""
+"""Arrival rates of adapters, and which replicas should hold them in advance: dLoRA's burst tolerance (§5.1)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 MEMORY_SECONDS = 600.0
-"""Time constant with which arrivals are forgotten."""
+"""Time constant, in seconds, of the decay of arrivals."""
 
 LEAST = 0.5
-"""Arrivals below which an adapter is forgotten: a single one, after seven minutes."""
+"""Count below which an adapter is forgotten: a single arrival, after seven minutes."""
 
 
 class ArrivalRates:
     """Counts of arrivals that decay exponentially."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, tuple[float, float]] = {}  # arrivals, as of when
+        self._counts: dict[str, tuple[float, float]] = {}  # counts, as of which time
 
     def note(self, adapter: str, now: float) -> None:
         self._counts[adapter] = self._at(adapter, now) + 1, now
@@ -27,7 +27,7 @@ class ArrivalRates:
         self._counts.pop(adapter, None)
 
     def at(self, now: float) -> dict[str, float]:
-        """Requests a second of each adapter."""
+        """Requests per second of each adapter."""
         counts = {adapter: self._at(adapter, now) for adapter in self._counts}
         self._counts = {adapter: (count, now) for adapter, count in counts.items() if count >= LEAST}
         return {adapter: count / MEMORY_SECONDS for adapter, (count, _) in self._counts.items()}
@@ -42,13 +42,13 @@ def burst_tolerance(
 ) -> list[list[str]]:
     """Return the adapters of each replica.
 
-    The burst tolerance of an adapter is the memory left for KV on the replicas that have it, over its rate of arrival.
-    The adapter with the lowest goes to the replica with most memory left that has not got it, until the minimum over
-    all adapters would fall. As in the authors' code (`find_best_lora_weight_schedule`), every adapter is placed once
-    before any is placed twice, if it fits. Adapters without arrivals are left out.
+    The burst tolerance of an adapter is the memory left for KV on the replicas that have it, divided by its arrival
+    rate. The adapter with the lowest goes to the replica with most memory left that does not have it, until the minimum
+    over all adapters would fall. As in the authors' code (`find_best_lora_weight_schedule`), every adapter is placed
+    once before any is placed twice, if it fits. Adapters without arrivals are left out.
 
-    rates: requests a second, or any multiple. pages: of each adapter. num_pages: of each replica. kv_share: of these,
-    which stay free of adapters: head-room that the authors' code does not have.
+    rates: requests per second, or any multiple. pages: of each adapter. num_pages: of each replica. kv_share: share of
+    these that stays free of adapters: headroom that the authors' code does not have.
     """
     names = sorted((name for name, rate in rates.items() if rate > 0), key=lambda name: (-rates[name], name))
     rate = np.array([rates[name] for name in names])
@@ -56,7 +56,7 @@ def burst_tolerance(
     free = np.array(num_pages, np.int64)
     least = np.ceil(free * kv_share).astype(np.int64)
     holds = np.zeros((len(names), len(free)), bool)
-    memory = np.zeros(len(names))  # free pages of the replicas that have each
+    memory = np.zeros(len(names))  # free pages of the replicas that have each adapter
     ended = np.zeros(len(names), bool)  # adapters for which no other replica has room
     lowest = 0.0
     while not ended.all():

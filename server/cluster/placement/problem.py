@@ -1,4 +1,4 @@
-"""The co-migration problem (dLoRA §5.2): requests with KV and adapters on replicas, and what it costs to move them."""
+"""The co-migration problem (dLoRA §5.2): requests with KV and adapters on replicas, and the cost of moving them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 EFFORT_WEIGHT = 1e-3
-"""Of a second spent on moving, beside a second of the busiest replica: of two equal plans, the one that moves less."""
+"""Weight of a second spent on moving, relative to a second of the busiest replica: of two equal plans, the one that
+moves less wins.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,34 +18,37 @@ class Problem:
 
     A place is an int64 [n]: the replica of each request.
 
-        seconds(place)[j] = busy_seconds[j] + Σ_i (run_seconds[i] + move_seconds[i] if i moved)      i at j
-                          + Σ_k load_seconds[k]                                   k used at j, not resident there
-                          + page_seconds · pages at j above num_pages[j]
-        objective(place)  = max_j seconds(place)[j] + EFFORT_WEIGHT · (seconds of moves and loads)
+    seconds(place)[j] = busy_seconds[j] + Σ_i (run_seconds[i] + move_seconds[i] if i moved) i at j + Σ_k
+    load_seconds[k] k used at j, not resident there + page_seconds · pages at j above num_pages[j] objective(place) =
+    max_j seconds(place)[j] + EFFORT_WEIGHT · (seconds of moves and loads)
 
-    The authors relax the limits of memory. Here a replica takes requests and adapters only into `num_pages`; one that
-    is above it already gets no fuller.
-
-    home: int64 [n], where each request is. adapter: int64 [n]; 0 is the base model, which is resident everywhere.
-    run_seconds, move_seconds: float64 [n]. pages: int64 [n], of a request's KV. allowed: bool [n, m], replicas that may
-    have a request; its home always.
-    busy_seconds: float64 [m], of requests that are not of the problem. num_pages: int64 [m], for KV of the requests,
-    and for adapters that are not resident. num_slots: int64 [m], requests that can run at once. resident: bool [a, m].
-    load_seconds: float64 [a]. adapter_pages: int64 [a].
+    The authors relax the limits of memory. Here a replica takes requests and adapters only into `num_pages`; one
+    that is above it already gets no fuller.
     """
 
     home: np.ndarray
+    """Int64 [n], the current replica of each request."""
     adapter: np.ndarray
+    """Int64 [n]; 0 is the base model, which is resident everywhere."""
     run_seconds: np.ndarray
     move_seconds: np.ndarray
+    """Float64 [n]."""
     pages: np.ndarray
+    """Int64 [n], of a request's KV."""
     allowed: np.ndarray
+    """Bool [n, m], replicas that may run a request; its home always may."""
     busy_seconds: np.ndarray
+    """Float64 [m], of requests outside the problem."""
     num_pages: np.ndarray
+    """Int64 [m], for KV of the requests, and for adapters that are not resident."""
     num_slots: np.ndarray
+    """Int64 [m], requests that can run at once."""
     resident: np.ndarray
+    """Bool [a, m], adapters resident on a replica."""
     load_seconds: np.ndarray
+    """Float64 [a]."""
     adapter_pages: np.ndarray
+    """Int64 [a]."""
     page_seconds: float = 0.0
 
     @property
@@ -51,7 +56,7 @@ class Problem:
         return len(self.busy_seconds)
 
     def incoming(self, place: np.ndarray) -> np.ndarray:
-        """bool [a, m]: adapters that are used at a replica and not resident there."""
+        """bool [a, m]: adapters that a replica uses but does not have resident."""
         used = np.zeros_like(self.resident)
         used[self.adapter, place] = True
         return used & ~self.resident

@@ -1,4 +1,4 @@
-"""Co-migration as an integer program on HiGHS (dLoRA §5.2): its optimum, its LP bound, and the paper's rounding.
+"""Co-migration as an integer program on HiGHS (dLoRA §5.2): the optimum, the LP bound, and the paper's rounding.
 
 Tests: tests/server/cluster/placement/test_plans.py
 """
@@ -13,10 +13,10 @@ from .problem import EFFORT_WEIGHT, Problem
 from .settings import MigrationSettings
 
 BOUND_SECONDS = 10.0
-"""Most time of a bound, without which a plan is made all the same."""
+"""Most seconds for a bound; a plan is made without it, too."""
 
 GAP = 5e-3
-"""Share by which a solution may be above the best one: plans are made of estimates."""
+"""Share by which a solution may be above the optimum: the inputs are estimates anyway."""
 
 
 class Program:
@@ -53,13 +53,16 @@ class Program:
         one, replicas, matches = n, np.arange(m), np.arange(c)
         entries = [  # (row, column, value)
             (self._request, x, np.ones(self._num_x)),
-            (one + matches, matched, np.ones(c)), (one + matches, first_y + where, -np.ones(c)),
+            (one + matches, matched, np.ones(c)),
+            (one + matches, first_y + where, -np.ones(c)),
             (one + c + self._replica, x, problem.pages[self._request]),
-            (one + c + y_replica, y, problem.adapter_pages[y_adapter]), (one + c + replicas, over, -np.ones(m)),
+            (one + c + y_replica, y, problem.adapter_pages[y_adapter]),
+            (one + c + replicas, over, -np.ones(m)),
             (one + c + m + self._replica, x, problem.run_seconds[self._request] + move),
-            (one + c + m + y_replica, y, load), (one + c + m + replicas, over, np.full(m, problem.page_seconds)),
+            (one + c + m + y_replica, y, load),
+            (one + c + m + replicas, over, np.full(m, problem.page_seconds)),
             (one + c + m + replicas, np.full(m, longest), -np.ones(m)),
-        ]  # fmt: skip
+        ]
         self._rows = tuple(np.concatenate(part) for part in zip(*entries, strict=True))
         ones, none = np.ones(n), np.full(c + 2 * m, -np.inf)
         self._low = np.concatenate((ones, none))
@@ -70,14 +73,14 @@ class Program:
         self._cost = np.concatenate((EFFORT_WEIGHT * move, EFFORT_WEIGHT * load, np.zeros(m), [1.0]))
 
     def bound(self) -> float | None:
-        """The LP's optimum, which no place is below; None where it is not found in `BOUND_SECONDS`."""
+        """The LP's optimum, a lower bound for all assignments; None if it is not found in `BOUND_SECONDS`."""
         solver = self._solver(BOUND_SECONDS)
         solver.run()
         found = solver.modelStatusToString(solver.getModelStatus()) == "Optimal"
         return float(solver.getInfo().objective_function_value) if found else None
 
     def best(self, start: np.ndarray, settings: MigrationSettings) -> np.ndarray:
-        """Return a place that is no worse than `start`, the best that is found."""
+        """Return the best assignment found, no worse than `start`."""
         place = self._solve(start, settings, integer_requests=True).argmax(axis=1)
         problem = self.problem
         return place if problem.fits(place) and problem.objective(place) < problem.objective(start) else start
@@ -97,7 +100,7 @@ class Program:
         return place
 
     def _solve(self, start: np.ndarray, settings: MigrationSettings, *, integer_requests: bool) -> np.ndarray:
-        """float64 [n, m]: x of the solution; of `start` where there is none."""
+        """float64 [n, m]: x of the solution; of `start` if there is none."""
         from highspy import HighsSolution, HighsVarType
 
         solver = self._solver(settings.solve_seconds)
@@ -122,7 +125,7 @@ class Program:
         return share
 
     def _values(self, place: np.ndarray) -> list[float]:
-        """Values of all variables at a place."""
+        """Values of all variables for an assignment."""
         problem = self.problem
         x = place[self._request] == self._replica
         y = problem.incoming(place).ravel()[self._pairs]

@@ -12,41 +12,43 @@ PLANNERS = ("newest", "greedy", "ilp", "rounding")
 
 @dataclass(frozen=True, slots=True)
 class MigrationSettings:
-    """When requests move, and what a move is taken to cost.
+    """Triggers of migration, and assumed costs of a move.
 
-    Where dLoRA's paper (§5.2) names no number, the value is its authors' code's (LLMServe/dLoRA-artifact,
-    `engine_manager.py` and `migration_ilp.py`), but for the last five fields, which are ours.
-
-    interval_seconds: between two plans. kv_share: a replica is full if its requests want this share of its KV pages; a
-    plan fills no replica further. excess_requests: above the mean of the replicas, a replica has too many.
-    move_seconds: of a moved request, beside computing its KV again. answer_seconds: of an answer, before one of its
-    adapter has ended.
-    most_replicas: a plan is for so many of the most and of the least loaded replicas (the paper's K; the authors' code
-    has 1). page_seconds: of a KV page that finds no room: out and in again over 32 GB/s, of 2 MiB. hold_seconds: for
-    which a request that moved is not moved again. solve_seconds, solve_nodes: most time and most nodes of the integer
-    program's search; where nodes end it, the plan is the same every time.
+    If dLoRA's paper (§5.2) gives no number, the value is from its authors' code (LLMServe/dLoRA-artifact,
+    `engine_manager.py` and `migration_ilp.py`). The last five fields are ours.
     """
 
     interval_seconds: float = 10.0
+    """Seconds between two plans."""
     kv_share: float = 0.9
+    """A replica is full if its requests need this share of its KV pages; a plan fills no replica further."""
     excess_requests: float = 16.0
+    """A replica has too many requests if it has more than the replicas' mean times this."""
     move_seconds: float = 0.05
+    """Seconds of a moved request, in addition to computing its KV again."""
     answer_seconds: float = 5.0
+    """Seconds of a completion, before one with its adapter has ended."""
     most_replicas: int = 2
+    """A plan covers so many of the most and of the least loaded replicas (the paper's K; the authors' code has 1)."""
     page_seconds: float = 0.000122
+    """Seconds for a KV page without room: swapping 2 MiB out and in over 32 GB/s."""
     hold_seconds: float = 30.0
+    """Seconds for which a moved request is not moved again."""
     solve_seconds: float = 1.0
     solve_nodes: int = 10
+    """Most seconds and most nodes of the integer program's search; a search that ends by nodes gives the same plan
+    every time.
+    """
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> MigrationSettings:
-        """Settings that differ from the defaults in fields written NAME=VALUE. Raises ValueError."""
+        """Settings with some fields replaced, written NAME=VALUE. Raises ValueError."""
         known = {field.name: field.default for field in fields(cls)}
         found: dict[str, Any] = {}
         for text in texts:
             name, _, value = text.partition("=")
             if name not in known:
-                raise ValueError(f"{name!r} is no setting of migration; use one of {', '.join(known)}")
+                raise ValueError(f"{name!r} is not a setting of migration; use one of {', '.join(known)}")
             try:
                 found[name] = type(known[name])(value)
             except ValueError:

@@ -1,4 +1,4 @@
-"""Routing of requests to replicas: pure policy code, the same in a cluster's API servers and in the simulator."""
+"""Routing policies: pure code, used in a cluster's API servers and in the simulator."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,8 +10,8 @@ from .rank_aware import RankAware
 from .replicas import Holders, Policy, Replicas, ReplicaState, Routed
 from .simple import Consolidate, FirstFit, MostIdle, Random, Sampled
 
-#: Makers of all policies, by the names that `chorus cluster up --policy` and studies take. A seed of None: draws differ
-#: from other routers' draws.
+# Factories of all policies, by the names in `chorus cluster up --policy` and in studies. A seed of None: each router
+# draws different random numbers.
 POLICIES: Mapping[str, Callable[[Estimates, int | None], Policy]] = {
     "least-delay": LeastDelay,
     "affinity": lambda estimates, seed: Affinity(),
@@ -24,6 +24,21 @@ POLICIES: Mapping[str, Callable[[Estimates, int | None], Policy]] = {
 }
 
 __all__ = [
-    "POLICIES", "Affinity", "AnswerLengths", "Consolidate", "Estimates", "FirstFit", "Holders", "LeastDelay",
-    "MostIdle", "PendingTime", "Policy", "Random", "RankAware", "ReplicaState", "Replicas", "Routed", "Sampled",
-]  # fmt: skip
+    "POLICIES",
+    "Affinity",
+    "AnswerLengths",
+    "Consolidate",
+    "Estimates",
+    "FirstFit",
+    "Holders",
+    "LeastDelay",
+    "MostIdle",
+    "PendingTime",
+    "Policy",
+    "Random",
+    "RankAware",
+    "ReplicaState",
+    "Replicas",
+    "Routed",
+    "Sampled",
+]

@@ -1,4 +1,4 @@
-"""Adapter affinity: requests of one adapter go where it is, or where all of them would go, while loads stay even."""
+"""Adapter affinity: an adapter's requests go to replicas that hold it, or to its home, while loads stay even."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from .replicas import ReplicaState, Routed, key_of, weights
 
 SLACK = 1.25
-"""Requests that a replica may have over the mean before its adapters' requests spill over (Mirrokni et al., "Consistent
-Hashing with Bounded Loads", 2016; their factor is 1 + ε).
+"""How far a replica may exceed the mean number of requests before its adapters' requests spill over (Mirrokni et al.,
+"Consistent Hashing with Bounded Loads", 2016; their factor is 1 + ε).
 """
 
 FREE_REQUESTS = 2
-"""Requests that any replica may have, whatever the mean: with little to do affinity costs nothing."""
+"""Requests that any replica may have, whatever the mean: with little load, affinity costs nothing."""
 
 
 class Affinity:
-    """The least loaded replica that holds the adapter, else the first by rendezvous hash that is not overloaded.
+    """The least loaded replica that holds the adapter, or the first by rendezvous hash that is not overloaded.
 
     A replica is overloaded without room, or with more than `SLACK` times the mean of requests. A request for the base
-    model, or a request for which every replica is overloaded, goes where the fewest requests are.
+    model, or one for which every replica is overloaded, goes to the replica with the fewest requests.
     """
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:

@@ -1,4 +1,4 @@
-"""Estimates that policies price a request by.
+"""Estimates by which policies price a request.
 
 Tests: tests/server/cluster/router/test_answer_lengths.py
 """
@@ -16,30 +16,30 @@ from ....core.scheduling.output_lengths import OutputLengths
 from .replicas import ReplicaState
 
 ENOUGH = 8
-"""Answers of an adapter from which on its own mean counts, and not that of all."""
+"""Completions of an adapter from which its own mean replaces the mean of all."""
 
 MAX_ADAPTERS = 1024
-"""Adapters with remembered answers: the adapters with the latest ends."""
+"""Adapters whose completions are remembered: those with the latest ends."""
 
 
 GUESS = 256.0
-"""Tokens of an answer before any has ended, as the scheduler guesses."""
+"""Tokens of a completion before any has ended; the scheduler assumes the same."""
 
 
 class AnswerLengths:
-    """Mean length of an adapter's latest answers, of all answers where it has given few.
+    """Mean length of an adapter's latest completions, or of all completions if it has few.
 
-    An answer that its limit cut off counts with the tokens that it had: for so long it took its replica's time.
+    A completion that its limit truncated counts with its tokens: it used its replica for so long.
     """
 
     def __init__(self, guess: float = GUESS) -> None:
-        """guess: tokens of an answer before any has ended; infinite where prompts are to count for nothing."""
+        """guess: tokens of a completion before any has ended; infinite to make prompts count for nothing."""
         self._guess = guess
         self._all = OutputLengths()
         self._own: OrderedDict[str | None, OutputLengths] = OrderedDict()
 
     def end(self, adapter: str | None, num_tokens: int) -> None:
-        """Record an answer that has ended. adapter: None is the base model."""
+        """Record a finished completion. adapter: None is the base model."""
         own = self._own.setdefault(adapter, OutputLengths())
         self._own.move_to_end(adapter)
         if len(self._own) > MAX_ADAPTERS:
@@ -48,26 +48,29 @@ class AnswerLengths:
             lengths.end(num_tokens, was_cut=False)
 
     def expected(self, adapter: str | None) -> float:
-        """Return the tokens that a new answer is expected to have."""
+        """Return the expected tokens of a new completion."""
         own = self._own.get(adapter)
         lengths = self._all if own is None or len(own) < ENOUGH else own
         return lengths.mean if len(lengths) else self._guess
 
 
 PRIOR = "h200-llama3.1-8b"
-"""Profile by datasheet rates, nothing of it measured: its costs stand in until replicas report their own."""
+"""Profile by datasheet rates, none measured: its costs serve until replicas report their own."""
 
 _MOST_QUEUES = 1 << 16
 
 SLO_STEPS = 1.5
-"""Decode steps of one request without an adapter that a token may take, where no SLO is set (CaraServe, §7.5)."""
+"""Without an SLO, a token may take as long as so many decode steps of one request without an adapter (CaraServe,
+§7.5).
+"""
 
 
 class Estimates:
-    """Costs of a replica and lengths of answers; the owner keeps them up to date, all policies of a router share them.
+    """Costs of a replica and lengths of completions; the owner keeps them up to date, all policies of a router share
+    them.
 
     slo: seconds per token. answers: expected lengths. adapter_bytes: size of an adapter by its name. mix: prompts share
-    steps with requests that decode, as in Chorus; otherwise they interrupt them, as in CaraServe (§2.2).
+    steps with decoding requests, as in Chorus; otherwise they interrupt them, as in CaraServe (§2.2).
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Estimates:
         *,
         mix: bool = True,
     ) -> None:
-        """costs: default: `PRIOR`'s costs. slo: default: `SLO_STEPS` by the costs."""
+        """costs: default: those of `PRIOR`. slo: default: `SLO_STEPS` by the costs."""
         self._given_slo = slo
         self.answers = AnswerLengths() if answers is None else answers
         self.adapter_bytes = adapter_bytes
@@ -89,14 +92,13 @@ class Estimates:
     def set_costs(self, costs: CostModel) -> None:
         """Price by other costs from now on."""
         self.costs = costs
-        self._queues: dict[tuple[int, int, int, int], float] = {}  # seconds of queues; most are as at the last decision
+        # seconds of queues; most are unchanged since the last decision
+        self._queues: dict[tuple[int, int, int, int], float] = {}
         self.slo = SLO_STEPS * costs.decode_seconds((0,)) if self._given_slo is None else self._given_slo
 
     def queue_seconds(self, replica: ReplicaState) -> float:
-        """Seconds of the step of prompts alone that prefills a replica's queue; it must not be empty."""
-        queue = (
-            replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
-        )  # fmt: skip
+        """Seconds of the prefill-only step for a replica's queue; the queue must not be empty."""
+        queue = (replica.pending_tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank)
         seconds = self._queues.get(queue)
         if seconds is None:
             if len(self._queues) == _MOST_QUEUES:
@@ -105,7 +107,7 @@ class Estimates:
         return seconds
 
     def load_of(self, adapter: str | None) -> AdapterLoad:
-        """The load of an adapter, which is priced once for a decision among several replicas."""
+        """The load of an adapter, priced once for a decision among several replicas."""
         if adapter is None:
             return AdapterLoad("", 0.0, 0.0)
         num_bytes = self.adapter_bytes(adapter)
@@ -113,15 +115,15 @@ class Estimates:
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter, and the seconds that its read and its copy over the link take by themselves; "": the base model."""
+    """An adapter, and the seconds of its read and of its copy over the link by themselves; "": the base model."""
 
     adapter: str
     read: float
     copy: float
 
     def seconds(self, replica: ReplicaState) -> float:
-        """Seconds until a replica that has not got it has the adapter in its arena: the read, unless it is in host
-        memory, and the copy over the link, each behind what is under way there.
+        """Seconds until a replica without the adapter has it resident: the read, unless it is in host memory, and the
+        copy over the link, each after the transfers in progress there.
         """
         adapter, read, copy = self
         there = 0.0 if adapter in replica.on_host else replica.disk_seconds + read

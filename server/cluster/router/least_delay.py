@@ -1,4 +1,4 @@
-"""The router's own policy: the least added delay among a few candidates."""
+"""Chorus's own routing policy: the least added delay among a few candidates."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from .replicas import NUM_HOMES, Replicas, Routed
 
 NUM_HOLDERS = 2
 NUM_RANDOM = 2
-"""Candidates beside the homes: of the replicas that hold the adapter, and of all; two are enough for the power of two
-choices (Mitzenmacher, "How Useful Is Old Information?", 2000).
+"""Candidates in addition to the homes: of the replicas that hold the adapter, and of all; two are enough for the power
+of two choices (Mitzenmacher, "How Useful Is Old Information?", 2000).
 """
 
 MAX_CANDIDATES = NUM_HOLDERS + NUM_HOMES + NUM_RANDOM
-"""Most replicas that a decision looks at; a cluster of no more is looked at whole."""
+"""Most replicas that a decision considers; in a cluster of no more, it considers all."""
 
 
 class LeastDelay:
-    """The candidate at which a request adds the least delay: its own, and that of the requests that are there.
+    """The candidate where a request adds the least delay: its own, and that of the requests there.
 
-    Seconds per token of the answer: until there is room for the request and its adapter (dLoRA's pending time), the
-    prefill of the queue with it, as prompts share steps, and a decode step with it; and by how much it slows down each
-    request there (CaraServe's score, with its penalty beyond the SLO). Candidates are two replicas that hold the
-    adapter, its two homes by rendezvous hash, and two of all, each pair drawn anew for each request but for the homes:
-    what comes between two reports, at this router or at others, does not go to one replica.
+    The delay in seconds per token has two parts. The request's own: the time until there is room for it and its adapter
+    (dLoRA's pending time), the prefill of the queue with it, because prompts share steps, and a decode step with it.
+    And the slowdown of each request there (CaraServe's score, with its penalty beyond the SLO).
+
+    Candidates are two replicas that hold the adapter, its two homes by rendezvous hash, and two of all. All but the
+    homes are drawn anew for each request, so requests that arrive between two reports, at this router or at others,
+    spread over replicas.
     """
 
     def __init__(self, estimates: Estimates, seed: int | None = 0) -> None:
-        """seed: the same one gives the same draws; None: routers of one cluster draw differently."""
+        """seed: the same seed gives the same draws; None: routers of one cluster draw differently."""
         self._estimates = estimates
         self._pending = PendingTime(estimates)
         self._slowdown = RankAware(estimates)
@@ -54,7 +56,7 @@ class LeastDelay:
         return best
 
     def _candidates(self, adapter: str | None, replicas: Replicas) -> Collection[int]:
-        """Indices; among equal replicas the first is taken."""
+        """Candidates' indices; among equal replicas the first is chosen."""
         count, draw = len(replicas), self._random.random
         homes = () if adapter is None else replicas.homes(adapter)
         if count <= MAX_CANDIDATES:

@@ -12,9 +12,9 @@ from .replicas import ReplicaState, Routed
 class PendingTime:
     """The replica with the shortest estimated pending time: loading the adapter, if it is not there, and queueing.
 
-    Queueing is the prefill of the prompts that wait; where seats are short a mean answer's time for each request
-    too many, shared among the seats; and where pages are short the time until ended requests have given back as much
-    KV. The fewest requests decide among equals.
+    Queueing is the sum of three parts: the prefill of the waiting prompts; if slots are short, a mean completion's time
+    for each request too many, divided by the slots; and if pages are short, the time until ended requests have freed as
+    much KV. Among equal replicas the fewest requests decide.
     """
 
     def __init__(self, estimates: Estimates) -> None:
@@ -36,16 +36,20 @@ class PendingTime:
         return best
 
     def room_seconds(self, request: Routed, replica: ReplicaState, output_tokens: float) -> float:
-        """Seconds until ended requests have left a seat and pages."""
+        """Seconds until ended requests have freed a slot and pages."""
         kv_tokens, seats_short = replica.kv_tokens, replica.num_requests + 1 - replica.max_num_seqs
         tokens_short = replica.pending_tokens + request.prompt_tokens - replica.free_tokens
         if seats_short <= 0 and (tokens_short <= 0 or not kv_tokens):
             return 0.0
         step = self._estimates.costs.batch_seconds(
-            min(replica.num_requests, replica.max_num_seqs), replica.num_with_adapter, replica.sum_ranks,
-            replica.max_rank, kv_tokens, replica.longest_tokens,
-        )  # fmt: skip
-        # The running requests end one after another, evenly over a mean answer's time.
+            min(replica.num_requests, replica.max_num_seqs),
+            replica.num_with_adapter,
+            replica.sum_ranks,
+            replica.max_rank,
+            kv_tokens,
+            replica.longest_tokens,
+        )
+        # The running requests end one after another, evenly over a mean completion's time.
         seats = max(0, seats_short) / replica.max_num_seqs
         pages = tokens_short / kv_tokens if kv_tokens else 0.0
         return output_tokens * step * max(seats, pages)

@@ -12,28 +12,28 @@ _MOST_TERMS = 1 << 18
 
 
 class RankAware:
-    """The replica that becomes slower by the least, summed over its requests, and if possible stays within the SLO.
+    """The replica that slows down least, summed over its requests, and if possible stays within the SLO.
 
-    A replica's score is `(Δprefill / output_tokens + Δdecode [+ penalty]) · requests`: Δprefill by how much longer
-    its queue takes to prefill with the request, Δdecode by how much longer its decode step takes with it, both by the
-    cost model; output_tokens a mean answer's; the penalty if that step then takes longer than the SLO. Candidates are
-    the replicas with room; where none has any, all are.
+    A replica's score is `(Δprefill / output_tokens + Δdecode [+ penalty]) · requests`. Δprefill is the increase of its
+    queue's prefill time, Δdecode the increase of its decode step time, both by the cost model. output_tokens is a mean
+    completion's. The penalty applies if that step then takes longer than the SLO. Candidates are the replicas with
+    room; if none has any, all are.
 
-    Where a step takes as long for one short prompt as for several, Δprefill is 0 as soon as one waits: the policy then
-    gathers prompts, which spares the running requests a step. Where prompts share steps with rows that decode, no
-    request is held up by a step of prompts alone, and Δprefill is by how much longer the next step takes with the
-    request, the running requests being in it as well.
+    If a step takes as long for one short prompt as for several, Δprefill is 0 as soon as one waits: the policy then
+    gathers prompts, which saves the running requests a step. If prompts share steps with decoding sequences, no
+    prefill-only step delays a request, and Δprefill is the increase of the next step, which includes the running
+    requests.
 
-    The paper's decode step depends on ranks alone, and its servers hide loading. Here the decode step has the cost
-    model's KV term, too, which decides for long prompts: that of the running requests, of the prompts that wait, and of
-    the request's own; and an adapter that is not in the arena adds its loading to Δprefill.
+    The paper's decode step depends on ranks only, and its servers hide loading. Here the decode step also has the cost
+    model's KV term, which decides for long prompts: for the running requests, the waiting prompts, and the request's
+    own. An adapter that is not resident adds its loading to Δprefill.
     """
 
     def __init__(self, estimates: Estimates, penalty: float = 1.0) -> None:
         """penalty: seconds, far above any step's."""
         self._estimates = estimates
         self._penalty = penalty
-        self._costs = estimates.costs  # by which the terms below are known
+        self._costs = estimates.costs  # the costs that the cached terms below were computed with
         self._steps: dict[tuple[int, int, int, int, int], tuple[float, float]] = {}  # see `_decode_steps`
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
@@ -49,11 +49,11 @@ class RankAware:
         return best
 
     def slowdown(self, request: Routed, output_tokens: float) -> Callable[[ReplicaState], tuple[float, float, float]]:
-        """Return what prices a request at a replica: by how many seconds per token each request there becomes slower,
-        with the penalty; the seconds that its queue's prefill takes with the request, loading included; and a decode
-        step's seconds with it.
+        """Return the prices of a request on a replica: seconds per token by which each request there becomes slower,
+        with the penalty; the seconds of the queue's prefill with the request, including loading; and a decode step's
+        seconds with it.
 
-        output_tokens: of a mean answer.
+        output_tokens: of a mean completion.
         """
         estimates, rank, tokens = self._estimates, request.rank or 0, request.prompt_tokens
         costs, slo, penalty = estimates.costs, estimates.slo, self._penalty
@@ -81,8 +81,8 @@ class RankAware:
         return price
 
     def _decode_steps(self, key: tuple[int, int, int, int, int]) -> tuple[float, float]:
-        """Return by how much a decode step takes longer with one more request, and its seconds then; both but for what
-        is in the KV cache. Every request counts as one with an adapter of its own; the results are kept.
+        """Return the increase of a decode step's time with one more request, and its seconds then, both without the KV
+        term. Every request counts as one with its own adapter; results are cached.
 
         key: number of requests, of users of adapters, sum of ranks, largest rank, and the request's.
         """
@@ -96,7 +96,9 @@ class RankAware:
         return found
 
     def _mixed_queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
-        """As `_queues`, of a step that rows in decode are in; adapters are left out: they are Δdecode's part."""
+        """Like `_queues`, for a step that includes decoding sequences; adapters are left out: they belong to
+        Δdecode.
+        """
         model, requests, waiting = self._costs.step, replica.num_requests, replica.num_waiting
         before, queue = model.with_prompt(replica.pending_tokens + requests - waiting, requests, tokens)
         if waiting:
@@ -104,10 +106,12 @@ class RankAware:
         return before if requests else 0.0, queue + model.ragged
 
     def _queues(self, replica: ReplicaState, tokens: int, rank: int) -> tuple[float, float]:
-        """Return the seconds of the step of prompts alone that prefills the queue without the request, and with it."""
+        """Return the seconds of the prefill-only step for the queue without the request, and with it."""
         waiting = replica.num_waiting
         before = self._estimates.queue_seconds(replica) if waiting else 0.0
         return before, self._costs.queue_seconds(
-            replica.pending_tokens + tokens, waiting + 1, replica.pending_token_ranks + tokens * rank,
+            replica.pending_tokens + tokens,
+            waiting + 1,
+            replica.pending_token_ranks + tokens * rank,
             max(replica.pending_max_rank, rank),
-        )  # fmt: skip
+        )

@@ -24,8 +24,8 @@ def key_of(name: str) -> int:
 
 
 def weights(adapter: str, replicas: Iterable[int]) -> list[int]:
-    """Return the weights of replicas, by their keys, for an adapter; the highest wins. A replica that goes moves only
-    its own adapters.
+    """Return the weights of replicas, by their keys, for an adapter; the highest wins. If a replica is removed, only
+    its own adapters move.
     """
     key = key_of(adapter)
     return [(key ^ other) * _FACTOR & _MASK for other in replicas]
@@ -38,16 +38,16 @@ class Holders:
         self._replicas: dict[str, list[str]] = {}
 
     def of(self, adapter: str) -> Sequence[str]:
-        """Return the replicas that hold an adapter, in no order."""
+        """Return the replicas that hold an adapter, in any order."""
         return self._replicas.get(adapter, ())
 
     def add(self, replica: str, adapters: Iterable[str]) -> None:
-        """A replica holds these, which it did not."""
+        """A replica now holds these, which it did not before."""
         for adapter in adapters:
             self._replicas.setdefault(adapter, []).append(replica)
 
     def remove(self, replica: str, adapters: Iterable[str]) -> None:
-        """A replica holds these no more."""
+        """A replica no longer holds these."""
         for adapter in adapters:
             left = self._replicas[adapter]
             left.remove(replica)
@@ -56,7 +56,7 @@ class Holders:
 
 
 class Routed(Protocol):
-    """A request as a router sees it. adapter: None is the base model, of rank 0."""
+    """A request in the form that routers take. adapter: None is the base model, of rank 0."""
 
     @property
     def adapter(self) -> str | None: ...
@@ -70,39 +70,42 @@ class Routed(Protocol):
 
 @dataclass(slots=True)
 class ReplicaState:
-    """Load of one replica; its owner keeps it up to date.
-
-    max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, how many wait
-    for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
-    num_with_adapter, sum_ranks and max_rank follow from it. pending_ranks: the same of the waiting ones;
-    pending_tokens: their prompt tokens; pending_token_ranks: the sum over these tokens of their adapter's rank;
-    pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests;
-    longest_tokens: of the one that has most.
-    free_tokens: tokens that find room for their KV, in free pages and in cached pages that no request uses.
-    resident: names of the adapters in the arena; on_host: of adapters that need not be read from the disk.
-    disk_seconds, link_seconds: until a read, or a copy to the device, that were asked for now would begin.
-    name: the same for a replica that was restarted.
-    """
+    """Load of one replica; its owner keeps it up to date."""
 
     max_num_seqs: int
+    """Most requests in one step."""
     num_requests: int = 0
+    """Requests, running and waiting."""
     num_waiting: int = 0
+    """Number of these that wait for their prefill."""
     ranks: Counter[int] = field(default_factory=Counter)
+    """Number of requests by rank, 0 for the base model; num_with_adapter, sum_ranks and max_rank follow from it."""
     num_with_adapter: int = 0
     sum_ranks: int = 0
     max_rank: int = 0
     pending_ranks: Counter[int] = field(default_factory=Counter)
+    """The same for the waiting ones."""
     pending_tokens: int = 0
+    """Prompt tokens of the waiting requests."""
     pending_token_ranks: int = 0
+    """The sum over these tokens of their adapter's rank."""
     pending_max_rank: int = 0
+    """The largest of these ranks."""
     kv_tokens: int = 0
+    """Tokens in the KV cache of the running requests."""
     longest_tokens: int = 0
+    """KV tokens of the longest running request."""
     free_tokens: int = 1 << 40
+    """Tokens whose KV would fit into free pages and into cached pages that no request uses."""
     resident: Container[str] = frozenset()
+    """Names of resident adapters."""
     on_host: Container[str] = frozenset()
+    """Names of adapters in host memory, which need not be read from the disk."""
     disk_seconds: float = 0.0
     link_seconds: float = 0.0
+    """Seconds until a read, or a copy to the device, that was requested now would begin."""
     name: str = ""
+    """The same for a replica that was restarted."""
 
     def add(self, rank: int) -> None:
         """A request came."""
@@ -114,7 +117,7 @@ class ReplicaState:
             self.max_rank = rank
 
     def remove(self, rank: int) -> None:
-        """A request that had come is gone."""
+        """A request has ended or left."""
         self.num_requests -= 1
         self.sum_ranks -= rank
         self.num_with_adapter -= rank > 0
@@ -138,7 +141,7 @@ class ReplicaState:
             self.pending_max_rank = rank
 
     def remove_waiting(self, tokens: int, rank: int) -> None:
-        """One of the requests waits no more."""
+        """One of the requests no longer waits."""
         self.num_waiting -= 1
         self.pending_tokens -= tokens
         self.pending_token_ranks -= tokens * rank
@@ -146,7 +149,7 @@ class ReplicaState:
             self.pending_max_rank = max(self.pending_ranks, default=0)
 
     def copy(self) -> ReplicaState:
-        """Return the state as it is now, but for `resident` and `on_host`, which go on telling what is there."""
+        """Return a copy of the state; `resident` and `on_host` are shared and stay current."""
         return replace(self, ranks=self.ranks.copy(), pending_ranks=self.pending_ranks.copy())
 
     def has_room(self, request: Routed) -> bool:
@@ -164,7 +167,7 @@ def _discount(counts: Counter[int], rank: int) -> bool:
 
 
 NUM_HOMES = 2
-"""Replicas that an adapter's requests go to by hash."""
+"""Replicas that an adapter's requests hash to."""
 
 _MAX_HOMES = 1 << 16
 
@@ -172,11 +175,11 @@ _MAX_HOMES = 1 << 16
 class Replicas(list[ReplicaState]):
     """States of replicas in the order of their indices, which of them hold an adapter, and its homes.
 
-    Membership doesn't change; states do. Their names differ from each other.
+    Membership doesn't change; states do. The names are unique.
     """
 
     def __init__(self, states: Iterable[ReplicaState], holders: Holders | None = None) -> None:
-        """holders: an index of what they hold, of further replicas, too; without one all of them are asked."""
+        """holders: an index of the adapters held, possibly by more replicas; without it, all states are searched."""
         super().__init__(states)
         self._holders = holders
         self._places = {state.name: index for index, state in enumerate(self)}
@@ -184,7 +187,7 @@ class Replicas(list[ReplicaState]):
         self._homes: dict[str, tuple[int, ...]] = {}
 
     def holders(self, adapter: str) -> Sequence[str]:
-        """Return the names of the replicas that hold an adapter, and maybe of some that are not in this list."""
+        """Return the names of the replicas that hold an adapter, possibly including some that are not in this list."""
         if self._holders is not None:
             return self._holders.of(adapter)
         return [state.name for state in self if adapter in state.on_host or adapter in state.resident]
@@ -194,7 +197,7 @@ class Replicas(list[ReplicaState]):
         return self._places.get(name)
 
     def homes(self, adapter: str) -> tuple[int, ...]:
-        """Return the `NUM_HOMES` replicas of the highest rendezvous weights for an adapter, the highest first."""
+        """Return the `NUM_HOMES` replicas with the highest rendezvous weights for an adapter, the highest first."""
         homes = self._homes.get(adapter)
         if homes is None:
             found = weights(adapter, self._keys)
@@ -206,8 +209,8 @@ class Replicas(list[ReplicaState]):
 
 
 class Policy(Protocol):
-    """Chooses by what it is given; it holds nothing of requests and replicas that it has seen."""
+    """Chooses by its arguments only; it remembers no requests and no replicas."""
 
     def __call__(self, request: Routed, replicas: Replicas) -> int | None:
-        """Index of the replica; None when the request had better wait at the router, first come first served."""
+        """Index of the replica; None if the request should wait at the router, first come first served."""
         ...

@@ -1,4 +1,4 @@
-"""Scale hints: whether a cluster needs one more replica, or could give one back (Punica, §5.1)."""
+"""Scale hints: a cluster needs one more replica, or one fewer (Punica, §5.1)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from .replicas import ReplicaState
 
 STEADY_SECONDS = 30.0
-"""Seconds for which a hint must hold before it is given; about what a replica takes to start."""
+"""Seconds for which a hint must hold before it is reported; about the start time of a replica."""
 
 
 def scale_hint(replicas: Sequence[ReplicaState], num_waiting: int) -> int:
     """1: no replica is lightly loaded, or requests wait for one. -1: two are, and one could take the other's requests.
 
-    Lightly loaded is a replica with requests in at most half of its slots and KV in at most half of its pages.
+    A replica is lightly loaded if at most half of its slots and at most half of its pages are in use.
     """
     light = sum(
         2 * one.num_requests <= one.max_num_seqs and one.kv_tokens + one.pending_tokens <= one.free_tokens
@@ -25,7 +25,7 @@ def scale_hint(replicas: Sequence[ReplicaState], num_waiting: int) -> int:
 
 
 class SteadyHint:
-    """The hint that has held for `seconds`; until another one has, the last one that did."""
+    """The latest hint that has held for `seconds`."""
 
     def __init__(self, seconds: float = STEADY_SECONDS) -> None:
         self.value = 0
@@ -33,10 +33,10 @@ class SteadyHint:
         self._next, self._since = 0, 0.0
 
     def update(self, hint: int | None, now: float) -> bool:
-        """Take the hint of this moment; True when `value` has changed.
+        """Take the current hint; True when `value` has changed.
 
-        None while replicas come or go: then there is none, and the next one has to hold anew, so that between two
-        replicas that are started, or given back, lie `seconds` at least.
+        None while replicas come or go: the hint is reset, and the next one must hold again, so two changes are at least
+        `seconds` apart.
         """
         if hint is None:
             self._next, self._since, changed = 0, now, self.value != 0

@@ -1,4 +1,4 @@
-"""Policies that know nothing of adapters: what the others are measured against, or choose by."""
+"""Policies that ignore adapters: baselines, and building blocks of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MostIdle:
 
 
 class Random:
-    """Any replica. The same seed gives the same choices."""
+    """A random replica. The same seed gives the same choices."""
 
     def __init__(self, seed: int | None = 0) -> None:
         self._random = random.Random(seed)
@@ -29,9 +29,9 @@ class Random:
 class Sampled:
     """Another policy's choice among a few replicas drawn at random for each request: the power of two choices.
 
-    Policies that always take the best one send all that comes between two reports to the same replica, the more of it
-    the more replicas share the load. Among few that are drawn anew, requests spread (Mitzenmacher, "How Useful Is Old
-    Information?", 2000). The same seed gives the same draws.
+    Policies that always take the best replica send everything that arrives between two reports to the same one. With
+    more replicas it gets a larger multiple of its share. Among a few random candidates, requests spread (Mitzenmacher,
+    "How Useful Is Old Information?", 2000). The same seed gives the same draws.
     """
 
     def __init__(self, policy: Policy, choices: int = 2, seed: int = 0) -> None:
@@ -51,7 +51,7 @@ class Sampled:
 
 
 class FirstFit:
-    """The first replica that has room, as bins are packed; where none has, the request waits."""
+    """The first replica that has room, as in bin packing; if none has room, the request waits."""
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         for index, replica in enumerate(replicas):
@@ -61,9 +61,9 @@ class FirstFit:
 
 
 class Consolidate:
-    """Punica's consolidation (§5.1): a busy replica stays busy, an idle one stays idle and can be given back.
+    """Punica's consolidation (§5.1): a busy replica stays busy, an idle one stays idle and can be removed.
 
-    The replica with the most requests that still has room, the last among equals; where none has, the request waits.
+    The replica with the most requests that still has room, the last among equals; if none has room, the request waits.
     """
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:

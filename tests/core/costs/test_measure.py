@@ -59,21 +59,21 @@ def profiler(gqa, executor):
 
 def check_plan(plan, executor):
     """The order that every executor relies on."""
-    assert {row.lora_index for row in plan.rows} - {-1} == set(range(len(plan.adapters)))
-    single = [len(row.tokens) == 1 for row in plan.rows]
+    assert {row.lora_index for row in plan.sequences} - {-1} == set(range(len(plan.adapters)))
+    single = [len(row.tokens) == 1 for row in plan.sequences]
     assert single == sorted(single)
     for kind in (True, False):
-        lora_indices = [row.lora_index for row, one in zip(plan.rows, single, strict=True) if one is kind]
+        lora_indices = [row.lora_index for row, one in zip(plan.sequences, single, strict=True) if one is kind]
         assert lora_indices == sorted(lora_indices)
-    used = [page for row in plan.rows for page in row.pages]
+    used = [page for row in plan.sequences for page in row.pages]
     adapters = {page for adapter in plan.adapters for page in adapter.pages}
     assert len(set(used)) == len(used)
     assert not adapters & set(used)
     assert max(used) < executor.num_pages
     assert min(used) > 0
-    for row in plan.rows:
+    for row in plan.sequences:
         assert row.kv_len <= min(len(row.pages) * executor.layout.block_tokens, executor.model.max_model_len)
-    assert len(plan.rows) <= SEQS
+    assert len(plan.sequences) <= SEQS
     assert plan.num_tokens <= TOKENS
 
 
@@ -82,12 +82,12 @@ def test_decode_batches_are_mixed(profiler, executor):
     plans = profiler.decode_plans(100)
     for plan in plans:
         check_plan(plan, executor)
-        assert plan.bucket == DecodeBuckets(SEQS).pick(len(plan.rows))
-        assert all(row.samples and len(row.tokens) == 1 for row in plan.rows)
-    assert {len(plan.rows) for plan in plans} == set(range(1, SEQS + 1))
+        assert plan.bucket == DecodeBuckets(SEQS).pick(len(plan.sequences))
+        assert all(row.samples and len(row.tokens) == 1 for row in plan.sequences)
+    assert {len(plan.sequences) for plan in plans} == set(range(1, SEQS + 1))
     assert {plan.num_adapters for plan in plans} >= {0, 1, 2, 3, 4}
     assert len({frozenset(adapter.rank for adapter in plan.adapters) for plan in plans}) > 40
-    kv = [step_work(plan, Kernel.SGMV).kv_tokens / len(plan.rows) for plan in plans]
+    kv = [step_work(plan, Kernel.SGMV).kv_tokens / len(plan.sequences) for plan in plans]
     assert min(kv) < 10 < 100 < max(kv)
 
 
@@ -96,9 +96,9 @@ def test_prefill_steps_are_mixed(profiler, executor):
     for plan in plans:
         check_plan(plan, executor)
         assert plan.bucket is None
-        assert len(plan.rows[0].tokens) > 1
-    assert any(len(plan.rows[-1].tokens) == 1 for plan in plans), "none beside decoding requests"
-    assert any(row.start > 0 for plan in plans for row in plan.rows[:1]), "no later chunk"
+        assert len(plan.sequences[0].tokens) > 1
+    assert any(len(plan.sequences[-1].tokens) == 1 for plan in plans), "none beside decoding requests"
+    assert any(row.start > 0 for plan in plans for row in plan.sequences[:1]), "no later chunk"
     assert max(plan.num_tokens for plan in plans) > TOKENS / 2
 
 
@@ -119,9 +119,9 @@ def test_no_step_is_longer_than_the_model(gqa, seqs):
     plans = profiler.prefill_plans(60)
     for plan in plans + profiler.decode_plans(40):
         check_plan(plan, executor)
-        assert len(plan.rows) <= seqs
+        assert len(plan.sequences) <= seqs
     assert max(plan.num_tokens for plan in plans) > min(TOKENS, limit * seqs) / 2
-    assert any(len(row.tokens) == limit for plan in plans for row in plan.rows)
+    assert any(len(row.tokens) == limit for plan in plans for row in plan.sequences)
     executor.execute(max(plans, key=lambda plan: plan.num_tokens))
     executor.close()
 

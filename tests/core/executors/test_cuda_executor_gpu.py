@@ -22,10 +22,11 @@ from chorus.core.model.batch import GemmBackend
 from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.host.images import InlineReads, Reads, ThreadReads
+from chorus.memory.host.images import Reads, ThreadReads
 from chorus.ops import native_library
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import MIN_MARGIN
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
@@ -136,7 +137,9 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
         captured.step()
         eager.step()
         buckets.add(captured.plans[-1].bucket)
-        mine, its = (each.executor.inner.steps.logits[: len(captured.plans[-1].rows)] for each in (captured, eager))
+        mine, its = (
+            each.executor.inner.steps.logits[: len(captured.plans[-1].sequences)] for each in (captured, eager)
+        )
         assert torch.equal(mine, its), f"bucket {captured.plans[-1].bucket}"
     assert 64 in buckets
     assert captured.drain() == eager.drain()
@@ -156,10 +159,10 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
         captured.step()
         eager.step()
         plan, other = captured.plans[-1], eager.plans[-1]
-        assert [replace(row, seed=0) for row in plan.rows] == [replace(row, seed=0) for row in other.rows]
+        assert [replace(row, seed=0) for row in plan.sequences] == [replace(row, seed=0) for row in other.sequences]
         decoded += plan.bucket is not None
-        mixed += plan.bucket is None and any(len(row.tokens) == 1 for row in plan.rows)
-        mine, its = (driver.executor.inner.steps.logits[: len(plan.rows)] for driver in (captured, eager))
+        mixed += plan.bucket is None and any(len(row.tokens) == 1 for row in plan.sequences)
+        mine, its = (driver.executor.inner.steps.logits[: len(plan.sequences)] for driver in (captured, eager))
         assert torch.equal(mine, its), f"step {plan.step_id}, bucket {plan.bucket}, {plan.num_tokens} tokens"
     assert decoded > 10
     assert mixed > 5
@@ -375,7 +378,7 @@ def test_draws_and_logprobs_come_from_device_logits(drive):
     cpu, gpu = drive("float32", device="cpu", cpu_kernels="torch"), drive("float32")
     mine, its = (driver.run("x", "a02-r16", [5, 6, 7], max_tokens=6, **params) for driver in (gpu, cpu))
     assert mine.tokens == its.tokens
-    assert gpu.engine.stats().num_steps_ahead == 4, "rows that look back are ahead, and drawn behind the host's tokens"
+    assert gpu.engine.stats().num_async_steps == 4, "rows that look back are ahead, and drawn behind the host's tokens"
     for left, right in zip(mine.logprobs, its.logprobs, strict=True):
         assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
 

@@ -32,11 +32,12 @@ from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
-from chorus.memory.host.images import InlineReads, ThreadReads
+from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ...graphs.late_device import LateDevice
@@ -129,8 +130,8 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
     assert [(step.bucket, step.mode) for step in executor.captured] == keys
     check(driver, ask(driver, tiny, ("r17-all", 15, 4), (None, 5, 7), ("pattern", 3, 4), ("r1-qv", 6, 2)))
     plans = driver.plans
-    assert any(row.start and len(row.tokens) > 1 for plan in plans for row in plan.rows), "no prompt was chunked"
-    assert any(plan.bucket == 4 and len(plan.rows) == 3 for plan in plans), "no padding"
+    assert any(row.start and len(row.tokens) > 1 for plan in plans for row in plan.sequences), "no prompt was chunked"
+    assert any(plan.bucket == 4 and len(plan.sequences) == 3 for plan in plans), "no padding"
     assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
     assert any(plan.bucket and not plan.adapters for plan in plans)
     assert len(executor.captured) == len(keys), "nothing was captured again"
@@ -171,7 +172,9 @@ def test_pieces_of_mixed_steps_give_the_references_tokens(drive, tiny, monkeypat
     check(driver, want | ask(driver, tiny, ("r5-o-down", 3, 4), ("r1-qv", 6, 2), (None, 9, 3)))
     mixed = [plan for plan in driver.plans if plan.bucket is None]
     assert any(plan.num_tokens not in (8, 15) for plan in mixed), "no padding"
-    assert any(row.start and len(row.tokens) == 1 for plan in mixed for row in plan.rows), "no decode row among prompts"
+    assert any(row.start and len(row.tokens) == 1 for plan in mixed for row in plan.sequences), (
+        "no decode row among prompts"
+    )
     assert {bool(plan.adapters) for plan in mixed} == {True}
     layers = SPEC.layers
     decoded = len(driver.plans) - len(mixed)
@@ -320,7 +323,7 @@ def test_merged_steps_of_the_adapter_alone_and_of_others(drive, tiny):
         check(driver, ask(driver, tiny, ("r17-all", 15, 4), ("r17-all", 3, 6)))
     check(driver, ask(driver, tiny, ("r17-all", 13, 2), (None, 2, 4), ("pattern", 2, 3)))
     assert {plan.mode for plan in plans} == {StepMode.MERGED}
-    assert any(plan.bucket and len(plan.rows) < plan.bucket for plan in plans), "no padding"
+    assert any(plan.bucket and len(plan.sequences) < plan.bucket for plan in plans), "no padding"
 
 
 def test_an_adapter_of_several_parts_is_taken_off_the_rows_of_others(drive, tiny):
@@ -406,7 +409,7 @@ def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
     check(driver, ask(driver, tiny, ("r1-qv", 3, 2), (None, 2, 3)))
     execute = driver.executor.inner.execute
     ragged = next(plan for plan in driver.plans if plan.bucket is None)
-    decode = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
+    decode = next(plan for plan in driver.plans if plan.bucket and len(plan.sequences) == 2)
     base = driver.plans[-1]
     assert not base.adapters
     adapter, calls = decode.adapters[0], []
@@ -421,13 +424,13 @@ def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
         adapter.transfer = ComingTransfer()
         assert not execute(plan).unready
         assert (calls.pop(), adapter.transfer.asked) == (before, after)
-    row = next(row for row in decode.rows if row.lora_index >= 0)
+    row = next(row for row in decode.sequences if row.lora_index >= 0)
     for plan in (ragged, decode):
         adapter.transfer = ComingTransfer(missing=1)
         result = execute(plan)
         assert result.unready == {row.request_id}
         assert row.request_id not in result.tokens
-    assert execute(base).tokens.keys() == {row.request_id for row in base.rows}
+    assert execute(base).tokens.keys() == {row.request_id for row in base.sequences}
     adapter.transfer = None
 
 
@@ -556,7 +559,7 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
 
 
 @pytest.mark.usefixtures("drawing_kernels")
-def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
+def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     asked = [
         {"temperature": 0.8, "top_k": 5, "logprobs": 1}, {"temperature": 1.2, "top_p": 0.8},
         {"temperature": 1.0, "logit_bias": {7: 2.0}}, {"max_tokens": 5}, {"max_tokens": 3, "logprobs": 2},
@@ -569,8 +572,8 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
         answers.append(driver.drain())
     assert answers[0] == answers[1]
     ahead = [plan for plan in drivers[0].plans if plan.sources is not None]
-    assert any(list(plan.sources) != list(range(len(plan.rows))) for plan in ahead), "no row was left out"
-    assert any(row.looks_back for plan in ahead for row in plan.rows), "none was drawn behind the host's tokens"
+    assert any(list(plan.sources) != list(range(len(plan.sequences))) for plan in ahead), "no row was left out"
+    assert any(row.looks_back for plan in ahead for row in plan.sequences), "none was drawn behind the host's tokens"
     assert not any(plan.sources is not None for plan in drivers[1].plans)
 
 
@@ -578,14 +581,16 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny):
 def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
     """Chunks of prompts beside rows that go on from a drawn token, and answers of a call with and without a turn."""
     found, plans = [], []
-    for is_ahead in (True, False):
-        driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_ahead, prefix_cache=False)
+    for is_async in (True, False):
+        driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_async, prefix_cache=False)
         shares = driver.engine.scheduler._shares  # noqa: SLF001
-        shares._clock = lambda driver=driver: sum(len(plan.rows) for plan in driver.plans)  # noqa: SLF001
+        shares._clock = lambda driver=driver: sum(len(plan.sequences) for plan in driver.plans)  # noqa: SLF001
         want = ask(driver, tiny, (None, 3, 14), (None, 17, 3))
         driver.add("looks back", None, [5, 6, 7, 5, 9] * 3, frequency_penalty=1.5, max_tokens=3)
         for index in range(2):
-            driver.add(f"answer {index}", None, [5, 6, 7], call="call", temperature=1.0, seed=index, max_tokens=6)
+            driver.add(
+                f"answer {index}", None, [5, 6, 7], choice_group="call", temperature=1.0, seed=index, max_tokens=6
+            )
         check(driver, want)
         plans.append(driver.plans)
         found.append({name: answer.tokens for name, answer in driver.answers.items()})
@@ -797,8 +802,8 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     """Those of the first layer's qkv, which come before attention: on a CPU that depends on the other rows."""
     driver = drive(small_gemm=setting, adapters=["r17-all"], async_scheduling=False)
     check(driver, ask(driver, tiny, ("r17-all", 3, 3), (None, 4, 3)))
-    mixed = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
-    row = next(row for row in mixed.rows if row.lora_index < 0)
+    mixed = next(plan for plan in driver.plans if plan.bucket and len(plan.sequences) == 2)
+    row = next(row for row in mixed.sequences if row.lora_index < 0)
     inner, products = small_gemm_triton.multiply, []
 
     def noted(*args, **kwargs):
@@ -807,10 +812,10 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
 
     monkeypatch.setattr(small_gemm_triton, "multiply", noted)
     first = []
-    for plan in (mixed, replace(mixed, rows=[row], adapters=[], bucket=1)):
+    for plan in (mixed, replace(mixed, sequences=[row], adapters=[], bucket=1)):
         products.clear()
         driver.executor.inner.execute(plan)
-        first.append(products[0][plan.rows.index(row)].clone())
+        first.append(products[0][plan.sequences.index(row)].clone())
     assert torch.equal(*first)
 
 

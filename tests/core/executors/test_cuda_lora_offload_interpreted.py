@@ -22,9 +22,9 @@ from chorus.core.executors import cuda_lora_offload, worker_processes
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.lora_offload import OffloadProfile
 from chorus.core.requests.types import StepPlan
-from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.cuda_copies import CudaCopies
 from chorus.ops import native_library
+from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
 from ...memory.fake_cuda import FakeDriver

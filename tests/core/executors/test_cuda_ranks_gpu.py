@@ -11,10 +11,10 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.choice import completed, open_executor
-from chorus.memory.host.images import InlineReads
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
+from chorus.perf.inline_reads import InlineReads
 
 from ..conftest import Answer, Driver, RecordingExecutor, ticking
 

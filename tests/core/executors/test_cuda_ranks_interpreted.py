@@ -36,11 +36,12 @@ from chorus.core.requests.types import FinishReason
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage, LayerStream
-from chorus.memory.host.images import InlineReads, ThreadReads
+from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.ops import native_library
 from chorus.ops.device_ranks import open_group
 from chorus.ops.ranks import Ranks
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import Subject
 from ...graphs.late_device import LateDevice
@@ -129,8 +130,8 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):  # noqa: F811
     driver = drive()
     check(driver, ask(driver, tiny, ("r17-all", 15, 4), (None, 5, 7), ("pattern", 3, 4), ("r5-o-down", 6, 2)))
     plans = driver.plans
-    assert any(row.start and len(row.tokens) > 1 for plan in plans for row in plan.rows), "no prompt was chunked"
-    assert any(plan.bucket == 4 and len(plan.rows) == 3 for plan in plans), "no padding"
+    assert any(row.start and len(row.tokens) > 1 for plan in plans for row in plan.sequences), "no prompt was chunked"
+    assert any(plan.bucket == 4 and len(plan.sequences) == 3 for plan in plans), "no padding"
     assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
     assert any(plan.sources is not None for plan in plans), "no step was ahead"
 
@@ -162,7 +163,7 @@ def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
         assert got.tokens == want.tokens
         for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs or (), want.prompt_logprobs or ())):
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
-    assert any(row.looks_back for plan in ahead[1] for row in plan.rows), "none was drawn behind host's tokens"
+    assert any(row.looks_back for plan in ahead[1] for row in plan.sequences), "none was drawn behind host's tokens"
 
 
 def one_rank(tiny) -> Driver:  # noqa: F811
@@ -246,7 +247,7 @@ def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
     driver.engine.abort("aborted")
     check(driver, want)
     stats = driver.engine.stats()
-    assert min(stats.num_swaps_in, stats.num_steps_ahead) > 0
+    assert min(stats.num_swaps_in, stats.num_async_steps) > 0
     driver.engine.reclaim_idle()
     load_and_merge(driver, "r1-qv")
     driver.plans.clear()
@@ -266,11 +267,11 @@ def test_an_adapter_that_is_still_being_read_is_void_on_all_ranks(drive, tiny): 
     driver = drive(adapters=["r1-qv"], max_num_seqs=2)
     check(driver, ask(driver, tiny, ("r1-qv", 3, 2), (None, 2, 3)))
     inner = driver.executor.inner
-    plan = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
+    plan = next(plan for plan in driver.plans if plan.bucket and len(plan.sequences) == 2)
     adapter = plan.adapters[0]
     adapter.transfer = RankTransfer(None, None, LayerStream(), 2)
     result = inner.execute(plan)
-    voids = {row.request_id for row in plan.rows if row.lora_index >= 0}
+    voids = {row.request_id for row in plan.sequences if row.lora_index >= 0}
     assert result.unready == voids
     adapter.transfer = None
     assert not inner.execute(plan).unready

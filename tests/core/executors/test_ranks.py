@@ -81,8 +81,8 @@ def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeyp
 
 
 @pytest.mark.parametrize("model", ["gqa", "tied"])
-def test_steps_ahead_on_ranks(subject, drive, kernels, model, monkeypatch):
-    """Plans of steps that are foreseen go to the ranks in rank 0's order, beside swapped requests."""
+def test_async_steps_on_ranks(subject, drive, kernels, model, monkeypatch):
+    """Plans of async steps go to the ranks in rank 0's order, beside swapped requests."""
     monkeypatch.setattr(
         "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
     )
@@ -90,13 +90,13 @@ def test_steps_ahead_on_ranks(subject, drive, kernels, model, monkeypatch):
     names = ["r1-all", "r16-down", None]
     driver = drive(
         it, tensor_parallel_size=2, adapters={name: it.adapters[name] for name in names if name}, block_tokens=8,
-        max_num_batched_tokens=48, num_pages=60, preemption="swap", is_ahead=True,
+        max_num_batched_tokens=48, num_pages=60, preemption="swap", is_async=True,
     )  # fmt: skip
     cases = make_cases(it, 12, adapters=names, seed=11, tokens=(16, 24))
     add_all(driver, cases)
     check(driver, cases)
     stats = driver.engine.stats()
-    assert stats.num_steps_ahead > 3
+    assert stats.num_async_steps > 3
     assert stats.num_swaps_in > 0
 
 
@@ -140,11 +140,11 @@ def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
 
 
-@pytest.mark.parametrize(("model", "is_ahead"), [("gqa", False), ("tied", True)])
-def test_merged_adapter_beside_others(subject, drive, kernels, model, is_ahead):
+@pytest.mark.parametrize(("model", "is_async"), [("gqa", False), ("tied", True)])
+def test_merged_adapter_beside_others(subject, drive, kernels, model, is_async):
     it = subject(model)
     driver = drive(
-        it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56, is_ahead=is_ahead
+        it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56, is_async=is_async
     )  # fmt: skip
     driver.run("load", "r33-all", [3], max_tokens=1)
     driver.engine.merge("r33-all")
@@ -157,7 +157,7 @@ def test_merged_adapter_beside_others(subject, drive, kernels, model, is_ahead):
     driver.engine.abort("beside")
     check(driver, cases)
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-    assert any(plan.sources is not None for plan in driver.plans) == is_ahead
+    assert any(plan.sources is not None for plan in driver.plans) == is_async
     driver.engine.unmerge()
     again = make_cases(it, 4, seed=33, tokens=(6, 9))
     add_all(driver, again)
@@ -218,7 +218,7 @@ def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, 
     compute, bad = CpuExecutor.compute, []
 
     def failing(self, plan, kept):
-        if any(row.request_id == "bad" for row in plan.rows):
+        if any(row.request_id == "bad" for row in plan.sequences):
             bad.append(plan)
             raise MemoryError("no room")
         return compute(self, plan, kept)

@@ -56,14 +56,14 @@ class Flat:
         return self.merge
 
 
-def state(requests, *, seats=8, legal=(A, B, C), **more):
-    fcfs, left = {}, seats
+def state(requests, *, slots=8, legal=(A, B, C), **more):
+    fcfs, left = {}, slots
     for adapter, count in requests.items():
         if left and count:
             fcfs[adapter] = min(count, left)
             left -= fcfs[adapter]
-    defaults = {"running": fcfs, "beginning": seats - 1}
-    return ModeState(requests, fcfs, legal, seats, 100.0, **(defaults | more))
+    defaults = {"running": fcfs, "beginning": slots - 1}
+    return ModeState(requests, fcfs, legal, slots, 100.0, **(defaults | more))
 
 
 # -- Algorithm 1
@@ -71,17 +71,17 @@ def state(requests, *, seats=8, legal=(A, B, C), **more):
 
 def test_it_merges_above_alpha_and_unmerges_below_beta():
     batching = DynamicBatching(alpha=0.6, beta=0.4)
-    assert batching.choose(state({A: 6, B: 4}, seats=10)) == NOBODY, "line 8: not above alpha"
-    assert batching.choose(state({A: 7, B: 3}, seats=10)) == ModeChoice(A, frozenset({A})), "lines 9 and 10"
-    assert batching.choose(state({A: 4, B: 6}, seats=10)).merged is A, "line 15: not below beta"
-    assert batching.choose(state({A: 3, B: 7}, seats=10)) == NOBODY, "lines 16 and 17"
-    assert batching.choose(state({A: 3, B: 7}, seats=10)).merged is B
+    assert batching.choose(state({A: 6, B: 4}, slots=10)) == NOBODY, "line 8: not above alpha"
+    assert batching.choose(state({A: 7, B: 3}, slots=10)) == ModeChoice(A, frozenset({A})), "lines 9 and 10"
+    assert batching.choose(state({A: 4, B: 6}, slots=10)).merged is A, "line 15: not below beta"
+    assert batching.choose(state({A: 3, B: 7}, slots=10)) == NOBODY, "lines 16 and 17"
+    assert batching.choose(state({A: 3, B: 7}, slots=10)).merged is B
 
 
 def test_requests_that_wait_count_beside_a_full_batch():
     batching = DynamicBatching(alpha=1.5, beta=0.5)
-    assert batching.choose(state({B: 4, A: 12}, seats=8)) == NOBODY
-    assert batching.choose(state({B: 4, A: 13}, seats=8)).merged is A
+    assert batching.choose(state({B: 4, A: 12}, slots=8)) == NOBODY
+    assert batching.choose(state({B: 4, A: 13}, slots=8)).merged is A
 
 
 def test_only_legal_adapters_are_merged():
@@ -135,7 +135,7 @@ def test_the_papers_example_of_amortised_switching():
 def test_alpha_follows_the_period_that_has_passed():
     batching = DynamicBatching(alpha=0.9, beta=0.3)
     adaptive = AdaptiveThresholds(batching, Flat(), period=10)
-    now = state({A: 7, B: 3}, seats=10)
+    now = state({A: 7, B: 3}, slots=10)
     for _ in range(10):
         assert adaptive.choose(now) == NOBODY
     assert batching.alpha == 0.9, "the period is not over"
@@ -150,15 +150,15 @@ def test_alpha_rises_where_merging_would_not_have_helped():
     batching = DynamicBatching(alpha=0.9, beta=0.3)
     adaptive = AdaptiveThresholds(batching, Flat(merged=0.09), period=5)
     for _ in range(6):
-        adaptive.choose(state({A: 7, B: 3}, seats=10))
+        adaptive.choose(state({A: 7, B: 3}, slots=10))
     assert batching.alpha == pytest.approx(0.9 * GAMMA_MUL)
 
 
 def test_another_adapter_with_most_requests_is_a_break_point():
     batching = DynamicBatching(alpha=0.9, beta=0.3)
     adaptive = AdaptiveThresholds(batching, Flat(merge=0.0), period=1000)
-    adaptive.choose(state({A: 7, B: 3}, seats=10))
-    adaptive.choose(state({A: 3, B: 7}, seats=10))
+    adaptive.choose(state({A: 7, B: 3}, slots=10))
+    adaptive.choose(state({A: 3, B: 7}, slots=10))
     assert batching.alpha == pytest.approx(0.85)
 
 
@@ -167,7 +167,7 @@ def test_beta_is_tuned_in_merged_mode(merged, beta):
     batching = DynamicBatching(alpha=0.5, beta=0.3)
     adaptive = AdaptiveThresholds(batching, Flat(merged=merged, merge=0.0), period=4)
     for _ in range(5):
-        adaptive.choose(state({A: 6, B: 4}, seats=10))
+        adaptive.choose(state({A: 6, B: 4}, slots=10))
     assert batching.type is A
     assert batching.beta == pytest.approx(beta)
 
@@ -194,14 +194,14 @@ def test_the_artifact_tunes_beta_when_it_merges_and_alpha_when_it_unmerges(merge
     batching = DynamicBatching(alpha=0.6, beta=0.3)
     adaptive = ArtifactThresholds(batching, Flat(merged=merged, merge=0.0))
     for _ in range(300):
-        adaptive.choose(state({A: 5, B: 5}, seats=10))
+        adaptive.choose(state({A: 5, B: 5}, slots=10))
     assert (batching.alpha, batching.beta) == (0.6, 0.3), "however long a period is"
-    adaptive.choose(state({A: 7, B: 3}, seats=10))
+    adaptive.choose(state({A: 7, B: 3}, slots=10))
     assert batching.type is A
     assert (batching.alpha, batching.beta) == (0.6, pytest.approx(beta))
     for _ in range(300):
-        adaptive.choose(state({A: 7, B: 3}, seats=10))
-    adaptive.choose(state({A: 1, B: 9}, seats=10))
+        adaptive.choose(state({A: 7, B: 3}, slots=10))
+    adaptive.choose(state({A: 1, B: 9}, slots=10))
     assert batching.type is None
     assert batching.alpha == pytest.approx(alpha)
 
@@ -212,8 +212,8 @@ def test_the_artifact_charges_a_switch_for_each_adapter_that_would_have_been_mer
         batching = DynamicBatching(alpha=0.9, beta=0.3)
         adaptive = ArtifactThresholds(batching, Flat(merged=0.05, unmerged=0.1, merge=0.05))
         for most in requests:
-            adaptive.choose(state({most: 7, C: 3}, seats=10))
-        adaptive.choose(state({A: 10}, seats=10))
+            adaptive.choose(state({most: 7, C: 3}, slots=10))
+        adaptive.choose(state({A: 10}, slots=10))
         assert batching.beta == pytest.approx(beta)
 
 
@@ -249,7 +249,7 @@ class Always:
 
 def test_whoever_gives_way_is_credited_by_whoever_goes_before():
     credits = Credits(Always(A), initial=10.0, starve=100.0, normal=50.0)
-    credits.choose(state({A: 6, B: 4, None: 10}, seats=10))
+    credits.choose(state({A: 6, B: 4, None: 10}, slots=10))
     assert credits.credit(B) == pytest.approx(10.4), "four of ten rows of a step"
     assert credits.credit(None) == pytest.approx(10.0)
     assert credits.credit(A) == pytest.approx(9.6)
@@ -258,16 +258,16 @@ def test_whoever_gives_way_is_credited_by_whoever_goes_before():
 def test_an_adapter_that_could_not_pay_is_not_eligible():
     batching = Always(A)
     credits = Credits(batching, initial=0.5, starve=100.0, normal=50.0)
-    assert credits.choose(state({A: 6, B: 4}, seats=10)).merged is A
-    assert credits.choose(state({A: 6, B: 4}, seats=10)) == NOBODY, "0.1 is left, 0.4 is asked"
+    assert credits.choose(state({A: 6, B: 4}, slots=10)).merged is A
+    assert credits.choose(state({A: 6, B: 4}, slots=10)) == NOBODY, "0.1 is left, 0.4 is asked"
     assert batching.legal == [B], "C would have to pay for ten rows"
     assert credits.credit(A) == pytest.approx(0.1)
 
 
 def test_who_starves_is_served_first_until_its_credit_is_normal_again():
     credits = Credits(Always(A), initial=10.0, starve=11.0, normal=10.5)
-    crowd = state({A: 8, B: 8}, seats=8, merged=A)  # A is first in turn
-    other = state({B: 8, A: 8}, seats=8, merged=A)  # B is
+    crowd = state({A: 8, B: 8}, slots=8, merged=A)  # A is first in turn
+    other = state({B: 8, A: 8}, slots=8, merged=A)  # B is
     for _ in range(2):
         assert credits.choose(other).merged is A
     assert credits.credit(B) == pytest.approx(12.0)
@@ -282,7 +282,7 @@ def test_who_starves_is_served_first_until_its_credit_is_normal_again():
 def test_credit_is_neither_made_nor_lost(steps):
     credits = Credits(Always(A), initial=3.0, starve=5.0, normal=4.0)
     for requests in steps:
-        credits.choose(state(requests, seats=6))
+        credits.choose(state(requests, slots=6))
         total = sum(credits.credit(adapter) for adapter in (A, B, C, None))
         assert total == pytest.approx(12.0)
 
@@ -290,7 +290,7 @@ def test_credit_is_neither_made_nor_lost(steps):
 def test_nobody_starves_for_ever():
     """Under an unending crowd of one adapter another one's credit comes to T_starve, and it is served."""
     credits = Credits(Always(A), initial=3.0, starve=5.0, normal=4.0)
-    served = [credits.choose(state({B: 1, A: 50}, seats=8, merged=A)).only for _ in range(200)]
+    served = [credits.choose(state({B: 1, A: 50}, slots=8, merged=A)).only for _ in range(200)]
     assert frozenset({B}) in served
     gaps = [index for index, only in enumerate(served) if only is None or B in only]
     assert max(after - before for before, after in itertools.pairwise(gaps)) <= 20

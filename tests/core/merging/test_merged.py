@@ -11,15 +11,15 @@ import torch
 
 from chorus.core.engine import Engine
 from chorus.core.merging.learned_prices import LearnedPrices
-from chorus.core.merging.mode_policy import ModeChoice
+from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
 from chorus.core.model.batch import DOWN, GATE_UP
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
 from chorus.core.policies import Policies
 from chorus.core.requests.types import CannotMerge
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
+from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ..conftest import ticking
@@ -81,7 +81,7 @@ def test_mixture(subject, drive, model, name):
     check(driver, cases)
     assert modes(driver) == {StepMode.MERGED}
     assert max(plan.num_adapters for plan in driver.plans) == len(it.adapters)
-    assert any(plan.bucket is None and len(plan.rows[-1].tokens) == 1 for plan in driver.plans), "no mixed step"
+    assert any(plan.bucket is None and len(plan.sequences[-1].tokens) == 1 for plan in driver.plans), "no mixed step"
 
 
 @pytest.mark.parametrize("names", [[None], ["r5-ko"], [None, "r5-ko"]], ids=str)
@@ -312,7 +312,7 @@ def test_an_adapter_that_outweighs_the_weights_is_served_unmerged(subject, drive
         driver.engine.merge("loud")
 
 
-class MostRequests:
+class MostRequests(ModePolicy):
     """The adapter with most requests."""
 
     def __init__(self, prices=None):
@@ -368,7 +368,7 @@ def test_the_first_matrix_tells_what_the_merge_takes(subject, drive):
     assert {state.share_made for state in policy.states if state.merged is not None} == {1.0}
 
 
-class Drawn:
+class Drawn(ModePolicy):
     """Any mode of any adapter, and any of them left out, before every step."""
 
     prices = None
@@ -425,14 +425,14 @@ def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subj
         driver.add(name, adapter, [5, 6, 7, 8, 9, 10, 11, 12], max_tokens=2)
         driver.step()
         prompt = driver.plans[-1]
-        assert prompt.bucket is None and any(row.request_id == name for row in prompt.rows)
+        assert prompt.bucket is None and any(row.request_id == name for row in prompt.sequences)
         of[name] = prompt.merged and prompt.merged.name
         driver.step()
         assert driver.plans[-1].merged.name == "r8-attention"
     assert of == {"base": None, "other": None, "own": "r8-attention"}
 
 
-class OnlyOne:
+class OnlyOne(ModePolicy):
     """Runs one adapter's requests alone."""
 
     prices = None
@@ -448,7 +448,9 @@ def test_no_tenant_is_left_out_for_longer_than_a_turn(subject, drive):
     driver.add("other", "r5-ko", [5, 6, 7], max_tokens=20)
     driver.add("base", None, [5, 6, 7], max_tokens=20)
     driver.drain()
-    waits = [index for index, plan in enumerate(driver.plans) if any(row.request_id == "other" for row in plan.rows)]
+    waits = [
+        index for index, plan in enumerate(driver.plans) if any(row.request_id == "other" for row in plan.sequences)
+    ]
     assert len(waits) == 20
     assert max(after - before for before, after in itertools.pairwise([0, *waits])) <= 6
     assert len(driver.plans) <= 62, "the crowd runs in every step"
@@ -460,7 +462,7 @@ def test_a_policy_alone_decides_where_no_tenant_waits_for_a_turn(subject, drive)
     driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=30)
     driver.add("other", "r5-ko", [5, 6, 7], max_tokens=5)
     driver.drain()
-    assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [["crowd"]] * 30 + [["other"]] * 5
+    assert [[row.request_id for row in plan.sequences] for plan in driver.plans] == [["crowd"]] * 30 + [["other"]] * 5
 
 
 @pytest.mark.parametrize("kernels", ["native"])

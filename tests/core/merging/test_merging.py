@@ -46,7 +46,7 @@ class Weights:
         pass
 
 
-def house(num_runs, num_cached, clock):
+def merging_of(num_runs, num_cached, clock):
     """Merging of an adapter into an arena of which the prefix cache has so many pages."""
     pool, order = PagePool(1 + 2 * num_runs), EvictionOrder()
     prefix = PrefixCache(pool, order, RestoreCosts(), 4)
@@ -73,7 +73,7 @@ def slow(monkeypatch, clock, seconds):
 def test_pages_are_cleared_in_pieces_of_a_pause(monkeypatch):
     """However many are cached: one run, of two pages, when it begins, then as many as half a step has time for."""
     clock = Clock()
-    merging, reclaimer, adapter = house(8, 16, clock)
+    merging, reclaimer, adapter = merging_of(8, 16, clock)
     slow(monkeypatch, clock, 1 / 64)
     merging.merge(adapter)
     left = [len(reclaimer.prefix)]
@@ -89,7 +89,7 @@ def test_pages_are_cleared_in_pieces_of_a_pause(monkeypatch):
 
 def test_a_merge_goes_on_where_a_step_takes_no_time_that_is_known(monkeypatch):
     clock = Clock()
-    merging, reclaimer, adapter = house(3, 6, clock)
+    merging, reclaimer, adapter = merging_of(3, 6, clock)
     slow(monkeypatch, clock, 1 / 64)
     merging.merge(adapter)
     for left in (2, 0):
@@ -103,7 +103,7 @@ def test_a_merge_goes_on_where_a_step_takes_no_time_that_is_known(monkeypatch):
 
 def test_a_merge_is_given_up_where_a_request_uses_a_page_of_it_by_now(monkeypatch):
     clock = Clock()
-    merging, reclaimer, adapter = house(8, 16, clock)
+    merging, reclaimer, adapter = merging_of(8, 16, clock)
     slow(monkeypatch, clock, 1 / 64)
     merging.merge(adapter)
     reclaimer.pool.retain([1])

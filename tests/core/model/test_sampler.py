@@ -24,7 +24,7 @@ from chorus.core.model.sampler import (
     plain_row_params,
 )
 from chorus.core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
-from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledRow, StepResult
+from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledSequence, StepResult
 from chorus.ops.sampling import TorchSampling, greedy, pick, sample
 
 VOCAB = 12
@@ -35,7 +35,7 @@ def row(name, prompt, output=(), *, tokens=None, samples=True, seed=0, **params)
     """The row that computes the last known token, or the last `tokens`."""
     known = [*prompt, *output]
     count = tokens or 1
-    return ScheduledRow(
+    return ScheduledSequence(
         request_id=name, lora_index=BASE_LORA_INDEX,
         tokens=known[len(known) - count :], start=len(known) - count, pages=[],
         params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}), seed=seed, samples=samples,
@@ -485,7 +485,7 @@ class TestEngine:
         """Each step fails as a whole, so that its rows are run again one by one."""
 
         def fail(plan):
-            if len(plan.rows) > 1:
+            if len(plan.sequences) > 1:
                 raise RuntimeError("two rows are too many")
 
         prompt = gqa.prompt("r1-all", 18, 4, seed=3)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from chorus.memory.host.images import InlineReads
+from chorus.perf.inline_reads import InlineReads
 
 from ...simulation.checked_engine import CheckedEngine
 
@@ -19,87 +19,89 @@ LONG = 36
 class Stream:
     """Requests of one adapter without end: as many as `count` are in progress at any time."""
 
-    def __init__(self, house: CheckedEngine, adapter: str, count: int, **params):
-        self.house, self.adapter, self.count, self.params = house, adapter, count, params
+    def __init__(self, checked: CheckedEngine, adapter: str, count: int, **params):
+        self.checked, self.adapter, self.count, self.params = checked, adapter, count, params
         self.numbers = itertools.count()
 
     def go_on(self):
-        asked = self.house.asked
+        asked = self.checked.asked
         mine = [each for name, each in asked.items() if name.startswith(f"{self.adapter} stream")]
         for _ in range(self.count - sum(each.told.reason is None for each in mine)):
-            self.house.add(f"{self.adapter} stream {next(self.numbers)}", self.adapter, max_tokens=LONG, **self.params)
+            self.checked.add(
+                f"{self.adapter} stream {next(self.numbers)}", self.adapter, max_tokens=LONG, **self.params
+            )
 
 
-def first_token(house: CheckedEngine, name: str, *streams: Stream, within: float) -> float:
+def first_token(checked: CheckedEngine, name: str, *streams: Stream, within: float) -> float:
     """Return the seconds until a request's first token."""
-    start = house.clock.now
-    while not house.asked[name].told.tokens:
-        assert house.clock.now - start <= within, f"{name} waits for {house.clock.now - start:.2f} s"
+    start = checked.clock.now
+    while not checked.asked[name].told.tokens:
+        assert checked.clock.now - start <= within, f"{name} waits for {checked.clock.now - start:.2f} s"
         for stream in streams:
             stream.go_on()
-        house.step()
-        house.clock.now += STEP
-    return house.clock.now - start
+        checked.step()
+        checked.clock.now += STEP
+    return checked.clock.now - start
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("count", [2, 4, 9])
 @pytest.mark.parametrize("tenant", ["", "other"])
-def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_ahead, count, tenant):
-    house = CheckedEngine(
+def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_async, count, tenant):
+    checked = CheckedEngine(
         InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE, num_pages=400,
-        is_ahead=is_ahead,
+        is_async=is_async,
     )  # fmt: skip
-    stream = Stream(house, "a", count)
+    stream = Stream(checked, "a", count)
     for _ in range(10):
         stream.go_on()
-        house.step()
-        house.clock.now += STEP
-    house.add("b", "b", max_tokens=LONG, tenant=tenant)
-    first_token(house, "b", stream, within=OVERTAKE + 0.2)
-    house.add("a again", "a", tenant=tenant or "another")  # behind none of its own
-    first_token(house, "a again", stream, within=OVERTAKE + 0.2)
-    house.drain()
+        checked.step()
+        checked.clock.now += STEP
+    checked.add("b", "b", max_tokens=LONG, tenant=tenant)
+    first_token(checked, "b", stream, within=OVERTAKE + 0.2)
+    checked.add("a again", "a", tenant=tenant or "another")  # behind none of its own
+    first_token(checked, "a again", stream, within=OVERTAKE + 0.2)
+    checked.drain()
 
 
 def test_requests_of_an_adapter_in_the_batch_begin_beside_an_overdue_one_of_another():
     """An overdue request reserved its adapter's place, and all later ones waited with it."""
-    house = CheckedEngine(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE)
-    house.add("a", "a", max_tokens=LONG)
-    house.step()
-    house.add("b", "b", max_tokens=LONG)
-    house.clock.now += 2 * OVERTAKE
-    house.step()
-    assert house.plans[-1] == [("b", 3)], "a is descheduled"
-    house.add("a too", "a")
-    house.clock.now += 1.5 * OVERTAKE
-    house.step()
-    assert {name for name, _ in house.plans[-1]} == {"a", "a too"}, "all of the adapter share its turn"
-    assert house.engine.stats().num_running == 3
-    assert house.engine.scheduler.lifecycle.num_preemptions == 0
+    checked = CheckedEngine(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE)
+    checked.add("a", "a", max_tokens=LONG)
+    checked.step()
+    checked.add("b", "b", max_tokens=LONG)
+    checked.clock.now += 2 * OVERTAKE
+    checked.step()
+    assert checked.plans[-1] == [("b", 3)], "a is descheduled"
+    checked.add("a too", "a")
+    checked.clock.now += 1.5 * OVERTAKE
+    checked.step()
+    assert {name for name, _ in checked.plans[-1]} == {"a", "a too"}, "all of the adapter share its turn"
+    assert checked.engine.stats().num_running == 3
+    assert checked.engine.scheduler.lifecycle.num_preemptions == 0
 
 
 @pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("seats", [2, 4, 16])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_each_of_many_adapters_has_its_turn(most, seats, is_ahead):
+@pytest.mark.parametrize("slots", [2, 4, 16])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_each_of_many_adapters_has_its_turn(most, slots, is_async):
     """More adapters than have their turn one after another: each waits for the bound and a round of the others."""
     names = "abcdefgh"
-    house = CheckedEngine(
-        InlineReads(), names, max_adapters_per_step=most, max_num_seqs=seats, max_overtake_seconds=OVERTAKE,
-        num_pages=800, is_ahead=is_ahead,
+    checked = CheckedEngine(
+        InlineReads(), names, max_adapters_per_step=most, max_num_seqs=slots, max_overtake_seconds=OVERTAKE,
+        num_pages=800, is_async=is_async,
     )  # fmt: skip
-    streams = [Stream(house, name, 1) for name in names]
-    last = dict.fromkeys(names, house.clock.now)
+    streams = [Stream(checked, name, 1) for name in names]
+    last = dict.fromkeys(names, checked.clock.now)
     rows = Counter()
     for _ in range(800):
         for stream in streams:
             stream.go_on()
-        house.step()
-        house.clock.now += STEP
-        for name, _ in house.plans[-1]:
-            last[name[0]] = house.clock.now
+        checked.step()
+        checked.clock.now += STEP
+        for name, _ in checked.plans[-1]:
+            last[name[0]] = checked.clock.now
             rows[name[0]] += 1
-        oldest = house.clock.now - min(last.values())
+        oldest = checked.clock.now - min(last.values())
         assert oldest <= 2 * OVERTAKE + 2 * len(names) * STEP, f"{oldest:.2f} s without a step"
     assert max(rows.values()) <= 2 * min(rows.values()), f"turns are uneven: {rows}"

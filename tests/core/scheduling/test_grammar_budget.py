@@ -144,7 +144,7 @@ class TestInAnEngine:
         for name in prompts:
             adapter, most = (None, 40) if name == "neighbour" else ("r1-all", 6)
             assert answers[name].tokens == gqa.greedy(adapter, prompts[name], most)
-        rows = [[row.request_id for row in plan.rows] for plan in driver.plans]
+        rows = [[row.request_id for row in plan.sequences] for plan in driver.plans]
         last = max(index for index, ids in enumerate(rows) if "neighbour" in ids)
         assert all("neighbour" in ids for ids in rows[: last + 1])
         assert all(len(ids) <= 2 for ids in rows[3 : last + 1]), "more than one heavy grammar in a step"

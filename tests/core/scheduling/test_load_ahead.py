@@ -56,7 +56,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_waiting_requests_alone(gqa, dri
     assert driver.engine.store.tier(driver.engine.store.get(HUNG)) is Tier.FAILED
     driver.step()
     for id in "xy":
-        assert driver.answers[id].finish_reason is FinishReason.ERROR, "it need not wait for a seat to be told"
+        assert driver.answers[id].finish_reason is FinishReason.ERROR, "it need not wait for a slot to be told"
         assert "so-and-so holds NaN" in driver.answers[id].error
     assert driver.engine.store.tier(driver.engine.store.get(HUNG)) is Tier.DISK
     assert driver.drain()["base"].tokens == gqa.greedy(None, [5] * 9, 20)

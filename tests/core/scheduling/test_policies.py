@@ -103,14 +103,14 @@ def test_weights_are_shares():
 @settings(max_examples=50)
 @given(st.integers(0, 1 << 30))
 def test_two_that_always_wait_get_the_same_within_what_they_have_running(seed):
-    """The bound of VTC, with lengths that are guessed wrongly: each has up to `seats` requests under way."""
+    """The bound of VTC, with lengths that are guessed wrongly: each has up to `slots` requests under way."""
     draw, policy = random.Random(seed), TokenCounters()
-    tenants, most, seats = ("a", "b", "c"), 200, draw.randint(1, 6)
+    tenants, most, slots = ("a", "b", "c"), 200, draw.randint(1, 6)
     for tenant in tenants:
         policy.arrive(tenant, (), None)
     served, running = dict.fromkeys(tenants, 0.0), []
     for _ in range(400):
-        if len(running) < seats:
+        if len(running) < slots:
             tenant = first(policy, *tenants)
             made = request(tenant, draw.randint(1, most // 2))
             made_end = made.num_prompt_tokens + draw.randint(0, most // 2)
@@ -122,7 +122,7 @@ def test_two_that_always_wait_get_the_same_within_what_they_have_running(seed):
             policy.settle(made)
             outputs = made_end - made.num_prompt_tokens
             served[made.fairness_key] += made.num_prompt_tokens + OUTPUT_COST * outputs
-        assert max(served.values()) - min(served.values()) <= (2 * seats + 1) * OUTPUT_COST * most
+        assert max(served.values()) - min(served.values()) <= (2 * slots + 1) * OUTPUT_COST * most
 
 
 def test_counters_of_tenants_that_were_not_served_for_long_are_forgotten():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling import draft as step_draft
-from chorus.core.scheduling.draft import QueueOrder
+from chorus.core.scheduling import queue_order
+from chorus.core.scheduling.queue_order import QueueOrder
 from chorus.core.scheduling.queues import WaitingQueue
 from chorus.core.scheduling.service import SomeTurns, TokenCounters, Turns
 from chorus.memory.adapters.adapter import Tier
@@ -64,11 +64,11 @@ def turns_of(queue, policy=None, **limits):
 def order(queue, overdue_before=0.0, policy=None, charge=0):
     """Ids as they are considered when each can be admitted at once."""
     policy = policy or TokenCounters()
-    found, candidates = [], QueueOrder(queue, turns_of(queue, policy), FakeStore(), overdue_before)
+    found, candidates = [], QueueOrder(queue, turns_of(queue, policy), FakeStore(), overdue_before=overdue_before)
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
         queue.remove(request)
-        candidates.go_on()
+        candidates.advance()
         if charge:
             policy.charge(request, charge)
     return found
@@ -118,13 +118,13 @@ def test_an_tenant_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     for tenant, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
         turns.record_turn(tenant, since, 7)
     turns.restart(104.5, 7)
-    candidates = QueueOrder(queue, turns, FakeStore(), 0.0)
+    candidates = QueueOrder(queue, turns, FakeStore(), overdue_before=0.0)
     found = []
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
-        assert candidates.turns.is_late == (len(found) <= 2)
+        assert candidates.turns.is_overdue == (len(found) <= 2)
         queue.remove(request)
-        candidates.go_on()
+        candidates.advance()
         turns.record_turn(request.fairness_key, 104.5, 7)
     assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
@@ -136,7 +136,7 @@ def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
     def late(now, step):
         turns.restart(now, step)
         found = []
-        while (tenant := turns.top()) is not None and turns.is_late:
+        while (tenant := turns.top()) is not None and turns.is_overdue:
             found.append(tenant)
             turns.pass_over()
         return found
@@ -208,7 +208,7 @@ def test_turns_forget_tenants_that_wait_no_more():
 
 def test_a_group_that_cannot_run_is_passed_over_whole():
     queue = waiting(Tier.HOST, None, Tier.HOST)
-    candidates = QueueOrder(queue, turns_of(queue), FakeStore(), 0.0)
+    candidates = QueueOrder(queue, turns_of(queue), FakeStore(), overdue_before=0.0)
     assert candidates.next().id == "1"
     candidates.pass_over()
     assert candidates.next().id == "0"
@@ -231,7 +231,7 @@ def test_the_queue_is_that_of_its_changes(changes):
     for what, index, tenant, call in changes:
         if what == "+":
             known += 1
-            request = Request(str(known), [1], SamplingParams(), tenant=tenant, call=call)
+            request = Request(str(known), [1], SamplingParams(), tenant=tenant, choice_group=call)
             queue.append(request)
             model.append(request)
         elif model and what in "-^":
@@ -253,12 +253,12 @@ def test_the_queue_is_that_of_its_changes(changes):
         assert len(queue) == len(model)
         groups = [group for groups in queue.tenants.values() for group in groups.values()]
         shown = [request for group in groups for request in group]
-        lines = [line for group in groups for line in (group, group.firsts)]
+        lines = [line for group in groups for line in (group, group.first_choices)]
         assert all(list(line) == [it for it in model if it in line] for line in lines)
         assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
         assert all(groups)
-        assert all(list(group.firsts) == [it for it in group if not it.is_further] for group in groups)
-        assert queue.has_firsts() == any(not request.is_further for request in shown)
+        assert all(list(group.first_choices) == [it for it in group if not it.is_later_choice] for group in groups)
+        assert queue.has_first_choices() == any(not request.is_later_choice for request in shown)
 
 
 class TestEngine:
@@ -270,10 +270,10 @@ class TestEngine:
 
     def started(self, driver):
         """Request ids in the order in which they were first scheduled."""
-        return list(dict.fromkeys(row.request_id for plan in driver.plans for row in plan.rows))
+        return list(dict.fromkeys(row.request_id for plan in driver.plans for row in plan.sequences))
 
     def make(self, gqa, drive, now, **config):
-        """One seat, taken by a request of `r1-all`, which stays resident."""
+        """One slot, taken by a request of `r1-all`, which stays resident."""
         driver = drive(gqa, clock=lambda: now[0], max_num_seqs=1, **config)
         driver.add("first", "r1-all", [5] * 4, max_tokens=2)
         driver.step()
@@ -317,7 +317,7 @@ class TestEngine:
         driver.add("base", None, [6] * 4, max_tokens=5)
         driver.drain()
         assert max(plan.num_adapters for plan in driver.plans) == most
-        assert {row.request_id for row in driver.plans[0].rows} >= {"base", "0"}, "the base model is no adapter"
+        assert {row.request_id for row in driver.plans[0].sequences} >= {"base", "0"}, "the base model is no adapter"
 
 
 @given(
@@ -333,27 +333,27 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
     nobody who came later starts before a cold one. Where adapters take turns, nobody of its own adapter does.
     """
-    house = CheckedEngine(
+    checked = CheckedEngine(
         None, "0123", num_pages=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefix_cache=True,
         max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
         host_cache_bytes=host_pages * 256,
     )  # fmt: skip
-    engine, clock, asked = house.engine, house.clock, house.asked
+    engine, clock, asked = checked.engine, checked.clock, checked.asked
     started: dict[str, float] = {}
     here: dict[str, float] = {}  # since when each one's adapter has been in memory
     for step in range(1000):
         if step < len(popular):
-            house.add(f"popular-{step}", "0", max_tokens=popular[step])
+            checked.add(f"popular-{step}", "0", max_tokens=popular[step])
         for index, (when, adapter) in enumerate(rare):
             if when == step:
-                house.add(f"rare-{index}", str(adapter), max_tokens=2)
+                checked.add(f"rare-{index}", str(adapter), max_tokens=2)
         scheduled = clock.now
         for name, it in asked.items():
             if engine.store.tier(it.adapter) in (Tier.DEVICE, Tier.HOST):
                 here.setdefault(name, scheduled)
             elif name not in started:
                 here.pop(name, None)
-        house.step()
+        checked.step()
         for request in engine.scheduler.running:
             started.setdefault(request.id, scheduled)
         for name, it in asked.items():
@@ -394,7 +394,7 @@ def test_where_no_adapter_may_run_no_tenant_is_looked_at(num_tenants):
     asked = []
     queue = waiting(*[Tier.DEVICE] * num_tenants, tenants=[str(each) for each in range(num_tenants)])
     turns = turns_of(queue)
-    candidates = QueueOrder(queue, turns, FakeStore(), 5.0, lambda adapter, head: asked.append((adapter, head)))
+    candidates = QueueOrder(queue, turns, FakeStore(), overdue_before=5.0, is_eligible=lambda *of: asked.append(of))
     assert candidates.next() is None
     assert asked == [(adapter, None) for adapter in queue.by_adapter]
 
@@ -418,17 +418,17 @@ def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
         turns.restart(103.0, 7)
         found = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_draft, "MANY", many)
-            patch.setattr(step_draft, "SHARE", 0)
-            candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
+            patch.setattr(queue_order, "MANY", many)
+            patch.setattr(queue_order, "SHARE", 0)
+            candidates = QueueOrder(queue, turns, FakeStore(), overdue_before=5.0)
         assert isinstance(candidates.turns, SomeTurns) == (many < 99 and bool(tiers))
         while (request := candidates.next()) is not None:
-            found.append((request.id, candidates.turns.is_late))
+            found.append((request.id, candidates.turns.is_overdue))
             if int(request.id) in skipped:
                 candidates.pass_over()
                 continue
             queue.remove(request)
-            candidates.go_on()
+            candidates.advance()
             policy.charge(request, 10)
             turns.record_turn(request.fairness_key, 103.0, 7)
         return found

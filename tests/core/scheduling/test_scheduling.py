@@ -22,14 +22,14 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.core.scheduling.admission import DOUBT_SECONDS
-from chorus.core.scheduling.draft import Draft, Place
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import TokenCounters
 from chorus.core.scheduling.shares import max_min_level
+from chorus.core.scheduling.step_builder import SlotSource, StepBuilder
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.host.images import InlineReads
+from chorus.perf.inline_reads import InlineReads
 
 from ...memory.fakes import SlowReads
 from ...simulation.checked_engine import CheckedEngine
@@ -67,148 +67,148 @@ class HeldReads(InlineReads):
 
 
 def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
-    """Today's admission ended at the first of them, with seats free."""
-    house = CheckedEngine(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
+    """Today's admission ended at the first of them, with slots free."""
+    checked = CheckedEngine(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
     for name in "abcdef":
-        house.add(f"slow {name}", name)
-    house.step()
-    house.clock.now += 5
+        checked.add(f"slow {name}", name)
+    checked.step()
+    checked.clock.now += 5
     for index in range(8):
-        house.add(f"base {index}")
+        checked.add(f"base {index}")
     for _ in range(10):
-        house.step()
-    assert all(house.asked[f"base {index}"].told.reason for index in range(8))
-    assert house.plans[0] == [(f"base {index}", 3) for index in range(4)], "every seat was taken at once"
+        checked.step()
+    assert all(checked.asked[f"base {index}"].told.reason for index in range(8))
+    assert checked.plans[0] == [(f"base {index}", 3) for index in range(4)], "every slot was taken at once"
 
 
-def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
+def test_a_request_whose_adapter_is_late_gives_its_slot_and_pages():
     reads = HeldReads()
-    house = CheckedEngine(reads, "a", max_num_seqs=1)
-    slow = house.add("slow", "a")
-    house.step()  # asks for the read
-    house.first_layer("a")
-    house.step()  # begins, as it should soon be there, and is computed in vain
+    checked = CheckedEngine(reads, "a", max_num_seqs=1)
+    slow = checked.add("slow", "a")
+    checked.step()  # asks for the read
+    checked.first_layer("a")
+    checked.step()  # begins, as it should soon be there, and is computed in vain
     assert slow.state is RequestState.LATE
-    assert house.engine.stats().num_running == house.engine.stats().num_kv_pages == 0
-    house.add("base")
-    house.step()
-    assert house.plans[-1] == [("base", 3)]
+    assert checked.engine.stats().num_running == checked.engine.stats().num_kv_pages == 0
+    checked.add("base")
+    checked.step()
+    assert checked.plans[-1] == [("base", 3)]
     for _ in range(5):
-        house.step()
-    assert house.asked["base"].told.reason is not None
+        checked.step()
+    assert checked.asked["base"].told.reason is not None
     assert slow.state is RequestState.LATE
-    assert sum(name == "slow" for plan in house.plans for name, _ in plan) == 1, "it was computed in vain once only"
+    assert sum(name == "slow" for plan in checked.plans for name, _ in plan) == 1, "it was computed in vain once only"
     reads.finish()
-    house.drain()
+    checked.drain()
     assert slow.state is RequestState.DONE
-    assert house.asked["slow"].told.reason is not None
+    assert checked.asked["slow"].told.reason is not None
 
 
 def test_a_late_adapters_pages_are_given_to_who_needs_them():
-    house = CheckedEngine(HeldReads(), "a", num_pages=1 + 10, max_num_seqs=2)
-    house.add("slow", "a")
-    house.step()
-    house.first_layer("a")
-    house.step()
-    assert house.engine.stats().num_adapter_pages == 2
-    house.add("base", prompt=range(2, 38), max_tokens=4)
-    house.step()
-    assert house.plans[-1] == [("base", 36)]
-    assert house.engine.stats().num_adapter_pages == 0
+    checked = CheckedEngine(HeldReads(), "a", num_pages=1 + 10, max_num_seqs=2)
+    checked.add("slow", "a")
+    checked.step()
+    checked.first_layer("a")
+    checked.step()
+    assert checked.engine.stats().num_adapter_pages == 2
+    checked.add("base", prompt=range(2, 38), max_tokens=4)
+    checked.step()
+    assert checked.plans[-1] == [("base", 36)]
+    assert checked.engine.stats().num_adapter_pages == 0
 
 
 def test_after_one_late_adapter_no_step_waits_for_another():
     """Estimates know only of reads that have ended."""
-    house = CheckedEngine(HeldReads(), "abcd", max_num_seqs=8)
-    house.add("base", max_tokens=30)
+    checked = CheckedEngine(HeldReads(), "abcd", max_num_seqs=8)
+    checked.add("base", max_tokens=30)
     for name in "abcd":
-        house.add(f"slow {name}", name)
-        house.step()
-        house.first_layer(name)
+        checked.add(f"slow {name}", name)
+        checked.step()
+        checked.first_layer(name)
         for _ in range(3):
-            house.step()
-    tried = {name for plan in house.plans for name, _ in plan if name.startswith("slow")}
+            checked.step()
+    tried = {name for plan in checked.plans for name, _ in plan if name.startswith("slow")}
     assert tried == {"slow a"}
 
 
 def test_a_failed_load_of_a_replaced_version_ends_its_own_request_alone():
     """Its last request takes the version with it, before the load is cleared away."""
     reads = HeldReads()
-    house = CheckedEngine(reads, "a", max_load_stall_seconds=10.0)
-    slow, base = house.add("slow", "a"), house.add("base", max_tokens=9)
-    house.step()  # asks for the read
-    house.first_layer("a")
-    house.engine.begin_step()
+    checked = CheckedEngine(reads, "a", max_load_stall_seconds=10.0)
+    slow, base = checked.add("slow", "a"), checked.add("base", max_tokens=9)
+    checked.step()  # asks for the read
+    checked.first_layer("a")
+    checked.engine.begin_step()
     assert slow.is_running
-    house.load("a")
+    checked.load("a")
     reads.finish()  # the directory has changed
     for _ in range(3):
-        house.step()
+        checked.step()
     assert slow.finish_reason is FinishReason.ERROR
     assert base.is_running
-    house.drain()
+    checked.drain()
 
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_nothing_starts_whose_read_brings_nothing(begins):
     """Its step would wait in vain, and whoever comes meanwhile would wait, too, though the engine is idle."""
     reads = HeldReads(begins)
-    house = CheckedEngine(reads, "ab", adapter_read_seconds=1000)
-    house.add("slow a", "a")
-    house.step()
-    house.step()
-    house.add("slow b", "b")
-    while house.clock.now < 5 * DOUBT_SECONDS:
-        house.step()
-        house.clock.now += 0.05
+    checked = CheckedEngine(reads, "ab", adapter_read_seconds=1000)
+    checked.add("slow a", "a")
+    checked.step()
+    checked.step()
+    checked.add("slow b", "b")
+    while checked.clock.now < 5 * DOUBT_SECONDS:
+        checked.step()
+        checked.clock.now += 0.05
     if not begins:
         reads.begin()
-    house.step()
-    assert not house.plans
+    checked.step()
+    assert not checked.plans
 
 
 def test_who_asks_again_for_a_late_adapter_waits_for_its_read():
     """Its pages are there, but not its bytes."""
     reads = HeldReads()
-    house = CheckedEngine(reads, "a")
+    checked = CheckedEngine(reads, "a")
     for attempt in range(4):
-        house.add(f"slow {attempt}", "a")
+        checked.add(f"slow {attempt}", "a")
         for index in range(3):
-            house.step()
+            checked.step()
             if attempt == index == 0:
-                house.first_layer("a")  # the next step begins, as the rest should soon be there
+                checked.first_layer("a")  # the next step begins, as the rest should soon be there
             else:
-                house.clock.now += 1
-        house.engine.abort(f"slow {attempt}")
-        house.add(f"base {attempt}")
-        house.step()
-    assert sum(name.startswith("slow") for plan in house.plans for name, _ in plan) == 1
-    house.add("last", "a")
+                checked.clock.now += 1
+        checked.engine.abort(f"slow {attempt}")
+        checked.add(f"base {attempt}")
+        checked.step()
+    assert sum(name.startswith("slow") for plan in checked.plans for name, _ in plan) == 1
+    checked.add("last", "a")
     reads.finish()
-    house.drain()
-    assert house.asked["last"].told.reason is not None
+    checked.drain()
+    assert checked.asked["last"].told.reason is not None
 
 
 # -- the limit on adapters
 
 
 def test_an_overdue_request_takes_an_adapters_index_and_others_run_beside_it():
-    house = CheckedEngine(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=3, max_overtake_seconds=0.1)
-    house.add("first", "a", max_tokens=20)
-    house.step()
-    house.step()
-    house.add("overdue", "b")
-    house.step()
-    assert house.plans[-1] == [("first", 1)], "it is not overdue yet"
-    house.clock.now += 1
-    house.add("same", "a", max_tokens=20)
-    house.add("base")
-    house.add("base too")
-    house.step()
-    running = {name for name, _ in house.plans[-1]}
+    checked = CheckedEngine(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=3, max_overtake_seconds=0.1)
+    checked.add("first", "a", max_tokens=20)
+    checked.step()
+    checked.step()
+    checked.add("overdue", "b")
+    checked.step()
+    assert checked.plans[-1] == [("first", 1)], "it is not overdue yet"
+    checked.clock.now += 1
+    checked.add("same", "a", max_tokens=20)
+    checked.add("base")
+    checked.add("base too")
+    checked.step()
+    running = {name for name, _ in checked.plans[-1]}
     assert running == {"overdue", "base", "base too"}, "the first is descheduled, and its row is free"
-    house.drain()
-    order = list(dict.fromkeys(name for plan in house.plans for name, _ in plan))
+    checked.drain()
+    order = list(dict.fromkeys(name for plan in checked.plans for name, _ in plan))
     assert order.index("overdue") < order.index("same")
 
 
@@ -216,60 +216,60 @@ def test_an_overdue_request_takes_an_adapters_index_and_others_run_beside_it():
 
 
 def test_a_newcomer_is_not_behind_everything_that_another_has_queued():
-    house = CheckedEngine(max_num_seqs=2, max_overtake_seconds=0.01, max_waiting=None)
+    checked = CheckedEngine(max_num_seqs=2, max_overtake_seconds=0.01, max_waiting=None)
     for index in range(300):
-        house.add(f"many {index}", tenant="many")
+        checked.add(f"many {index}", tenant="many")
     for _ in range(4):
-        house.step()
-    house.clock.now += 10
-    house.add("new", tenant="new")
+        checked.step()
+    checked.clock.now += 10
+    checked.add("new", tenant="new")
     for _ in range(4):
-        house.step()
-    assert house.asked["new"].told.tokens, "everything of the other was overdue, and still it is the newcomer's turn"
+        checked.step()
+    assert checked.asked["new"].told.tokens, "everything of the other was overdue, and still it is the newcomer's turn"
 
 
 def test_a_newcomers_adapter_is_not_read_behind_all_that_another_has_asked_for():
     reads = SlowReads()
-    house = CheckedEngine(reads, "abcdef", max_num_seqs=2)
+    checked = CheckedEngine(reads, "abcdef", max_num_seqs=2)
     for name in "abcde":
-        house.add(f"many {name}", name, tenant="many")
-    house.step()
-    house.add("new", "f", tenant="new")
-    house.step()
+        checked.add(f"many {name}", name, tenant="many")
+    checked.step()
+    checked.add("new", "f", tenant="new")
+    checked.step()
     assert len(reads.pending) == 6, "none has begun"
     reads.finish()
     reads.finish()
-    tiers = {name: house.engine.store.tier(house.engine.store.get(name)) for name in "abcdef"}
+    tiers = {name: checked.engine.store.tier(checked.engine.store.get(name)) for name in "abcdef"}
     assert [name for name, tier in tiers.items() if tier is Tier.HOST] == ["a", "f"], "they take turns"
 
 
 def test_a_full_queue_refuses_and_one_client_cannot_fill_it():
-    house = CheckedEngine(max_num_seqs=1, max_waiting=8)
+    checked = CheckedEngine(max_num_seqs=1, max_waiting=8)
     for index in range(4):
-        house.add(f"many {index}", tenant="many")
+        checked.add(f"many {index}", tenant="many")
     with pytest.raises(Overloaded, match="4 of your generations wait") as caught:
-        house.add("one more", tenant="many")
+        checked.add("one more", tenant="many")
     assert caught.value.retry_after == 1.0
     for index in range(4):
-        house.add(f"new {index}", tenant=f"new {index}")
+        checked.add(f"new {index}", tenant=f"new {index}")
     with pytest.raises(Overloaded, match="8 generations wait, the queue holds 8"):
-        house.add("last", tenant="last")
-    house.drain()
-    house.add("again", tenant="many")
-    house.drain()
-    assert house.engine.stats().num_running == 0
+        checked.add("last", tenant="last")
+    checked.drain()
+    checked.add("again", tenant="many")
+    checked.drain()
+    assert checked.engine.stats().num_running == 0
 
 
 def test_who_is_not_known_may_fill_the_queue_and_the_rate_says_when_to_try_again():
-    house = CheckedEngine(max_num_seqs=1, max_waiting=40)
+    checked = CheckedEngine(max_num_seqs=1, max_waiting=40)
     for index in range(40):
-        house.add(str(index), max_tokens=1)
+        checked.add(str(index), max_tokens=1)
     for _ in range(10):
-        house.step()
-        house.clock.now += 2.0
-        house.add(f"more {house.clock.now}", max_tokens=1)
+        checked.step()
+        checked.clock.now += 2.0
+        checked.add(f"more {checked.clock.now}", max_tokens=1)
     with pytest.raises(Overloaded) as caught:
-        house.add("refused")
+        checked.add("refused")
     assert 20 <= caught.value.retry_after <= 25, "one each 2 seconds: ten take about 20"
 
 
@@ -278,46 +278,46 @@ def test_who_is_not_known_may_fill_the_queue_and_the_rate_says_when_to_try_again
 
 @pytest.mark.parametrize("budget", [64, 12])
 def test_answers_of_one_prompt_compute_it_once(budget):
-    house = CheckedEngine(prefix_cache=True, max_num_seqs=8, max_num_batched_tokens=budget)
+    checked = CheckedEngine(prefix_cache=True, max_num_seqs=8, max_num_batched_tokens=budget)
     prompt = [5 + index for index in range(30)]
     for index in range(8):
-        house.add(f"answer {index}", prompt=prompt, max_tokens=2, seed=index)
-    house.drain()
+        checked.add(f"answer {index}", prompt=prompt, max_tokens=2, seed=index)
+    checked.drain()
     prefill = 30 + 7 * (30 - 28)
-    assert house.computed == prefill + 8
+    assert checked.computed == prefill + 8
 
 
 def test_followers_go_on_when_the_leader_is_aborted_and_one_of_them_leads():
-    house = CheckedEngine(prefix_cache=True, max_num_batched_tokens=8)
+    checked = CheckedEngine(prefix_cache=True, max_num_batched_tokens=8)
     prompt = [5 + index for index in range(30)]
-    requests = [house.add(f"answer {index}", prompt=prompt, max_tokens=2) for index in range(4)]
-    house.step()
+    requests = [checked.add(f"answer {index}", prompt=prompt, max_tokens=2) for index in range(4)]
+    checked.step()
     assert [request.state for request in requests] == [RequestState.RUNNING] + 3 * [RequestState.WAITING]
-    assert house.engine.abort("answer 0")
-    assert house.engine.abort("answer 2")
-    house.drain()
-    assert house.asked["answer 1"].told.reason is house.asked["answer 3"].told.reason is not None
-    assert house.computed == 8 + (30 - 8) + (30 - 28) + 2, "what the leader had computed was kept"
+    assert checked.engine.abort("answer 0")
+    assert checked.engine.abort("answer 2")
+    checked.drain()
+    assert checked.asked["answer 1"].told.reason is checked.asked["answer 3"].told.reason is not None
+    assert checked.computed == 8 + (30 - 8) + (30 - 28) + 2, "what the leader had computed was kept"
 
 
 def test_who_waits_for_another_prompt_does_not_keep_others_waiting():
-    house = CheckedEngine(prefix_cache=True, max_num_batched_tokens=16, max_num_seqs=3)
+    checked = CheckedEngine(prefix_cache=True, max_num_batched_tokens=16, max_num_seqs=3)
     prompt = [5 + index for index in range(30)]
     for index in range(2):
-        house.add(f"twin {index}", prompt=prompt)
-    house.add("other", prompt=[9, 8, 7])
-    house.step()
-    house.step()
-    assert {name for name, _ in house.plans[1]} == {"twin 0", "other"}
+        checked.add(f"twin {index}", prompt=prompt)
+    checked.add("other", prompt=[9, 8, 7])
+    checked.step()
+    checked.step()
+    assert {name for name, _ in checked.plans[1]} == {"twin 0", "other"}
 
 
 def test_tenants_do_not_wait_for_each_others_prompts():
-    house = CheckedEngine(prefix_cache=True, max_num_batched_tokens=64)
+    checked = CheckedEngine(prefix_cache=True, max_num_batched_tokens=64)
     prompt = [5 + index for index in range(30)]
-    house.add("one", prompt=prompt, tenant="one")
-    house.add("two", prompt=prompt, tenant="two")
-    house.step()
-    assert house.plans[0] == [("one", 30), ("two", 30)]
+    checked.add("one", prompt=prompt, tenant="one")
+    checked.add("two", prompt=prompt, tenant="two")
+    checked.step()
+    assert checked.plans[0] == [("one", 30), ("two", 30)]
 
 
 # -- a short arena
@@ -326,42 +326,42 @@ def test_tenants_do_not_wait_for_each_others_prompts():
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("max_tokens", [20, 36])
 def test_little_is_computed_twice_when_the_arena_is_short(prefix_cache, max_tokens):
-    house = CheckedEngine(num_pages=1 + 22, max_num_seqs=16, prefix_cache=prefix_cache)
+    checked = CheckedEngine(num_pages=1 + 22, max_num_seqs=16, prefix_cache=prefix_cache)
     for index in range(40):
-        house.add(str(index), prompt=[2 + index, 3, 4, 5], max_tokens=max_tokens)
-    house.drain()
+        checked.add(str(index), prompt=[2 + index, 3, 4, 5], max_tokens=max_tokens)
+    checked.drain()
     needed = 40 * (4 + max_tokens - 1)
-    assert house.computed <= 1.2 * needed
-    assert max(len(plan) for plan in house.plans) >= 2, "and requests still run together"
+    assert checked.computed <= 1.2 * needed
+    assert max(len(plan) for plan in checked.plans) >= 2, "and requests still run together"
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("lengths", [[4, 60], [8, 16, 32, 64], [4, 4, 4, 44], [1, 1, 1, 44]])
 @pytest.mark.parametrize("stops", [(), (7, 11, 13), tuple(range(20))])
 def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(prefix_cache, lengths, stops):
-    house = CheckedEngine(num_pages=1 + 40, max_num_seqs=16, prefix_cache=prefix_cache)
+    checked = CheckedEngine(num_pages=1 + 40, max_num_seqs=16, prefix_cache=prefix_cache)
     requests = []
     for index in range(60):
         prompt, count = [2 + index % 40, 3, 4, 5], lengths[index * 7 % len(lengths)]
-        requests.append(house.add(str(index), prompt=prompt, max_tokens=count, stop_token_ids=stops))
-    house.drain()
+        requests.append(checked.add(str(index), prompt=prompt, max_tokens=count, stop_token_ids=stops))
+    checked.drain()
     needed = sum(request.num_tokens - 1 for request in requests)
-    assert house.computed <= 1.2 * needed
-    assert max(len(plan) for plan in house.plans) >= 4, "and requests still run together"
+    assert checked.computed <= 1.2 * needed
+    assert max(len(plan) for plan in checked.plans) >= 4, "and requests still run together"
 
 
 def test_room_that_others_give_back_in_time_is_given_again():
     """Two are near their end when a third comes: what they hold is what it will grow into."""
-    house = CheckedEngine(num_pages=1 + 22, max_num_seqs=4)
+    checked = CheckedEngine(num_pages=1 + 22, max_num_seqs=4)
     for name in "ab":
-        house.add(name, prompt=range(2, 14), max_tokens=21)
+        checked.add(name, prompt=range(2, 14), max_tokens=21)
     for _ in range(15):
-        house.step()
-    house.add("long", prompt=range(2, 14), max_tokens=30)
-    house.step()
-    assert "long" in {name for name, _ in house.plans[-1]}
-    house.drain()
-    assert house.engine.stats().num_preemptions == 0
+        checked.step()
+    checked.add("long", prompt=range(2, 14), max_tokens=30)
+    checked.step()
+    assert "long" in {name for name, _ in checked.plans[-1]}
+    checked.drain()
+    assert checked.engine.stats().num_preemptions == 0
 
 
 class Free(TokenCounters):
@@ -377,14 +377,14 @@ class Free(TokenCounters):
 
 @pytest.mark.parametrize(("policy", "victim"), [(TokenCounters(), "a1"), (Free(), "b1")])
 def test_the_victim_is_of_who_was_served_most_by_the_queue_policy(monkeypatch, policy, victim):
-    house = CheckedEngine(num_pages=1 + 12, max_num_seqs=4, policies=Policies(policy))
+    checked = CheckedEngine(num_pages=1 + 12, max_num_seqs=4, policies=Policies(policy))
     monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, some: [each.num_tokens for each in some])
     for name, prompt, tenant in (("a0", 12, "free"), ("b0", 5, "b"), ("a1", 14, "free"), ("b1", 7, "b")):
-        house.add(name, prompt=[5] * prompt, max_tokens=20, tenant=tenant)
-    while not house.engine.stats().num_preemptions:
-        house.step()
-    assert [request.id for request in house.engine.scheduler.waiting] == [victim]
-    house.drain()
+        checked.add(name, prompt=[5] * prompt, max_tokens=20, tenant=tenant)
+    while not checked.engine.stats().num_preemptions:
+        checked.step()
+    assert [request.id for request in checked.engine.scheduler.waiting] == [victim]
+    checked.drain()
 
 
 def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
@@ -406,58 +406,58 @@ def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
 
 def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
     """Until one comes, ends or is preempted, or only some of them share the step."""
-    house = CheckedEngine(None, "ab", max_num_seqs=4)
+    checked = CheckedEngine(None, "ab", max_num_seqs=4)
     plans = []
-    house.executor.on_plan = plans.append
+    checked.executor.on_plan = plans.append
 
     def step():
-        house.step()
+        checked.step()
         return plans[-1]
 
     for name, adapter in (("base", None), ("one", "a"), ("two", "b"), ("other", "a")):
-        house.add(name, adapter, max_tokens=40)
+        checked.add(name, adapter, max_tokens=40)
     first, second = step(), step()
     assert (first.bucket, second.bucket) == (None, 4)
     for _ in range(9):  # pages are added meanwhile
         plan = step()
-        assert plan.rows is second.rows
+        assert plan.sequences is second.sequences
         assert plan.adapters is second.adapters
-    house.engine.abort("one")
-    house.asked.pop("one")
+    checked.engine.abort("one")
+    checked.asked.pop("one")
     plan = step()
-    assert [row.request_id for row in plan.rows] == ["base", "two", "other"]
-    assert step().rows is plan.rows
-    house.add("late", "b", max_tokens=5)
-    assert [len(row.tokens) for row in step().rows] == [3, 1, 1, 1]
+    assert [row.request_id for row in plan.sequences] == ["base", "two", "other"]
+    assert step().sequences is plan.sequences
+    checked.add("late", "b", max_tokens=5)
+    assert [len(row.tokens) for row in step().sequences] == [3, 1, 1, 1]
     after = step()
-    assert sorted(row.request_id for row in after.rows) == ["base", "late", "other", "two"]
-    assert after.rows is not plan.rows
-    assert step().rows is after.rows
-    house.drain()
+    assert sorted(row.request_id for row in after.sequences) == ["base", "late", "other", "two"]
+    assert after.sequences is not plan.sequences
+    assert step().sequences is after.sequences
+    checked.drain()
 
 
 def test_a_step_ahead_of_rows_that_go_on_calls_nothing_for_each_though_others_wait():
     """As the host plans it beside each step of the device, for hundreds of rows; counted, as calls need no quiet."""
 
     def fewest_calls(rows):
-        house = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_ahead=True)
-        foresee, counts = house.engine.scheduler.foresee, []
+        checked = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_async=True)
+        plan_ahead, counts = checked.engine.scheduler.plan_ahead, []
 
         def counted(plan):
             calls = []
             sys.setprofile(lambda frame, event, argument: calls.append(event) if "call" in event else None)
             try:
-                return foresee(plan)
+                return plan_ahead(plan)
             finally:
                 sys.setprofile(None)
                 counts.append(len(calls))
 
         for index in range(rows + 3):
-            house.add(str(index), max_tokens=20)
-        with patch.object(house.engine.ahead, "_foresee", counted):
+            checked.add(str(index), max_tokens=20)
+        with patch.object(checked.engine.async_steps, "_plan_ahead", counted):
             for _ in range(12):
-                house.step()
-        assert len(house.engine.scheduler.waiting) == 3
+                checked.step()
+        assert len(checked.engine.scheduler.waiting) == 3
         return min(counts)
 
     assert fewest_calls(8) == fewest_calls(64) < 300
@@ -467,64 +467,64 @@ class TestTokensOfAStep:
     """Prompts of several tenants share the tokens of a step."""
 
     def test_a_newcomer_does_not_wait_behind_anothers_long_prompt(self):
-        house = CheckedEngine(max_num_batched_tokens=8)
-        house.add("long", prompt=[5] * 36, tenant="many")
-        house.step()
-        house.add("short", prompt=[6] * 3, tenant="few")
-        house.step()
-        assert dict(house.plans[-1]) == {"long": 5, "short": 3}, "and nothing is left unused"
-        house.drain()
+        checked = CheckedEngine(max_num_batched_tokens=8)
+        checked.add("long", prompt=[5] * 36, tenant="many")
+        checked.step()
+        checked.add("short", prompt=[6] * 3, tenant="few")
+        checked.step()
+        assert dict(checked.plans[-1]) == {"long": 5, "short": 3}, "and nothing is left unused"
+        checked.drain()
 
     def test_a_newcomer_that_can_not_come_leaves_its_share_to_others(self):
         reads = HeldReads()
-        house = CheckedEngine(reads, ["cold"], max_num_batched_tokens=8, max_load_stall_seconds=0)
-        house.add("long", prompt=[5] * 36, tenant="many")
-        house.step()
-        house.add("short", "cold", prompt=[6] * 3, tenant="few")
-        house.step()
-        assert dict(house.plans[-1]) == {"long": 8}
+        checked = CheckedEngine(reads, ["cold"], max_num_batched_tokens=8, max_load_stall_seconds=0)
+        checked.add("long", prompt=[5] * 36, tenant="many")
+        checked.step()
+        checked.add("short", "cold", prompt=[6] * 3, tenant="few")
+        checked.step()
+        assert dict(checked.plans[-1]) == {"long": 8}
         reads.finish()
-        house.drain()
+        checked.drain()
 
     def test_two_long_prompts_advance_alike(self):
-        house = CheckedEngine(max_num_batched_tokens=8)
-        house.add("one", prompt=[5] * 36, tenant="a")
-        house.step()
-        house.add("other", prompt=[6] * 36, tenant="b")
-        house.add("third", prompt=[6] * 36, tenant="b")
+        checked = CheckedEngine(max_num_batched_tokens=8)
+        checked.add("one", prompt=[5] * 36, tenant="a")
+        checked.step()
+        checked.add("other", prompt=[6] * 36, tenant="b")
+        checked.add("third", prompt=[6] * 36, tenant="b")
         for _ in range(4):
-            house.step()
-            assert dict(house.plans[-1]) == {"one": 4, "other": 4}
-        house.drain()
+            checked.step()
+            assert dict(checked.plans[-1]) == {"one": 4, "other": 4}
+        checked.drain()
 
     @pytest.mark.parametrize("weight", [0.5, 2.0])
     def test_two_long_prompts_advance_by_their_tenants_weights(self, weight):
-        house = CheckedEngine(max_num_batched_tokens=6, weights={"a": weight})
+        checked = CheckedEngine(max_num_batched_tokens=6, weights={"a": weight})
         for name, tenant in (("first", "a"), ("one", "a"), ("other", "b")):
-            house.add(name, prompt=[5] * 36, tenant=tenant)
-            house.step()
+            checked.add(name, prompt=[5] * 36, tenant=tenant)
+            checked.step()
         of_a = 6 * weight / (1 + weight)
         for _ in range(3):
-            house.step()
-            assert dict(house.plans[-1]) == {"first": of_a, "other": 6 - of_a}
-        house.drain()
+            checked.step()
+            assert dict(checked.plans[-1]) == {"first": of_a, "other": 6 - of_a}
+        checked.drain()
 
     def test_a_newcomers_share_is_of_its_weight(self):
-        house = CheckedEngine(max_num_batched_tokens=6, weights={"few": 2.0})
-        house.add("long", prompt=[5] * 36, tenant="many")
-        house.step()
-        house.add("short", prompt=[6] * 36, tenant="few")
-        house.step()
-        assert dict(house.plans[-1]) == {"long": 2, "short": 4}
-        house.drain()
+        checked = CheckedEngine(max_num_batched_tokens=6, weights={"few": 2.0})
+        checked.add("long", prompt=[5] * 36, tenant="many")
+        checked.step()
+        checked.add("short", prompt=[6] * 36, tenant="few")
+        checked.step()
+        assert dict(checked.plans[-1]) == {"long": 2, "short": 4}
+        checked.drain()
 
     @pytest.mark.parametrize("tenants", ["aa", "ab"])
     def test_prompts_that_must_not_be_cut_are_not(self, tenants):
-        house = CheckedEngine(max_num_batched_tokens=64, chunked_prefill=False)
+        checked = CheckedEngine(max_num_batched_tokens=64, chunked_prefill=False)
         for name, tenant in zip("xyz", tenants + "a", strict=True):
-            house.add(name, prompt=[5] * 30, tenant=tenant)
-        house.drain()
-        prompts = [count for plan in house.plans for _, count in plan if count > 1]
+            checked.add(name, prompt=[5] * 30, tenant=tenant)
+        checked.drain()
+        prompts = [count for plan in checked.plans for _, count in plan if count > 1]
         assert prompts == [30] * 3
 
 
@@ -550,70 +550,77 @@ def test_a_split_is_max_min_fair_by_weight(wanted, amount, weights, others):
 
 class TestPreemption:
     def test_who_has_been_served_most_gives_way(self, monkeypatch):
-        house = CheckedEngine(num_pages=1 + 14, max_num_seqs=4)
+        checked = CheckedEngine(num_pages=1 + 14, max_num_seqs=4)
         monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, some: [each.num_prompt_tokens for each in some])
         for name, tenant in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")):
-            house.add(name, prompt=[5] * 8, max_tokens=30, tenant=tenant)
-        house.step()
-        assert len(house.plans[-1]) == 4
-        while not house.engine.stats().num_preemptions:
-            house.step()
-        assert [request.id for request in house.engine.scheduler.waiting] == ["a3"]
-        house.drain()
+            checked.add(name, prompt=[5] * 8, max_tokens=30, tenant=tenant)
+        checked.step()
+        assert len(checked.plans[-1]) == 4
+        while not checked.engine.stats().num_preemptions:
+            checked.step()
+        assert [request.id for request in checked.engine.scheduler.waiting] == ["a3"]
+        checked.drain()
 
     def test_who_is_preempted_does_not_pay_for_it(self):
-        house = CheckedEngine(max_num_seqs=2)
+        checked = CheckedEngine(max_num_seqs=2)
         for name in ("spared", "preempted"):
-            house.add(name, prompt=[5] * 12, max_tokens=9, tenant=name)
+            checked.add(name, prompt=[5] * 12, max_tokens=9, tenant=name)
         for _ in range(3):
-            house.step()
-        house.engine.scheduler.lifecycle.preempt(house.asked["preempted"].request)
-        house.step()
-        assert [tenant.num_running for tenant in house.engine.tenants()] == [1, 1]
-        house.engine.scheduler.lifecycle.preempt(house.asked["preempted"].request)
-        standing = {tenant.name: tenant.standing for tenant in house.engine.tenants()}
+            checked.step()
+        checked.engine.scheduler.lifecycle.preempt(checked.asked["preempted"].request)
+        checked.step()
+        assert [tenant.num_running for tenant in checked.engine.tenants()] == [1, 1]
+        checked.engine.scheduler.lifecycle.preempt(checked.asked["preempted"].request)
+        standing = {tenant.name: tenant.standing for tenant in checked.engine.tenants()}
         assert standing["preempted"] <= 12 + 2 * 3 < standing["spared"]
-        house.drain()
+        checked.drain()
 
 
 def test_pages_of_an_aborted_request_come_back_without_another_request():
     """It was preempted, and its KV is on the way to host memory."""
-    house = CheckedEngine(swap_seconds=0.1, preemption="swap")
-    request = house.add("preempted", prompt=[5] * 12, max_tokens=9)
+    checked = CheckedEngine(swap_seconds=0.1, preemption="swap")
+    request = checked.add("preempted", prompt=[5] * 12, max_tokens=9)
     for _ in range(3):
-        house.step()
-    house.engine.scheduler.lifecycle.preempt(request)
-    assert house.engine.abort("preempted")
-    house.clock.advance(1.0)
-    house.drain()
-    assert house.engine.stats().num_kv_pages == 0
+        checked.step()
+    checked.engine.scheduler.lifecycle.preempt(request)
+    assert checked.engine.abort("preempted")
+    checked.clock.advance(1.0)
+    checked.drain()
+    assert checked.engine.stats().num_kv_pages == 0
 
 
 @pytest.mark.parametrize(
-    ("is_late", "runs", "begins"), [(True, False, True), (False, False, False), (True, True, False)]
+    ("is_overdue", "runs", "begins"), [(True, False, True), (False, False, False), (True, True, False)]
 )
-def test_a_tenant_that_gave_pages_begins_before_the_taker_only_if_owed_a_turn(is_late, runs, begins):
+def test_a_donor_of_pages_begins_before_the_recipient_only_if_overdue_for_a_turn(is_overdue, runs, begins):
     running = Running()
     if runs:
-        running.append(Request("0", [1], SamplingParams(), fairness_key="giver"))
-    draft = Draft(
-        None, None, None, AdapterTurns(EngineConfig(model=Path("fake")), running, WaitingQueue()), running, [], 0.0
+        running.append(Request("0", [1], SamplingParams(), fairness_key="donor"))
+    limits = EngineConfig(model=Path("fake"))
+    builder = StepBuilder(
+        limits=limits,
+        lifecycle=SimpleNamespace(service=None),
+        turns=AdapterTurns(limits, running, WaitingQueue()),
+        running=running,
+        candidates=[],
+        now=0.0,
     )
-    draft.place, draft.order = Place.SEAT, SimpleNamespace(turns=SimpleNamespace(is_late=is_late))
-    draft.givers = {"giver"}
-    assert draft.is_candidate("giver") == begins
-    assert draft.is_candidate("another")
+    builder.begin_admission()
+    builder.slot_source, builder.order = SlotSource.FREE, SimpleNamespace(turns=SimpleNamespace(is_overdue=is_overdue))
+    builder.pages.donors = {"donor"}
+    assert builder.may_begin("donor") == begins
+    assert builder.may_begin("another")
 
 
 def test_tenants_are_told_with_their_requests():
-    house = CheckedEngine(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
+    checked = CheckedEngine(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
     for name, adapter in (("a", "one"), ("b", "one"), ("c", "other"), ("d", None)):
-        house.add(name, adapter, tenant="same")
-    house.step()
-    told = [(each.name, each.num_running, each.num_waiting) for each in house.engine.tenants()]
+        checked.add(name, adapter, tenant="same")
+    checked.step()
+    told = [(each.name, each.num_running, each.num_waiting) for each in checked.engine.tenants()]
     assert told == [("one", 1, 1), ("", 0, 1), ("other", 0, 1)]
-    house.drain()
-    assert house.engine.tenants() == []
+    checked.drain()
+    assert checked.engine.tenants() == []
 
 
 # -- counts
@@ -626,15 +633,15 @@ def test_tenants_are_told_with_their_requests():
     st.integers(1, 12),
 )  # fmt: skip
 def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
-    house = CheckedEngine(adapters="abc", max_num_seqs=3, num_pages=40)
-    scheduler = house.engine.scheduler
+    checked = CheckedEngine(adapters="abc", max_num_seqs=3, num_pages=40)
+    scheduler = checked.engine.scheduler
     for index, (event, number) in enumerate(events):
         if event == "add":
-            house.add(str(index), (None, "a", "b", "c")[number % 4], max_tokens=1 + number % 7)
+            checked.add(str(index), (None, "a", "b", "c")[number % 4], max_tokens=1 + number % 7)
         elif event == "step":
-            house.step()
-        elif event == "abort" and house.asked:
-            house.engine.abort(list(house.asked)[number % len(house.asked)])
+            checked.step()
+        elif event == "abort" and checked.asked:
+            checked.engine.abort(list(checked.asked)[number % len(checked.asked)])
         elif event == "preempt" and scheduler.running:
             scheduler.lifecycle.preempt(scheduler.running[number % len(scheduler.running)])
         walk = [request.adapter for request in chain(scheduler.running, scheduler.waiting)]

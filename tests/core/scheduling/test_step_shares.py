@@ -34,7 +34,7 @@ def make_running(sizes, num_lone):
     running = Running()
     for call, size in enumerate(sizes):
         for index in range(size):
-            running.append(Request(f"{call}-{index}", [1], SamplingParams(), call=f"call {call}"))
+            running.append(Request(f"{call}-{index}", [1], SamplingParams(), choice_group=f"call {call}"))
     for index in range(num_lone):
         running.append(Request(f"lone {index}", [1], SamplingParams()))
     return running
@@ -45,30 +45,35 @@ def make_running(sizes, num_lone):
     num_lone=st.integers(0, 6),
     fixed=st.sampled_from([0.0, 1.0, 10.0]),
     each=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
-    is_ahead=st.booleans(),
+    is_async=st.booleans(),
 )
 @settings(max_examples=50)
-def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_ahead):
+def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each, is_async):
     running, clock = make_running(sizes, num_lone), Clock()
     under_way = 0.0
     everybody, order = set(running), list(running)
     shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
     last: dict[Request, int] = defaultdict(int)
+    smallest = [] if num_lone else [size for size in sizes if size == min(sizes)]  # groups that always run whole
+    most = max(MAX_ROWS, sum(smallest) + (smallest != sizes))  # the scheduler chooses among more
     bound, longest = 2 * len(running) * (MAX_DEBT / SHARE + 2), 0
     for step in range(1, min(3000, int(1.2 * bound) + 100)):
-        chosen = shares.choose(running, waiting, is_ahead=is_ahead)
+        chosen = shares.choose(running, waiting, is_async=is_async)
         taking_part = running if chosen is None else chosen
-        assert len(set(taking_part)) == len(taking_part) <= MAX_ROWS or chosen is None
-        assert set(taking_part) >= set(running.lone)
+        assert len(set(taking_part)) == len(taking_part) <= most or chosen is None
+        assert set(taking_part) >= set(running.single_requests)
         for request in taking_part:
             longest = max(longest, step - last[request])
             last[request] = step
         took = fixed + each * len(taking_part)
-        clock.now += under_way if is_ahead else took
+        clock.now += under_way if is_async else took
         under_way = took
     assert max(longest, *(step - last[request] for request in running)) <= bound, "a request starves"
     assert list(running) == order
-    assert {*running.lone, *(one for members in running.calls.values() for one in members)} == everybody
+    assert {
+        *running.single_requests,
+        *(one for members in running.choice_groups.values() for one in members),
+    } == everybody
 
 
 @given(st.integers(2, MAX_ROWS), st.floats(0, 10))
@@ -128,15 +133,15 @@ def test_calls_of_as_many_answers_all_run():
         clock.now += len(running)
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_no_step_is_much_longer_than_one_without_the_larger_calls(is_ahead):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_step_is_much_longer_than_one_without_the_larger_calls(is_async):
     running, clock = make_running([60], 1), Clock()
     shares = StepShares(MAX_ROWS, clock)
     sizes = [1]
     for _ in range(2000):
-        chosen = shares.choose(running, WaitingQueue(), is_ahead=is_ahead)
+        chosen = shares.choose(running, WaitingQueue(), is_async=is_async)
         sizes.append(len(running if chosen is None else chosen))
-        clock.now += 1.0 + 0.5 * sizes[-1 - is_ahead]
+        clock.now += 1.0 + 0.5 * sizes[-1 - is_async]
     assert max(sizes[500:]) > 1
     assert 1.0 + 0.5 * max(sizes[500:]) <= (1 + LONGEST_STEP) * 1.5
 
@@ -151,7 +156,7 @@ class PricedExecutor(FakeExecutor):
 
     def execute(self, plan):
         self.clock.now += self.fixed + self.each * plan.num_tokens
-        self.steps.append([row.request_id for row in plan.rows])
+        self.steps.append([row.request_id for row in plan.sequences])
         return super().execute(plan)
 
 
@@ -186,24 +191,26 @@ class PricedStep:
         return self.outcome
 
 
-def make_engine(fixed, each, seats=32, is_ahead=False):
+def make_engine(fixed, each, slots=32, is_async=False):
     clock = Clock()
-    executor = (PricedDevice if is_ahead else PricedExecutor)(clock, fixed, each)
-    config = EngineConfig(model=Path("none"), max_num_seqs=seats, num_pages=4000, max_waiting=None)
+    executor = (PricedDevice if is_async else PricedExecutor)(clock, fixed, each)
+    config = EngineConfig(model=Path("none"), max_num_seqs=slots, num_pages=4000, max_waiting=None)
     return Engine(config, executor, clock=clock), executor, clock
 
 
-def request(name, max_tokens, call=""):
-    return Request(name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), call=call)
+def request(name, max_tokens, choice_group=""):
+    return Request(
+        name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), choice_group=choice_group
+    )
 
 
 @pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.2), (1.0, 0.02), (1.0, 2.0), (0.1, 1.0)])
 @pytest.mark.parametrize("count", [8, 31, 128])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count, is_ahead):
-    engine, executor, clock = make_engine(fixed, each, is_ahead=is_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count, is_async):
+    engine, executor, clock = make_engine(fixed, each, is_async=is_async)
     for index in range(count):
-        engine.add_request(request(f"many {index}", 2000, call="many"))
+        engine.add_request(request(f"many {index}", 2000, choice_group="many"))
     for _ in range(5):
         engine.step()
     engine.add_request(request("neighbour", 1000))
@@ -216,18 +223,18 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
         engine.step()
     rate = (engine.scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
     assert rate * (fixed + each) > 0.5
-    assert not is_ahead or executor.num_ahead > 690, "steps were not ahead"
+    assert not is_async or executor.num_ahead > 690, "steps were not ahead"
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_prompts_of_a_larger_call_are_charged_to_it(is_ahead):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_prompts_of_a_larger_call_are_charged_to_it(is_async):
     """Its answers are short: in most steps one ends, and the prompt of another is computed in the next."""
     fixed, each = 1.0, 0.2
-    engine, _executor, clock = make_engine(fixed, each, seats=32, is_ahead=is_ahead)
+    engine, _executor, clock = make_engine(fixed, each, slots=32, is_async=is_async)
     engine.add_request(request("neighbour", 4000))
     engine.step()
     for index in range(1000):
-        engine.add_request(request(f"many {index}", 1 + index % 3, call="many"))
+        engine.add_request(request(f"many {index}", 1 + index % 3, choice_group="many"))
     began, before = clock.now, engine.scheduler.get("neighbour").num_output_tokens
     for _ in range(300):
         engine.step()
@@ -236,11 +243,11 @@ def test_prompts_of_a_larger_call_are_charged_to_it(is_ahead):
     assert rate * (fixed + each) > 0.5
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_ahead):
-    engine, executor, _ = make_engine(1.0, 0.0, seats=4, is_ahead=is_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_new_call_has_a_place_though_one_call_has_all_slots(is_async):
+    engine, executor, _ = make_engine(1.0, 0.0, slots=4, is_async=is_async)
     for index in range(10):
-        engine.add_request(request(f"many {index}", 50, call="many"))
+        engine.add_request(request(f"many {index}", 50, choice_group="many"))
     for _ in range(3):
         engine.step()
     assert engine.stats().num_running == 4
@@ -256,15 +263,15 @@ def test_a_new_call_has_a_place_though_one_call_has_all_seats(is_ahead):
     assert sum(len(step) for step in executor.steps) == 10 * 50 + 2 * 5
 
 
-def test_a_call_that_comes_anew_has_one_place_beyond_the_seats():
-    engine, _executor, _ = make_engine(1.0, 0.0, seats=4)
+def test_a_call_that_comes_anew_has_one_place_beyond_the_slots():
+    engine, _executor, _ = make_engine(1.0, 0.0, slots=4)
     for call in ("one", "two"):
         for index in range(6):
-            engine.add_request(request(f"{call} {index}", 50, call=call))
+            engine.add_request(request(f"{call} {index}", 50, choice_group=call))
         for _ in range(4):
             engine.step()
     running = engine.scheduler.running
-    assert {call: len(members) for call, members in running.calls.items()} == {"one": 4, "two": 1}
+    assert {call: len(members) for call, members in running.choice_groups.items()} == {"one": 4, "two": 1}
 
 
 @pytest.mark.parametrize("adapter", [None, "r1-all"])
@@ -272,7 +279,7 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
     clock = Clock()
 
     def take_time(plan):
-        clock.now += len(plan.rows)
+        clock.now += len(plan.sequences)
 
     driver = drive(subject("gqa"), max_num_seqs=8, clock=clock, before=take_time)
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
@@ -282,10 +289,10 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
     seen = len(driver.plans)
     driver.add("neighbour", None, [9, 10], max_tokens=60)
     for index, params in enumerate(asked):
-        driver.add(f"r{index}", adapter, prompt, call="call", **params)
+        driver.add(f"r{index}", adapter, prompt, choice_group="call", **params)
     answers = driver.drain()
     assert [told(answers[f"r{index}"]) for index in range(7)] == alone
-    sizes = {len(plan.rows) for plan in driver.plans[seen + 2 : seen + 40]}
+    sizes = {len(plan.sequences) for plan in driver.plans[seen + 2 : seen + 40]}
     assert len(sizes & {2, 3, 4, 5, 6, 7}) > 0, "nobody sat out"
 
 
@@ -294,13 +301,13 @@ def told(answer):
     return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_time_without_calls_is_charged_to_no_later_call(is_ahead):
-    engine, executor, _ = make_engine(1.0, 0.01, is_ahead=is_ahead)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_time_without_calls_is_charged_to_no_later_call(is_async):
+    engine, executor, _ = make_engine(1.0, 0.01, is_async=is_async)
     engine.add_request(request("neighbour", 4000))
     for call, count in (("one", 60), ("two", 60)):
         for index in range(4):
-            engine.add_request(request(f"{call} {index}", count, call=call))
+            engine.add_request(request(f"{call} {index}", count, choice_group=call))
         while len(engine.scheduler.running) < 5:
             engine.step()
         begun = len(executor.steps)

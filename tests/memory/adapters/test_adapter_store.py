@@ -13,13 +13,14 @@ from chorus.memory.adapters.reclaimer import Reclaimer
 from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage
-from chorus.memory.host.images import HostImages, InlineReads
+from chorus.memory.host.images import HostImages
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.pages.shadow import ShadowPages
 from chorus.memory.transfers.transfer import ExecutorLost
+from chorus.perf.inline_reads import InlineReads
 
 from ..fakes import FakeBackend, SlowReads
 

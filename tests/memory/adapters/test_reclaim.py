@@ -8,11 +8,12 @@ import pytest
 
 from chorus.memory.adapters.reclaimer import Reclaimer
 from chorus.memory.adapters.store import AdapterStore
-from chorus.memory.host.images import HostImages, InlineReads
+from chorus.memory.host.images import HostImages
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.pages.shadow import ShadowPages
+from chorus.perf.inline_reads import InlineReads
 
 from ..fakes import FakeBackend
 

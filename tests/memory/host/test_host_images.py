@@ -14,8 +14,9 @@ import torch
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
-from chorus.memory.host.images import HostImages, InlineReads, ThreadReads
+from chorus.memory.host.images import HostImages, ThreadReads
 from chorus.memory.host.reads import ReadStalled
+from chorus.perf.inline_reads import InlineReads
 
 from ..fakes import SlowReads
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from chorus.memory.host.image import HostImage
-from chorus.memory.host.images import HostImages, InlineReads
+from chorus.memory.host.images import HostImages
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import IntegrityError, PageKind, PagePool
 from chorus.memory.pages.prefix import BlockTable, PrefixCache
 from chorus.memory.transfers.swapped_kv import SwappedKv
+from chorus.perf.inline_reads import InlineReads
 
 PAGE_BYTES = 10
 

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import Number, Terms, load_profile
-from chorus.core.merging.mode_policy import ModeChoice
+from chorus.core.merging.mode_policy import ModeChoice, ModePolicy
 from chorus.core.policies import Policies
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import simulate
@@ -34,13 +34,13 @@ def terms(**values):
     return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
 
 
-def replica(*, change=None, pages=2000, seats=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
+def replica(*, change=None, pages=2000, slots=8, preemption: Any = "auto", host_cache_bytes=1 << 40, **options: Any):
     profile = PROFILE.model_copy(update=change or {})
     config = EngineConfig(
         model=MODEL,
         prefix_cache=False,
         num_pages=pages,
-        max_num_seqs=seats,
+        max_num_seqs=slots,
         preemption=preemption,
         host_cache_bytes=host_cache_bytes,
     )
@@ -59,7 +59,7 @@ def e2e(found, *requests):
     return dict(zip(records.column("arrival").tolist(), records.column("e2e").tolist(), strict=True)), records
 
 
-class Always:
+class Always(ModePolicy):
     """Merges an adapter as soon as it can be."""
 
     prices = None

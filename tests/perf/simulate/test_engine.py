@@ -155,9 +155,9 @@ def test_repeated_steps_leave_requests_at_what_they_have_computed():
         run.engine.end_step(plan)
         count = run.engine.scheduler.num_steps - before
         assert count >= 1
-        if request.row is not None and count > 1:
+        if request.sequence is not None and count > 1:
             repeats += 1
-            assert request.num_computed_tokens == request.num_tokens - 1 == request.row.start
+            assert request.num_computed_tokens == request.num_tokens - 1 == request.sequence.start
     assert repeats or request.finish_reason is not None
     assert run.engine.scheduler.num_steps == 200, "a step for each token, the prompt's first"
 
@@ -309,7 +309,7 @@ def test_a_plan_that_was_never_run_is_decided_again():
     run.step()
     run.add("y", 30, 5)
     steps: list[Any] = [run.engine.begin_step() for _ in range(2)]
-    plans = [[(row.request_id, row.start, len(row.tokens)) for row in step.rows] for step in steps]
+    plans = [[(row.request_id, row.start, len(row.tokens)) for row in step.sequences] for step in steps]
     assert plans == [[("y", 0, 30), ("x", 20, 1)]] * 2
     while run.engine.has_work():
         run.step()
@@ -422,7 +422,7 @@ def test_prompts_apart_serve_the_same_requests(arrivals, num_pages, stream):
     price, seen = run.executor.price, []
 
     def watched(plan):
-        seen.append({len(row.tokens) > 1 for row in plan.rows})
+        seen.append({len(row.tokens) > 1 for row in plan.sequences})
         return price(plan)
 
     run.executor.price = watched
@@ -456,11 +456,11 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     scheduler = run.engine.scheduler
 
     def rows(only=None):
-        scheduler.only = only and {scheduler.get(each).adapter for each in only}
+        scheduler.eligible_adapters = only and {scheduler.get(each).adapter for each in only}
         plan = run.engine.begin_step()
         assert plan is not None
         run.engine.end_step(plan)
-        return sorted(row.request_id for row in plan.rows)
+        return sorted(row.request_id for row in plan.sequences)
 
     assert [rows() for _ in range(3)][1:] == [["0", "1"]] * 2
     assert rows(only="1") == ["1", "2"], "the first has given way"
@@ -470,15 +470,15 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     assert sum(oldest.values()) == len(oldest) == 2, "0 and 1, though 0 has no row"
     assert rows() == ["0", "1"], "2 gives way though it runs"
     assert run.engine.stats().num_running == 3
-    scheduler.only = None
+    scheduler.eligible_adapters = None
     while run.engine.has_work():
         plan = run.engine.begin_step()
-        assert plan is None or len(plan.rows) <= 2
+        assert plan is None or len(plan.sequences) <= 2
         run.engine.end_step(plan)
     run.engine.check_integrity()
 
 
-def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
+def test_older_requests_that_have_no_slot_keep_nobody_from_a_row():
     """Else nothing would ever run: who runs gives way to those that can't begin."""
     run = Run(most_rows=2, max_num_seqs=2, adapters=[("a", 8, 2), ("b", 8, 2)])
     for name, adapter in (("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")):
@@ -486,19 +486,19 @@ def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
         run.clock.now += 0.001
     run.executor.horizon = 0.0
     scheduler = run.engine.scheduler
-    scheduler.only = {scheduler.get("2").adapter}
+    scheduler.eligible_adapters = {scheduler.get("2").adapter}
     run.engine.end_step(run.engine.begin_step())
     assert {request.id for request in scheduler.running} == {"2", "3"}
-    scheduler.only = None
+    scheduler.eligible_adapters = None
     plan = run.engine.begin_step()
-    assert plan is not None and sorted(row.request_id for row in plan.rows) == ["2", "3"]
+    assert plan is not None and sorted(row.request_id for row in plan.sequences) == ["2", "3"]
     run.engine.end_step(plan)
     while run.engine.has_work():
         run.engine.end_step(run.engine.begin_step())
 
 
 def test_a_prefetched_adapter_is_there_when_its_request_may_run():
-    """The second request waits for the seat; its adapter comes beside the first one's steps."""
+    """The second request waits for the slot; its adapter comes beside the first one's steps."""
     stalls = {}
     for prefetch in (0, 4):
         run = Run(adapters=[("a", 16, 100)], stream=False, max_num_seqs=1, prefetch=prefetch)

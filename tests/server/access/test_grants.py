@@ -262,9 +262,21 @@ def test_a_grant_reads_as_it_is_written(grant):
 
 
 @pytest.mark.parametrize(
-    "words", ["adapter=a", "base=maybe", "requests=0", "requests=-1", "weight=nan", "weight=inf", "weight=0",
-              "requests=1 requests=2", "admin", "tokens_per_minute=", "admin=yes adapters=a"],
-)  # fmt: skip
+    "words",
+    [
+        "adapter=a",
+        "base=maybe",
+        "requests=0",
+        "requests=-1",
+        "weight=nan",
+        "weight=inf",
+        "weight=0",
+        "requests=1 requests=2",
+        "admin",
+        "tokens_per_minute=",
+        "admin=yes adapters=a",
+    ],
+)
 def test_a_wrong_right_is_refused(words):
     with pytest.raises(InvalidKey):
         Grant.parse(words.split())

@@ -36,15 +36,18 @@ def priced(start, make_engine):
         (COMPLETIONS, {"prompt": "x", "bad_words": ["a"] * 257}, "bad_words"),
         (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "stop"),
         (COMPLETIONS, {"prompt": "x", "n": 8, "stop": ["a" * 1024] * 2}, "stop"),
-        (COMPLETIONS, {"prompt": "x", "n": 8, "logit_bias": {str(i): 1 for i in range(1024)}, "bad_words": ["q"]},
-         "logit_bias"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "n": 8, "logit_bias": {str(i): 1 for i in range(1024)}, "bad_words": ["q"]},
+            "logit_bias",
+        ),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
         (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [1] * 16385}, "allowed_token_ids"),
         (CHAT, {"messages": USER * 1025}, "messages"),
         (CHAT, {"messages": [{}] * 2000}, "messages"),
     ],
-)  # fmt: skip
+)
 def test_what_costs_too_much_is_refused(priced, path, body, param):
     response = priced.post(path, **body)
     assert response.status_code == 400, response.text[:500]
@@ -75,7 +78,7 @@ def test_what_conversations_have_in_common_is_read_once():
     body = {"messages": [USER] * 128, "tools": tools}
     batch = ChatBatch.parse(json.dumps(body).encode(), RequestLimits())
     assert len(batch.conversations) == 128 and all(len(one.tools) == 128 for one in batch.conversations)
-    with pytest.raises(ApiError, match="at most 128 answers are given in one call, these are 20000 conv") as refused:
+    with pytest.raises(ApiError, match="at most 128 conversations are allowed in one request, got 20000") as refused:
         ChatBatch.parse(json.dumps({**body, "messages": [USER] * 20_000}).encode(), RequestLimits())
     assert refused.value.param == "messages" and time.process_time() - began < 1
     for wrong in ([], [{}], USER * 1025, [*USER, {"role": "assistant", "content": ""}]):
@@ -136,8 +139,10 @@ def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkey
 
     monkeypatch.setattr(tokenizer, "backend", Spy(tokenizer.backend))
     most = 4096 * tokenizer.vocabulary.longest_token
-    for path, body in ((COMPLETIONS, {"prompt": "x" * (most + 1)}),
-                       (CHAT, {"messages": [{"role": "user", "content": "x" * (most + 1)}]})):  # fmt: skip
+    for path, body in (
+        (COMPLETIONS, {"prompt": "x" * (most + 1)}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * (most + 1)}]}),
+    ):
         error = priced.post(path, **body).json()["error"]
         assert error["code"] == "context_length_exceeded"
     assert seen == []

@@ -104,10 +104,12 @@ def test_unknown_fields_are_refused_by_name(shared, path):
     [
         ({"a b": "x"}, "messages[1].a b"),
         ({f"field{number}": "x" for number in range(17)}, "messages[1].field16"),
-        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "txt": 1}]},
-         "messages[1].content[1].txt"),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "txt": 1}]},
+            "messages[1].content[1].txt",
+        ),
     ],
-)  # fmt: skip
+)
 def test_unknown_fields_inside_messages_are_refused_by_name(shared, message, param):
     response = shared.post(CHAT, messages=[*USER, {"role": "assistant", "content": "a", **message}])
     error = response.json()["error"]

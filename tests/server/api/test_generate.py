@@ -27,11 +27,17 @@ def test_an_answer_and_its_details(shared):
     details = body["details"]
     assert body["generated_text"] == "cba"
     assert [details[key] for key in ("finish_reason", "prompt_tokens", "generated_tokens", "seed")] == [
-        "eos_token", 4, 4, None,
-    ]  # fmt: skip
+        "eos_token",
+        4,
+        4,
+        None,
+    ]
     assert [(one["id"], one["text"], one["special"]) for one in details["tokens"]] == [
-        (99, "c", False), (98, "b", False), (97, "a", False), (EOS, "<eos>", True),
-    ]  # fmt: skip
+        (99, "c", False),
+        (98, "b", False),
+        (97, "a", False),
+        (EOS, "<eos>", True),
+    ]
     assert {one["logprob"] for one in details["tokens"]} == {-0.5}
     assert [(one["id"], one["logprob"]) for one in details["prefill"]] == [
         (BOS, None),
@@ -69,13 +75,19 @@ def test_what_parameters_ask_for(shared):
 @pytest.mark.parametrize(
     ("parameters", "param"),
     [
-        ({"typical_p": 0.5}, "typical_p"), ({"watermark": True}, "watermark"), ({"best_of": 2}, "best_of"),
-        ({"merged_adapters": {"ids": []}}, "merged_adapters"), ({"adapter_source": "s3"}, "adapter_source"),
-        ({"grammar": {"type": "lark", "value": "x"}}, "grammar"), ({"max_new_tokens": "many"}, "max_new_tokens"),
-        ({"n": 2}, "n"), ({"details": 1}, "details"), ({"top_p": 7}, "top_p"),
+        ({"typical_p": 0.5}, "typical_p"),
+        ({"watermark": True}, "watermark"),
+        ({"best_of": 2}, "best_of"),
+        ({"merged_adapters": {"ids": []}}, "merged_adapters"),
+        ({"adapter_source": "s3"}, "adapter_source"),
+        ({"grammar": {"type": "lark", "value": "x"}}, "grammar"),
+        ({"max_new_tokens": "many"}, "max_new_tokens"),
+        ({"n": 2}, "n"),
+        ({"details": 1}, "details"),
+        ({"top_p": 7}, "top_p"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_obeyed_is_refused_by_name(shared, parameters, param):
     response = ask(shared, **parameters)
     body = response.json()

@@ -42,8 +42,10 @@ def live(tokenizer, model):
 ASKED = [
     ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Grammar("json_schema", TEXT)),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
-     Grammar("json_schema", TEXT)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        Grammar("json_schema", TEXT),
+    ),
     ({"response_format": {"type": "structural_tag", **TAG}}, Grammar("structural_tag", json.dumps(TAG))),
     ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", TEXT)),
     ({"structured_outputs": {"json": TEXT, "disable_fallback": True}}, Grammar("json_schema", TEXT)),
@@ -63,7 +65,7 @@ ASKED = [
     ({"grammar": 'root ::= "a"', "regex": ""}, Grammar("grammar", 'root ::= "a"')),
     ({"structural_tag": json.dumps(TAG)}, Grammar("structural_tag", json.dumps(TAG))),
     ({"response_format": {"type": "text"}, "structured_outputs": {}, "guided_choice": []}, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("body", "grammar"), ASKED)
@@ -77,14 +79,17 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
     ("body", "param", "said"),
     [
         ({"guided_regex": "a", "regex": "a"}, "regex", "guided_regex and regex both"),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "can't be obeyed"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "can't be enforced"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one at least"),
         ({"structured_outputs": {"json": ""}}, "structured_outputs.json", "JSON"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "response_format",
-         "structured_outputs.choice and response_format both"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}},
+            "response_format",
+            "structured_outputs.choice and response_format both",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "both"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "no schema"),
-        ({"response_format": {}}, "response_format", "may be text"),
+        ({"response_format": {}}, "response_format", "must be text"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "not supported"),
         ({"guided_regex": "(("}, "guided_regex", "unclosed group"),
         ({"structured_outputs": {"grammar": 'start: "a" foo'}}, "structured_outputs.grammar", 'unknown name: "foo"'),
@@ -92,20 +97,29 @@ def test_every_way_to_ask_reaches_the_engine(live, body, grammar):
         ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "guided_json", "Unsatisfiable"),
         ({"guided_json": {"uniqueItems": True}}, "guided_json", "uniqueItems"),
         ({"guided_json": {"items": {"uniqueItems": True}}}, "guided_json", "items: uniqueItems is a rule that can't"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": "no", "schema": {}}}},
-         "response_format", "strict must be true or false"),
-        ({"guided_json": {"properties": {f"p{i}": {} for i in range(600)}}}, "guided_json",
-         "600 properties are optional, at most 500 may be"),
-        ({"guided_json": "{"}, "guided_json", "no JSON"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": "no", "schema": {}}}},
+            "response_format",
+            "strict must be true or false",
+        ),
+        (
+            {"guided_json": {"properties": {f"p{i}": {} for i in range(600)}}},
+            "guided_json",
+            "600 properties are optional, at most 500 may be",
+        ),
+        ({"guided_json": "{"}, "guided_json", "must be JSON"),
         ({"guided_json": {"$ref": "http://127.0.0.1:9/a.json"}}, "guided_json", "does not fetch"),
         ({"regex": "a" * 9000}, "regex", "has 9000 bytes of regular expressions"),
         ({"regex": "[^\\s\\S]"}, "regex", "no text matches"),
-        ({"json_schema": {"enum": ["a" * 40000]}}, "json_schema", "this server takes grammars of 32768"),
-        ({"json_schema": {"patternProperties": {"a*" * 2500: {"pattern": "b*" * 2500}}}}, "json_schema",
-         "has 10000 bytes of regular expressions"),
-        ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "json_schema", "no JSON"),
+        ({"json_schema": {"enum": ["a" * 40000]}}, "json_schema", "this server accepts 32768"),
+        (
+            {"json_schema": {"patternProperties": {"a*" * 2500: {"pattern": "b*" * 2500}}}},
+            "json_schema",
+            "has 10000 bytes of regular expressions",
+        ),
+        ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "json_schema", "must be JSON"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_obeyed_is_told_by_field_and_place(live, body, param, said):
     response = live.post(COMPLETIONS, prompt="a", **body)
     assert response.status_code == 400, response.text
@@ -151,9 +165,11 @@ def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
     """Of a random model, at temperature 1, with and without an adapter, and several answers to a call."""
     shutil.copytree(subject("wide_heads").model, tmp_path / "model")
     backend = save_tokenizer(tmp_path / "model")
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
-    ))  # fmt: skip
+    tokenizer = Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+        )
+    )
     config = EngineConfig(model=tmp_path / "model", memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
     engine = Engine.from_config(config)
     engine.store.register("r2-qv", subject("wide_heads").adapters["r2-qv"])

@@ -112,9 +112,14 @@ def test_tokens_by_their_ids(shared, read_events, stream):
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -7.0}]
 
 
-@pytest.mark.parametrize("body", [
-    {}, {"logprobs": 1, "echo": True, "max_tokens": 0}, {"logprobs": 1, "logprob_token_ids": [5] * 21},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"logprobs": 1, "echo": True, "max_tokens": 0},
+        {"logprobs": 1, "logprob_token_ids": [5] * 21},
+    ],
+)
 def test_tokens_that_can_t_be_scored(shared, body):
     refused = shared.post(model="base", prompt="a", **{"logprob_token_ids": [98], **body})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"

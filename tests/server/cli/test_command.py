@@ -250,7 +250,7 @@ def test_pull_and_serve_by_name(capsys, tmp_path, monkeypatch, model_dir):
     monkeypatch.chdir(tmp_path)
     assert main(["serve", "--model", "smollm2"]) == 1
     error = capsys.readouterr().err
-    assert error == "chorus: error: model smollm2 is not here yet; run: chorus pull smollm2\n"
+    assert error == "chorus: error: model smollm2 has not been fetched yet; run: chorus pull smollm2\n"
     pulled = tmp_path / "chorus" / "models" / "smollm2"
     pulled.parent.mkdir(parents=True)
     model_dir.rename(pulled)

@@ -33,8 +33,16 @@ def test_the_command_prints_a_line_for_each_part_of_the_machine(monkeypatch, cap
     lines = capsys.readouterr().out.splitlines()
     names = [line.split("  ")[0].strip() for line in lines[: lines.index("")]]
     assert names == [
-        "chorus", "system", "processor", "threads", "memory", "CPU kernels", "compiler", "GPU", "FlashInfer"
-    ]  # fmt: skip
+        "chorus",
+        "system",
+        "processor",
+        "threads",
+        "memory",
+        "CPU kernels",
+        "compiler",
+        "GPU",
+        "FlashInfer",
+    ]
     assert "GB/s" in lines[4]
 
 
@@ -44,7 +52,7 @@ def test_the_command_prints_a_line_for_each_part_of_the_machine(monkeypatch, cap
         (None, "the native decoder, avx512 (of avx512, avx2)", "a processor with bfloat16 products"),
         ("avx2", "the native decoder, avx2 (of avx512, avx2)", "CHORUS_CPU_ISA unset: this processor has avx512"),
         ("none", "torch's operators", "the native decoder: CHORUS_CPU_ISA is 'none'"),
-        ("sse", "none: the environment asks for a level that is not there", "another CHORUS_CPU_ISA: "),
+        ("sse", "none: the environment asks for an unavailable ISA level", "another CHORUS_CPU_ISA: "),
     ],
 )
 def test_the_level_is_named_and_what_a_better_one_takes(monkeypatch, told, isa, line, mend):

@@ -40,7 +40,7 @@ def test_a_weak_fit_is_called_weak():
     [
         (["--batches", "0"], 2, "--batches: 0 is below 1"),
         (["--output", "nowhere/profile.json"], 1, "there is no directory nowhere"),
-        (["--model", "nowhere"], 1, "there is no model directory nowhere"),
+        (["--model", "nowhere"], 1, "nowhere is neither a directory nor a known model"),
     ],
 )
 def test_what_is_asked_wrongly(flags, code, message, capsys):

@@ -22,8 +22,22 @@ def new_authority(directory: Path) -> Path:
         directory, "req", "-x509", *NEW_KEY, "-keyout", "ca.key", "-out", CA, "-subj", "/CN=authority", "-days", "1"
     )
     _openssl(directory, "req", *NEW_KEY, "-keyout", KEY, "-out", "request", "-subj", "/CN=member")
-    _openssl(directory, "x509", "-req", "-in", "request", "-CA", CA, "-CAkey", "ca.key", "-CAcreateserial",
-             "-out", CERTIFICATE, "-days", "1")  # fmt: skip
+    _openssl(
+        directory,
+        "x509",
+        "-req",
+        "-in",
+        "request",
+        "-CA",
+        CA,
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-out",
+        CERTIFICATE,
+        "-days",
+        "1",
+    )
     return directory
 
 

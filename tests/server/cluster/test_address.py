@@ -24,7 +24,7 @@ from chorus.server.cluster.address import (
     UnixSocket,
     parse_address,
     tls_context,
-)  # fmt: skip
+)
 from chorus.server.cluster.registry import serve
 from chorus.server.cluster.registry_client import RegistryClient
 from chorus.server.cluster.stream import FrameStream, PeerRefused, accept, connect
@@ -202,8 +202,16 @@ def test_what_an_address_says():
     assert parse_address("tcp://") == parse_address(ANY_PORT) == TcpSocket("127.0.0.1", 0)
     assert str(parse_address("tcp://[::1]:80")) == "tcp://[::1]:80"
     assert str(parse_address("tcp://localhost:80")) == "tcp://localhost:80"
-    for wrong in ("", "unix:", "/run/r0.sock", "http://127.0.0.1:1", "tcp://127.0.0.1:port", "tcp://127.0.0.1:99999",
-                  "tcp://me@127.0.0.1:1", "tcp://127.0.0.1:1/path"):  # fmt: skip
+    for wrong in (
+        "",
+        "unix:",
+        "/run/r0.sock",
+        "http://127.0.0.1:1",
+        "tcp://127.0.0.1:port",
+        "tcp://127.0.0.1:99999",
+        "tcp://me@127.0.0.1:1",
+        "tcp://127.0.0.1:1/path",
+    ):
         with pytest.raises(AddressError):
             parse_address(wrong)
 

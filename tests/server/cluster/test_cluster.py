@@ -33,9 +33,14 @@ def body(index: int) -> dict[str, object]:
     model = NAMES[index % len(NAMES)] or "chorus-builtin"
     rest = {"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0, "logprobs": 1}
     return {
-        "model": model, "prompt": f"hello world {index}\n", "max_tokens": TOKENS, "stream": True, "ignore_eos": True,
-        "return_token_ids": True, **rest,
-    }  # fmt: skip
+        "model": model,
+        "prompt": f"hello world {index}\n",
+        "max_tokens": TOKENS,
+        "stream": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **rest,
+    }
 
 
 def read(client: httpx.Client, index: int, began: threading.Semaphore | None = None) -> tuple[list[int], str, str]:

@@ -10,9 +10,13 @@ from chorus.server.cluster.in_flight_table import InFlightTable
 
 def costs(told):
     dispatcher = SimpleNamespace(
-        links=[], in_flight=InFlightTable(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
+        links=[],
+        in_flight=InFlightTable(),
+        num_replicas=2,
+        num_deaths=0,
+        scale=SimpleNamespace(value=0),
         reported_costs=lambda: told,
-    )  # fmt: skip
+    )
     families = {one.name: one for one in ClusterCollector(dispatcher).collect()}
     return {one.labels["term"]: one.value for one in families["chorus_replica_cost_seconds"].samples}
 

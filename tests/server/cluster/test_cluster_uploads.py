@@ -56,9 +56,12 @@ def test_uploads_outlive_restarts_and_wrong_ones(tmp_path):
         assert set(before) == {"policy", "policy@1", "other", "other@1"}
         second = [sys.executable, "-m", "chorus.server", "cluster", "up", "--replicas", "1", "--port", "0", *flags]
         told = subprocess.run(
-            [*second, "--registry", str(tmp_path / "other.sqlite")], capture_output=True, text=True, timeout=SECONDS,
+            [*second, "--registry", str(tmp_path / "other.sqlite")],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
             check=False,
-        )  # fmt: skip
+        )
         assert told.returncode != 0 and "belongs to another server or cluster" in told.stderr
         assert weights(uploads) == kept
     names = [path for path in uploads.iterdir() if path.name.startswith("names.sqlite")]

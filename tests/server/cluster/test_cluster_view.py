@@ -44,8 +44,12 @@ def test_a_front_s_picture():
     assert [row[0] for row in picture.adapters() if row[7]] == ["a2"]
     assert [(one.name, one.reason) for one in picture.quarantined] == [("worn", "no lora_A")]
     assert picture.phases == {
-        ("a1", "acme", Phase.RUNNING): 1, ("", "acme", Phase.WAITING): 1, ("a1", "acme", Phase.WAITING): 1,
-    }  # fmt: skip
+        ("a1", "acme", Phase.RUNNING): 1,
+        ("", "acme", Phase.WAITING): 1,
+        ("a1", "acme", Phase.WAITING): 1,
+    }
     assert [(one.name, one.state, one.stats) for one in picture.replicas] == [
-        ("r0", "down", NOTHING), ("r1", "draining", NOTHING), ("r2", "down", None),
-    ]  # fmt: skip
+        ("r0", "down", NOTHING),
+        ("r1", "draining", NOTHING),
+        ("r2", "down", None),
+    ]

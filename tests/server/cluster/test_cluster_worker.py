@@ -26,9 +26,12 @@ def worker(tmp_path):
     links = [Link(f"r{index}", UnixSocket(tmp_path / "nowhere"), b"s" * 32, 30.0) for index in range(2)]
     ended = []
     worker = ClusterWorker(
-        links, POLICIES["least-delay"](estimates, None), Settings(model=BUILTIN_MODEL),
-        on_stop=lambda: ended.append(True), estimates=estimates,
-    )  # fmt: skip
+        links,
+        POLICIES["least-delay"](estimates, None),
+        Settings(model=BUILTIN_MODEL),
+        on_stop=lambda: ended.append(True),
+        estimates=estimates,
+    )
     worker.start()
     yield worker
     worker.stop()
@@ -104,9 +107,11 @@ def test_names_are_asked_for_once_a_replica_is_there_to_check_their_adapters(tmp
     monkeypatch.setattr(RegisteredCatalog, "follow", lambda *_: Client())
     links = [Link("r0", UnixSocket(tmp_path / "nowhere"), b"s" * 32, 30.0)]
     worker = ClusterWorker(
-        links, POLICIES["least-delay"](Estimates(), None), Settings(model=BUILTIN_MODEL),
+        links,
+        POLICIES["least-delay"](Estimates(), None),
+        Settings(model=BUILTIN_MODEL),
         registry=UnixSocket(tmp_path / "registry"),
-    )  # fmt: skip
+    )
     worker.start()
     try:
         assert not followed.wait(0.3)

@@ -67,7 +67,7 @@ class ApiServer:
             "content_hash": content,
             "adapter": adapter,
             "tenant": "",
-            "call": call,
+            "choice_group": call,
         }
         path = None if content is None else Path("/adapters") / content
         self.dispatcher.add(record, path, 4, 0.0, accepted)
@@ -115,7 +115,7 @@ def test_a_replica_that_was_to_end_has_not_died(api_server, caplog):
     first.draining = True
     with caplog.at_level("INFO"):
         api_server.down(first)
-    assert api_server.dispatcher.num_deaths == 0 and "as it was to" in caplog.text
+    assert api_server.dispatcher.num_deaths == 0 and "as requested" in caplog.text
     api_server.down(second)
     assert api_server.dispatcher.num_deaths == 1
 

@@ -22,9 +22,11 @@ HELLO = Hello(ModelIdentity("model", "float32", "avx512", "1"), ModelInfo(300, 5
 COUNT = 3
 
 acts = st.tuples(
-    st.sampled_from(["ask", "ask", "place", "token", "end", "back", "down", "report"]), st.integers(0, 99),
-    st.integers(0, COUNT - 1), st.sampled_from([0, 8, 64]),
-)  # fmt: skip
+    st.sampled_from(["ask", "ask", "place", "token", "end", "back", "down", "report"]),
+    st.integers(0, 99),
+    st.integers(0, COUNT - 1),
+    st.sampled_from([0, 8, 64]),
+)
 
 
 def made_fleet(count=COUNT):
@@ -38,9 +40,14 @@ def made_fleet(count=COUNT):
 
 def record(number, content=None, tokens=1):
     return {
-        "id": str(number), "tokens": [1] * tokens, "num_prompt_tokens": tokens, "content_hash": content, "tenant": "",
-        "adapter": content, "call": "",
-    }  # fmt: skip
+        "id": str(number),
+        "tokens": [1] * tokens,
+        "num_prompt_tokens": tokens,
+        "content_hash": content,
+        "tenant": "",
+        "adapter": content,
+        "choice_group": "",
+    }
 
 
 @given(st.lists(acts, max_size=60))

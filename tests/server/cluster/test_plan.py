@@ -17,9 +17,13 @@ from chorus.server.start.checks import LaunchError
 
 def test_a_front_is_told_what_the_plan_says_of_it():
     plan = ClusterPlan(
-        replicas=3, policy="first-fit", tls=Path("/tls"), migration="greedy", preload=True,
+        replicas=3,
+        policy="first-fit",
+        tls=Path("/tls"),
+        migration="greedy",
+        preload=True,
         migration_setting=("interval_seconds=5", "kv_share=0.8"),
-    )  # fmt: skip
+    )
     assert ClusterPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert ClusterPlan.from_json(json.loads(json.dumps(ClusterPlan().to_json()))) == ClusterPlan()
 
@@ -30,7 +34,8 @@ def test_times_are_seconds_or_have_a_unit():
     assert parser.parse_args(["--slo-tpot", "50ms", "--scale-seconds", "2s"]).slo_tpot == 0.05
     assert parser.parse_args(["--slo-tpot", "0.05"]).slo_tpot == 0.05
     for flag in ("--slo-tpot", "--scale-seconds"):
-        for text, said in (("fast", "'fast' is no time; give one with a unit"), ("-1", "no number of seconds above 0")):
+        wrong = {"fast": "'fast' is no time; give one with a unit", "-1": "must be a number of seconds above 0"}
+        for text, said in wrong.items():
             with pytest.raises(argparse.ArgumentError, match=said):
                 parser.parse_args([f"{flag}={text}"])
 

@@ -35,12 +35,12 @@ def _directory(monkeypatch, tmp_path):
     ("plan", "text"),
     [
         (ClusterPlan(listen="tcp://0.0.0.0:0"), "not loopback"),
-        (ClusterPlan(listen="127.0.0.1:7000"), "no address"),
+        (ClusterPlan(listen="127.0.0.1:7000"), "is not an address"),
         (ClusterPlan(listen="unix:/run/r0.sock"), "leave --listen out"),
         (ClusterPlan(registry="tcp://127.0.0.1:7000"), "--secret-file"),
         (ClusterPlan(tls=Path("/nowhere")), r"/nowhere must hold tls\.crt, tls\.key and ca\.crt"),
         (ClusterPlan(secret_file=Path("/nowhere/secret")), "No such file"),
-        (ClusterPlan(secret_file=Path(__file__)), "holds no secret"),
+        (ClusterPlan(secret_file=Path(__file__)), "must hold a secret"),
         (ClusterPlan(ray="127.0.0.1:6379"), "--secret-file"),
     ],
 )

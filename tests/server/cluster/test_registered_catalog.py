@@ -34,9 +34,12 @@ class ApiServer:
         self.disk = disk
         self.pins, self.failure = {}, None
         fleet = SimpleNamespace(
-            pin=lambda pins: setattr(self, "pins", pins), is_pinned=lambda content: content in self.pins,
-            pin_failure=lambda _: self.failure, tier_of=lambda _: Tier.DISK, overflowing=set,
-        )  # fmt: skip
+            pin=lambda pins: setattr(self, "pins", pins),
+            is_pinned=lambda content: content in self.pins,
+            pin_failure=lambda _: self.failure,
+            tier_of=lambda _: Tier.DISK,
+            overflowing=set,
+        )
         dispatcher = SimpleNamespace(
             fleet=fleet, end_users=self.end_users, retire=self.retired.append, revive=self.revived.append
         )

@@ -193,12 +193,25 @@ def test_a_front_has_adapters_brought_from_host_memory_into_the_arena(play):
 @pytest.mark.parametrize(
     "fields",
     [
-        ("submit",), ("submit", {}, 1), ("submit", "x", 1), ("submit", {"id": 1, "tokens": [1]}, 1),
-        ("submit", {**record("q"), "tokens": ["a"]}, 1), ("submit", {**record("q"), "tokens": [True]}, 1),
-        ("submit", record("q"), "first"), ("abort",), ("abort", ["q"]), ("load", 1, 2), ("load", "h"),
-        ("prefetch",), ("prefetch", 1), ("drain", 1), ("forget",), ("forget", 3), ("taken", "q", 1),
+        ("submit",),
+        ("submit", {}, 1),
+        ("submit", "x", 1),
+        ("submit", {"id": 1, "tokens": [1]}, 1),
+        ("submit", {**record("q"), "tokens": ["a"]}, 1),
+        ("submit", {**record("q"), "tokens": [True]}, 1),
+        ("submit", record("q"), "first"),
+        ("abort",),
+        ("abort", ["q"]),
+        ("load", 1, 2),
+        ("load", "h"),
+        ("prefetch",),
+        ("prefetch", 1),
+        ("drain", 1),
+        ("forget",),
+        ("forget", 3),
+        ("taken", "q", 1),
     ],
-)  # fmt: skip
+)
 def test_a_peer_that_breaks_the_protocol_is_told_and_hurts_no_other(play, fields):
     async def act(world):
         good, bad = await world.api_server(), await world.api_server()
@@ -227,8 +240,13 @@ def test_a_record_of_another_version_or_with_wrong_parameters_is_refused_alone(p
         while len(seen) < 5:
             kind, (name, _, *more) = await frames(api_server, "taken", "refused")
             seen[name] = more[0] if kind == "refused" else kind
-        assert seen == {"old": "malformed", "odd": "malformed", "long": "field:prompt", "away": "not_here",
-                        "good": "taken"}  # fmt: skip
+        assert seen == {
+            "old": "malformed",
+            "odd": "malformed",
+            "long": "field:prompt",
+            "away": "not_here",
+            "good": "taken",
+        }
 
     play(act)
 

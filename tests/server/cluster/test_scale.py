@@ -11,10 +11,17 @@ from chorus.server.cluster.router.scale import STEADY_SECONDS, SteadyHint, scale
 @pytest.mark.parametrize(
     ("requests", "waiting", "hint"),
     [
-        ([0], 0, 0), ([4], 0, 0), ([5], 0, 1), ([8, 8, 8], 0, 1), ([8, 8, 4], 0, 0), ([8, 4, 4], 0, -1),
-        ([0, 0], 0, -1), ([0, 0], 1, 1), ([], 0, 1),
+        ([0], 0, 0),
+        ([4], 0, 0),
+        ([5], 0, 1),
+        ([8, 8, 8], 0, 1),
+        ([8, 8, 4], 0, 0),
+        ([8, 4, 4], 0, -1),
+        ([0, 0], 0, -1),
+        ([0, 0], 1, 1),
+        ([], 0, 1),
     ],
-)  # fmt: skip
+)
 def test_a_hint_follows_the_number_of_lightly_loaded_replicas(requests, waiting, hint):
     assert scale_hint([ReplicaState(8, num_requests=count) for count in requests], waiting) == hint
 

@@ -42,6 +42,6 @@ def test_a_lasting_trouble_is_said_once_and_a_fault_of_its_own_does_not_end_it(c
 
     asyncio.run(run())
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    wrong = "replica r0 is away: WrongSecret: the peer does not have this cluster's secret"
-    assert told == [wrong, wrong, "replica r0 is away: it ended the connection"]
-    assert "could not be dealt with" in caplog.text
+    wrong = "replica r0 is not connected: WrongSecret: the peer does not have this cluster's secret"
+    assert told == [wrong, wrong, "replica r0 is not connected: it ended the connection"]
+    assert "could not be processed" in caplog.text

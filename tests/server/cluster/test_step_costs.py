@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledRow, StepPlan
+from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.server.cluster.report import LearnedCosts, mean_costs
 
 PAGE = 1 << 16
@@ -24,7 +24,7 @@ def engine():
 
 def plan(rows, start, tokens=1):
     made = [
-        ScheduledRow(
+        ScheduledSequence(
             f"r{index}", BASE_LORA_INDEX, [1] * tokens, start, [], SamplingParams(), 0, True, [1], start + tokens
         )
         for index in range(rows)

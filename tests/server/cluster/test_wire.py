@@ -109,7 +109,7 @@ def test_secrets_are_files_of_their_owner_alone(tmp_path):
     assert read_secret(tmp_path / "secret") == secret
     assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
     (tmp_path / "wrong").write_text("password")
-    with pytest.raises(ValueError, match="holds no secret") as raised:
+    with pytest.raises(ValueError, match="must hold a secret") as raised:
         read_secret(tmp_path / "wrong")
     assert "password" not in str(raised.value)
 

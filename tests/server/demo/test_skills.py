@@ -93,8 +93,12 @@ def test_trained_files_are_small_and_complete():
     files = [path for path in MODEL.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 6_000_000
     assert {path.name for path in (MODEL / "base").iterdir()} >= {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert {path.name for path in (MODEL / "adapters").iterdir()} == set(SKILLS)
 
 

@@ -29,8 +29,9 @@ def test_an_event_loop_that_ends_under_a_look_is_no_error(caplog, monkeypatch, e
 
     adapters = SimpleNamespace(quarantined=lambda: done([]), overflowing=lambda: done([]), unhashed=lambda: done([]))
     checker = AdapterHealthChecker(SimpleNamespace(adapters=adapters, failure=None), SECONDS, (), sweep)
+    before = set(threading.enumerate())
     checker.start()
-    (thread,) = [one for one in threading.enumerate() if one.name == "chorus-adapter-health"]
+    (thread,) = [one for one in set(threading.enumerate()) - before if one.name == "chorus-adapter-health"]
     assert asked.wait(SECONDS)
     if stops:
         checker.stop()

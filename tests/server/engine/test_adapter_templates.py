@@ -53,7 +53,7 @@ def test_a_template_of_one_s_own_is_the_model_s(template):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{% for m in messages %}", "line 1: "), (b"\xff\xfe\xff", "no text in UTF-8"), (None, "there is no file")],
+    [("{% for m in messages %}", "line 1: "), (b"\xff\xfe\xff", "must be UTF-8 text"), (None, "there is no file")],
 )
 def test_a_template_that_cannot_be_used_stops_the_start(tmp_path, content, words):
     path = tmp_path / "broken.jinja"

@@ -73,13 +73,25 @@ def test_what_vllms_boards_read_of_requests(start, fake_engine):
 
 
 BOARDS = (
-    "cache_config_info", "e2e_request_latency_seconds", "generation_tokens_total", "inter_token_latency_seconds",
-    "iteration_tokens_total", "kv_cache_usage_perc", "num_requests_running", "num_requests_waiting",
-    "prompt_tokens_total", "request_decode_time_seconds", "request_generation_tokens",
-    "request_max_num_generation_tokens", "request_prefill_time_seconds", "request_prompt_tokens",
-    "request_queue_time_seconds", "request_success_total", "request_time_per_output_token_seconds",
+    "cache_config_info",
+    "e2e_request_latency_seconds",
+    "generation_tokens_total",
+    "inter_token_latency_seconds",
+    "iteration_tokens_total",
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "request_decode_time_seconds",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_prefill_time_seconds",
+    "request_prompt_tokens",
+    "request_queue_time_seconds",
+    "request_success_total",
+    "request_time_per_output_token_seconds",
     "time_to_first_token_seconds",
-)  # fmt: skip
+)
 """What the 43 panels of the Grafana boards in vLLM 0.33's examples read."""
 
 
@@ -113,9 +125,13 @@ class TestAlerts:
         families = set(re.findall(r"^# TYPE (\S+) ", live.client.get("/metrics").text, re.MULTILINE))
         in_flight = SimpleNamespace(num_waiting=0, num_moves=0, num_stale=0, num_at=lambda name: 0)
         dispatcher = SimpleNamespace(
-            in_flight=in_flight, links=(), num_replicas=2, num_deaths=0, scale=SimpleNamespace(value=0),
+            in_flight=in_flight,
+            links=(),
+            num_replicas=2,
+            num_deaths=0,
+            scale=SimpleNamespace(value=0),
             reported_costs=list,
-        )  # fmt: skip
+        )
         registry = CollectorRegistry()
         registry.register(ClusterCollector(dispatcher))
         families |= set(re.findall(r"^# TYPE (\S+) ", generate_latest(registry).decode(), re.MULTILINE))

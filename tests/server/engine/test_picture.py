@@ -13,9 +13,9 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
 from chorus.perf.bench.schedule_time import FakeExecutor
+from chorus.perf.inline_reads import InlineReads
 from chorus.server.engine.engine_view import Phase, Picture
 
 

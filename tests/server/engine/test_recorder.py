@@ -52,16 +52,24 @@ def test_requests_of_a_server_are_recorded_as_they_end(start, fake_engine, tmp_p
     path = tmp_path / "trace.csv"
     live = start(fake_engine, settings={"record": path, "tenant_header": "x-team"})
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda team: live.client.post(
-            "/v1/completions", json={"model": "alice", "prompt": "secret", "n": 2}, headers={"x-team": team},
-        ), ("red", "blue")))  # fmt: skip
+        list(
+            threads.map(
+                lambda team: live.client.post(
+                    "/v1/completions",
+                    json={"model": "alice", "prompt": "secret", "n": 2},
+                    headers={"x-team": team},
+                ),
+                ("red", "blue"),
+            )
+        )
     live.post(model="base", prompt="words", max_tokens=2)
     live.post(model="nobody", prompt="abc")
     live.wait_until(lambda: len(path.read_text().splitlines()) == 6)
     found = rows(path)
     assert [(one.adapter, one.rank, one.prompt_tokens, one.output_tokens) for one in found] == [
-        *[("alice", 4, 7, 7)] * 4, (None, 0, 6, 2)
-    ]  # fmt: skip
+        *[("alice", 4, 7, 7)] * 4,
+        (None, 0, 6, 2),
+    ]
     tenants = [one.tenant for one in found]
     assert len(set(tenants)) == 3
     text = path.read_text()
@@ -94,8 +102,10 @@ def test_a_trace_is_gone_on_with_and_ranks_are_asked_for_once(tmp_path):
     assert path.read_text().startswith(f"{HEADER}\n") and path.read_text().count("arrival") == 1
     found = rows(path)
     assert sorted({(one.adapter, one.rank, one.output_tokens) for one in found}, key=str) == [
-        ("a", 8, 1), ("gone", None, 1), (None, 0, 1)
-    ]  # fmt: skip
+        ("a", 8, 1),
+        ("gone", None, 1),
+        (None, 0, 1),
+    ]
     assert len(found) == 8 and len({one.tenant for one in found}) == 2
     assert adapters.asked.count("a") == 2
 

@@ -51,11 +51,16 @@ def test_each_request_has_a_span_below_its_callers(start, fake_engine):
     assert told.pop("gen_ai.request.id").startswith("cmpl-")
     times = {name: told.pop(name) for name in list(told) if name.startswith("gen_ai.latency.")}
     assert told == {
-        "gen_ai.response.model": "alice", "gen_ai.request.n": 2, "gen_ai.request.max_tokens": 8,
-        "gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 1.0, "gen_ai.usage.prompt_tokens": 4,
-        "gen_ai.usage.cached_tokens": 0, "gen_ai.usage.completion_tokens": 4,
+        "gen_ai.response.model": "alice",
+        "gen_ai.request.n": 2,
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.usage.prompt_tokens": 4,
+        "gen_ai.usage.cached_tokens": 0,
+        "gen_ai.usage.completion_tokens": 4,
         "gen_ai.response.finish_reasons": ("stop",),
-    }  # fmt: skip
+    }
     assert times.pop("gen_ai.latency.time_in_queue") == 2.0**-20
     assert first.end_time - first.start_time == round(times["gen_ai.latency.e2e"] * 1e9)
     parts = times["gen_ai.latency.time_in_model_prefill"] + times["gen_ai.latency.time_in_model_decode"]

@@ -140,10 +140,16 @@ def guarded(start, fake_engine):
 def test_every_route_but_health_needs_a_key(guarded):
     assert guarded.client.get("/health").status_code == 200
     for method, path in (
-        ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/adapters"), ("GET", "/nowhere"),
-        ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("DELETE", "/v1/adapters/alice"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/version"),
+        ("GET", "/v1/adapters"),
+        ("GET", "/nowhere"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("DELETE", "/v1/adapters/alice"),
         ("POST", "/health"),
-    ):  # fmt: skip
+    ):
         for headers in (
             {},
             bearer("sk-wrong-key"),
@@ -161,9 +167,12 @@ def test_every_route_but_health_needs_a_key(guarded):
 
 def test_only_an_admin_key_changes_adapters(guarded):
     changes = (
-        ("POST", "/v1/adapters"), ("PATCH", "/v1/adapters/alice"), ("DELETE", "/v1/adapters/alice"),
-        ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
-    )  # fmt: skip
+        ("POST", "/v1/adapters"),
+        ("PATCH", "/v1/adapters/alice"),
+        ("DELETE", "/v1/adapters/alice"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+    )
     for method, path in changes:
         response = guarded.client.request(method, path, json={}, headers=bearer(KEY))
         assert error_of(response, 403) == "admin_key_required"
@@ -375,11 +384,11 @@ def test_keys_are_read_anew_when_their_file_changes(tmp_path, caplog):
         assert keys.identify(f"Bearer {OTHER}").tenant == "batch"
         with pytest.raises(ApiError):
             keys.identify(f"Bearer {KEY}")
-        assert "the keys were read anew; 1 tenants, new: batch, gone: support" in caplog.text
+        assert "reloaded the keys: 1 tenants, new: batch, removed: support" in caplog.text
         path.write_text("")
         watch.look()
         watch.look()
-        assert "the keys stay as they were" in caplog.text
+        assert "stay as they were" in caplog.text
         assert keys.guarded and keys.identify(f"Bearer {OTHER}").tenant == "batch"
         path.write_text(f"{KEY} support\n")
         watch.reload()
@@ -501,10 +510,13 @@ def raw(live, sent):
         (b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 200_000, 431),
         (b"GET /" + b"z" * 200_000, 431),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-         b"transfer-encoding: chunked\r\n\r\nnot a size\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\nnot a size\r\n",
+            400,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_http_is_told_in_openais_shape(shared, sent, status, caplog):
     head, _, body = raw(shared, sent).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), head

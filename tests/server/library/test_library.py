@@ -110,7 +110,7 @@ def test_structured_output_by_each_name(llm):
     assert llm.generate("x\n", SamplingParams(grammar='start: "q" "r"', **params)).text == "qr"
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(llm.generate("x\n", SamplingParams(json=schema, **params)).text) == {"a": 1}
-    with pytest.raises(InvalidRequest, match=r"prompt 0: regex can't be obeyed"):
+    with pytest.raises(InvalidRequest, match=r"prompt 0: regex can't be enforced"):
         llm.generate("x\n", SamplingParams(regex="(", **params))
 
 
@@ -138,7 +138,7 @@ def test_fields_of_chat_are_refused_for_prompts_and_limits_are_the_server_s(llm)
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(InvalidRequest, match="prompt 0: tools is not supported"):
         llm.generate(PROMPT, SamplingParams(tools=tools))
-    with pytest.raises(InvalidRequest, match="logprobs is 30, this server gives 20"):
+    with pytest.raises(InvalidRequest, match="logprobs is 30, this server returns at most 20"):
         llm.generate(PROMPT, SamplingParams(logprobs=30))
 
 
@@ -167,7 +167,7 @@ def test_wrong_arguments_are_told_by_name(llm, arguments, words):
         ({"memory_bytes": "much"}, "memory_bytes"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
         ({"port": 80}, "only has a meaning for chorus serve"),
-        ({"trust_remote_code": True}, "no code of a model is ever run"),
+        ({"trust_remote_code": True}, "code of a model is never run"),
     ],
 )
 def test_wrong_options_are_told_in_one_line(options, words):

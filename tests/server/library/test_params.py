@@ -44,8 +44,8 @@ def test_the_page_of_parameters_is_what_the_code_reads():
         ({"prompt_logprobs": "all"}, "prompt_logprobs", "a whole number"),
         ({"bad_words": [(1, 2)]}, "bad_words[0]", "it must be a string"),
         ({"stop": 5}, "stop", "a list"),
-        ({"json": "{}", "regex": "a"}, "regex", "both say what the answer matches"),
-        ({"grammar": Grammar("regex", "a"), "structured_outputs": {"regex": "b"}}, "grammar", "both say"),
+        ({"json": "{}", "regex": "a"}, "regex", "both define the output"),
+        ({"grammar": Grammar("regex", "a"), "structured_outputs": {"regex": "b"}}, "grammar", "both define"),
         ({"structured_outputs": {"rgex": "a"}}, "structured_outputs.rgex", "it may have json"),
         ({"tools": [{"type": "search"}]}, "tools[0]", "must be a function"),
         ({"tool_choice": "any", "tools": []}, "tool_choice", "auto"),
@@ -62,7 +62,7 @@ def test_what_is_wrong_is_told_in_one_line_when_it_is_made(fields, field, words)
 
 
 def test_fields_are_given_by_name():
-    with pytest.raises(InvalidRequest, match="by their names"):
+    with pytest.raises(InvalidRequest, match="by name"):
         SamplingParams(0.5)
 
 

@@ -22,8 +22,11 @@ def test_flags_that_change_nothing_are_noted(capsys):
     assert (arguments.model_argument, arguments.setting_port, arguments.setting_tensor_parallel_size) == ("M", "9", "2")
     told = capsys.readouterr().err.splitlines()
     assert [line.split()[2] for line in told] == [
-        "--enable-lora", "--max-loras", "--max-cpu-loras", "--pipeline-parallel-size",
-    ]  # fmt: skip
+        "--enable-lora",
+        "--max-loras",
+        "--max-cpu-loras",
+        "--pipeline-parallel-size",
+    ]
     assert "--max-adapters-per-step" in told[1]
 
 
@@ -50,9 +53,11 @@ def test_the_table_holds_no_flag_of_our_own_and_names_only_such(capsys):
     assert not own & (NOTED.keys() | INSTEAD.keys()) and not NOTED.keys() & INSTEAD.keys()
     assert NOTED.keys() | INSTEAD.keys() >= WITH_VALUE | NEUTRAL.keys() | set(SHORT.values()) - own
     named = {
-        word.strip("`,;.") for text in (*NOTED.values(), *INSTEAD.values()) for word in text.split()
+        word.strip("`,;.")
+        for text in (*NOTED.values(), *INSTEAD.values())
+        for word in text.split()
         if word.strip("`").startswith("--")
-    }  # fmt: skip
+    }
     assert named <= own | {"--replicas", "--ray"}, named - own
 
 
@@ -95,9 +100,17 @@ def test_help_of_serve_fits_a_terminal_and_has_examples(capsys):
 
 @pytest.mark.parametrize(
     "flag",
-    ["--hf-overrides", "--rope-scaling", "--download-dir", "--response-role", "--middleware",
-     "--default-chat-template-kwargs", "--log-config", "--task"],
-)  # fmt: skip
+    [
+        "--hf-overrides",
+        "--rope-scaling",
+        "--download-dir",
+        "--response-role",
+        "--middleware",
+        "--default-chat-template-kwargs",
+        "--log-config",
+        "--task",
+    ],
+)
 def test_flags_of_vllm_have_advice(flag):
     with pytest.raises(UsageError, match=f"{flag} is no flag of chorus; "):
         parsed(flag, "x")

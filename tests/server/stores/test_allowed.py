@@ -22,19 +22,34 @@ LISTED = ["store.example", "*.cdn.example:8443", "http://minio:9000", "s3://buck
 
 @pytest.mark.parametrize(
     ("scheme", "host", "port"),
-    [("https", "store.example", None), ("https", "STORE.example.", 443), ("https", "a.b.cdn.example", 8443),
-     ("http", "minio", 9000), ("https", "10.1.2.3", None), ("http", "::1", None)],
-)  # fmt: skip
+    [
+        ("https", "store.example", None),
+        ("https", "STORE.example.", 443),
+        ("https", "a.b.cdn.example", 8443),
+        ("http", "minio", 9000),
+        ("https", "10.1.2.3", None),
+        ("http", "::1", None),
+    ],
+)
 def test_listed_hosts_are_allowed(scheme, host, port):
     Allowed(LISTED).check_url(scheme, host, port)
 
 
 @pytest.mark.parametrize(
     ("scheme", "host", "port"),
-    [("http", "store.example", None), ("http", "store.example", 443), ("https", "store.example", 8443),
-     ("https", "a.store.example", None), ("https", "evilstore.example", None), ("https", "cdn.example", 8443),
-     ("https", "minio", 9000), ("https", "10.1.2.4", None), ("ftp", "store.example", 21), ("https", "bucket", None)],
-)  # fmt: skip
+    [
+        ("http", "store.example", None),
+        ("http", "store.example", 443),
+        ("https", "store.example", 8443),
+        ("https", "a.store.example", None),
+        ("https", "evilstore.example", None),
+        ("https", "cdn.example", 8443),
+        ("https", "minio", 9000),
+        ("https", "10.1.2.4", None),
+        ("ftp", "store.example", 21),
+        ("https", "bucket", None),
+    ],
+)
 def test_no_other_host_is(scheme, host, port):
     with pytest.raises(StoreRefused):
         Allowed(LISTED).check_url(scheme, host, port)
@@ -49,8 +64,21 @@ def test_buckets_are_listed_by_name():
             Allowed(LISTED).check_bucket(scheme, bucket)
 
 
-PRIVATE = ["127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1",
-           "fe80::1", "fd00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"]  # fmt: skip
+PRIVATE = [
+    "127.0.0.1",
+    "10.0.0.1",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "0.0.0.0",
+    "224.0.0.1",
+    "::1",
+    "fe80::1",
+    "fd00::1",
+    "::ffff:127.0.0.1",
+    "64:ff9b::7f00:1",
+    "2002:7f00:1::",
+]
 
 
 @pytest.mark.parametrize("address", PRIVATE)

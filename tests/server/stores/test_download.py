@@ -126,9 +126,15 @@ def test_a_redirect_is_followed_to_listed_hosts_only(store, get):
         store.paths[f"/one/{name}"] = redirect(f"{url}/{name}")
     assert get(f"{store.url}/one") == FILES
     with store_server() as inner:
-        for target in (f"{inner.url}/{CONFIG}", f"https://{store.host}/x", "file:///etc/passwd", "ftp://127.0.0.1/x",
-                       f"http://localhost:{store.server_port}/real/{CONFIG}", f"http://[::ffff:127.0.0.1]:{inner.server_port}/x",
-                       "http://169.254.169.254/latest/meta-data"):  # fmt: skip
+        for target in (
+            f"{inner.url}/{CONFIG}",
+            f"https://{store.host}/x",
+            "file:///etc/passwd",
+            "ftp://127.0.0.1/x",
+            f"http://localhost:{store.server_port}/real/{CONFIG}",
+            f"http://[::ffff:127.0.0.1]:{inner.server_port}/x",
+            "http://169.254.169.254/latest/meta-data",
+        ):
             store.paths[f"/one/{CONFIG}"] = redirect(target)
             with pytest.raises(StoreRefused, match="allow"):
                 get(f"{store.url}/one")
@@ -266,11 +272,18 @@ ARCHIVES = {
     "out.tar": (tar(extra=[(member(f"../{CONFIG}"), b"{}")], mode="w"), "leads out"),
     "deep.tar": (tar(extra=[(member(f"x/../../{CONFIG}"), b"{}")], mode="w"), "leads out"),
     "absolute.tar": (tar(extra=[(member("/etc/cron.d/x"), b"x")], mode="w"), "leads out"),
-    "link.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.SYMTYPE, "/etc/passwd"), b"")], mode="w"),
-                 "no regular file"),
-    "hard.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.LNKTYPE, "/etc/passwd"), b"")], mode="w"),
-                 "no regular file"),
-    "pipe.tar": (tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.FIFOTYPE), b"")], mode="w"), "no regular"),
+    "link.tar": (
+        tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.SYMTYPE, "/etc/passwd"), b"")], mode="w"),
+        "not a regular file",
+    ),
+    "hard.tar": (
+        tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.LNKTYPE, "/etc/passwd"), b"")], mode="w"),
+        "not a regular file",
+    ),
+    "pipe.tar": (
+        tar({WEIGHTS: b"x"}, extra=[(member(f"x/{CONFIG}", tarfile.FIFOTYPE), b"")], mode="w"),
+        "not a regular file",
+    ),
     "bomb.tar.gz": (tar({**FILES, WEIGHTS: ZEROS}), "larger|more than"),
     "beside.tar.gz": (tar(extra=[(member("x/readme"), bytes(8 * MAX_BYTES))]), "more than"),
     "header.tar": (long_header() + bytes(1024), "header"),
@@ -286,7 +299,7 @@ ARCHIVES = {
     "cut.zip": (zipped()[20:], "broken"),
     "directory.zip": (b"PK\5\6" + struct.pack("<4H2LH", 0, 0, 1, 1, 1 << 30, 0, 0), "too long"),
     "many.tar.gz": (tar(extra=[(member(str(index)), b"") for index in range(5000)]), "members"),
-}  # fmt: skip
+}
 
 
 def symlink_zip():
@@ -295,7 +308,7 @@ def symlink_zip():
     return zipped({WEIGHTS: b"x"}, infos=[(info, b"/etc/passwd")])
 
 
-ARCHIVES["link.zip"] = (symlink_zip(), "no regular file")
+ARCHIVES["link.zip"] = (symlink_zip(), "not a regular file")
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
@@ -364,7 +377,7 @@ GREEDY = {
     "lzma.zip": (packed_by(zipfile.ZIP_LZMA), "deflate"),
     "bzip2.zip": (packed_by(zipfile.ZIP_BZIP2), "deflate"),
     "ends.zip": (zipped() + zipped(), "more than one"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -386,10 +399,18 @@ def test_an_archive_takes_no_memory_beyond_its_bound(content, name):
 @given(data=st.data())
 def test_a_damaged_archive_is_refused_or_gives_files(data):
     """Whatever the libraries raise."""
-    name, whole = data.draw(st.sampled_from([
-        (".tar", tar(mode="w")), (".tar", pax([b"comment=x"])), (".tar.gz", tar()), (".zip", zipped()),
-        (".tar", sparse_chain(2)), (".zip", zip64(zipped())),
-    ]))  # fmt: skip
+    name, whole = data.draw(
+        st.sampled_from(
+            [
+                (".tar", tar(mode="w")),
+                (".tar", pax([b"comment=x"])),
+                (".tar.gz", tar()),
+                (".zip", zipped()),
+                (".tar", sparse_chain(2)),
+                (".zip", zip64(zipped())),
+            ]
+        )
+    )
     damaged = bytearray(whole)
     for at, value in data.draw(st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)), max_size=9)):
         damaged[at] = value
@@ -520,8 +541,11 @@ def test_a_bucket_whose_files_change_or_are_too_large(get, bucket, monkeypatch):
 def test_a_package_that_a_bucket_needs_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [missing_package(Location(url)) for url in ("s3://b/x", "gs://b/x", "hf://x/y", "/x")] == [
-        "s3fs", "gcsfs", None, None,
-    ]  # fmt: skip
+        "s3fs",
+        "gcsfs",
+        None,
+        None,
+    ]
 
 
 @pytest.mark.s3
@@ -535,8 +559,12 @@ def test_an_s3_server(get, monkeypatch):
     server.start()
     try:
         host, port = server.get_host_and_port()
-        for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
-                            "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():  # fmt: skip
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        }.items():
             monkeypatch.setenv(name, value)
         client = boto3.client("s3")
         client.create_bucket(Bucket="bucket")

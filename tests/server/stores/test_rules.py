@@ -22,9 +22,25 @@ def test_a_name_says_where_its_files_are(rule, name, url):
 
 @pytest.mark.parametrize(
     "name",
-    ["acme/", "acme/../x", "acme/x/../../y", "acme/.x", "acme//x", "acme/x?y", "acme/x#y", "acme/x%2e", "acme/x y",
-     "acme/@evil", "acme/a\\b", "acme/é", "other/x", "\0", "acme/x@a@b", "acme/x/"],
-)  # fmt: skip
+    [
+        "acme/",
+        "acme/../x",
+        "acme/x/../../y",
+        "acme/.x",
+        "acme//x",
+        "acme/x?y",
+        "acme/x#y",
+        "acme/x%2e",
+        "acme/x y",
+        "acme/@evil",
+        "acme/a\\b",
+        "acme/é",
+        "other/x",
+        "\0",
+        "acme/x@a@b",
+        "acme/x/",
+    ],
+)
 def test_other_names_are_nowhere(name):
     assert Rule.parse("acme/*=https://a.example/*").find(name) is None
 
@@ -39,9 +55,23 @@ def test_the_first_rule_that_fits_counts_and_a_checksum_is_kept():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a", "a=", "=b", "a/*=/data/x", "a=/data/*", "a/*/*=/data/*/*", "a/*=data/*", "a/*=ftp://h/*", "a/*=file:///*",
-     "a/*=https://*/x", "a/*=https://user@host/*", "a/*=https://h/*#sha256=12", "a/*=s3://*"],
-)  # fmt: skip
+    [
+        "",
+        "a",
+        "a=",
+        "=b",
+        "a/*=/data/x",
+        "a=/data/*",
+        "a/*/*=/data/*/*",
+        "a/*=data/*",
+        "a/*=ftp://h/*",
+        "a/*=file:///*",
+        "a/*=https://*/x",
+        "a/*=https://user@host/*",
+        "a/*=https://h/*#sha256=12",
+        "a/*=s3://*",
+    ],
+)
 def test_what_is_no_rule_is_refused(text):
     with pytest.raises(ValueError, match=r"source"):
         Rule.parse(text)

@@ -126,9 +126,12 @@ def test_bytes_of_any_kind_stream_as_the_whole_text(tokenizer, data):
     part = st.one_of(
         st.lists(byte, max_size=6).map(bytes),
         st.text(alphabet="ab €😀é", max_size=20).map(str.encode),
-        st.builds(lambda piece, count: piece * count, st.sampled_from([b"\x80", b"\xe2\x82", b"a", "😀".encode()]),
-                  st.integers(0, 60)),
-    )  # fmt: skip
+        st.builds(
+            lambda piece, count: piece * count,
+            st.sampled_from([b"\x80", b"\xe2\x82", b"a", "😀".encode()]),
+            st.integers(0, 60),
+        ),
+    )
     parts = data.draw(st.lists(part, max_size=5))
     if kind == "fallback":
         subject = wrap(byte_fallback())

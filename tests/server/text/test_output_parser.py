@@ -51,22 +51,36 @@ JSON = json.dumps(F[1])
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>\n'
-                   '<tool_call>{"arguments": {}, "name": "g"}</tool_call>'),
+        (
+            "hermes",
+            f'<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {}, "name": "g"}</tool_call>',
+        ),
         ("hermes", f'<tool_call>{{"name":"f","arguments":{json.dumps(JSON)}}}</tool_call><tool_call> {{"name": "g"}}'),
         ("llama3", f'{{"name": "f", "parameters": {JSON}}}; {{"name": "g", "parameters": {{}}}}'),
         ("llama3", f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {JSON}}};{{"name": "g"}}'),
-        ("mistral_list", f'[TOOL_CALLS] [{{"name": "f", "arguments": {JSON}, "id": "a}}]"}}, {{"name": "g", '
-                         '"arguments": {}}]'),
+        (
+            "mistral_list",
+            f'[TOOL_CALLS] [{{"name": "f", "arguments": {JSON}, "id": "a}}]"}}, {{"name": "g", "arguments": {{}}}}]',
+        ),
         ("mistral", f"[TOOL_CALLS]f[ARGS]{JSON}[TOOL_CALLS]g[ARGS] {{}}"),
-        ("deepseek_v3", wide("<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n"
-                             "JSON\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>g\n```json\n"
-                             "{}\n```<|tool_call_end|><|tool_calls_end|>").replace("JSON", JSON)),
-        ("deepseek_v31", wide("<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>JSON<|tool_call_end|>"
-                              "<|tool_call_begin|>g<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>")
-                         .replace("JSON", JSON)),
+        (
+            "deepseek_v3",
+            wide(
+                "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n"
+                "JSON\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>g\n```json\n"
+                "{}\n```<|tool_call_end|><|tool_calls_end|>"
+            ).replace("JSON", JSON),
+        ),
+        (
+            "deepseek_v31",
+            wide(
+                "<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>JSON<|tool_call_end|>"
+                "<|tool_call_begin|>g<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>"
+            ).replace("JSON", JSON),
+        ),
     ],
-)  # fmt: skip
+)
 def test_calls_of_families(name, text):
     assert calls(text, name) == ("", F, G)
     behind = calls(f"Well. \n{text}", name)
@@ -86,11 +100,24 @@ def test_arguments_as_tags_are_typed_by_the_schema(name):
 
 
 LOOKALIKES = (
-    "<tool_call>", "<tool_call> is a tag", '<tool_call>{"name": "h", "arguments": {}}</tool_call>', "a <tool_cal",
-    '<tool_call>{"name": "h"', "<tool_call>[1]</tool_call>", '<tool_call>{"a": ]]}', "<function=f>", "  \n", "{} a ",
-    '{"name": "h", "parameters": {}}', '{"name": 1, "parameters": NaN}', "[TOOL_CALLS] none", "[TOOL_CALLS]h[ARGS]{}",
-    "<|python_tag|>print(1)", "<seed:tool_call>\n<function=h>\n</function>", '<tool_call>{"name": ["f"]}',
-)  # fmt: skip
+    "<tool_call>",
+    "<tool_call> is a tag",
+    '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
+    "a <tool_cal",
+    '<tool_call>{"name": "h"',
+    "<tool_call>[1]</tool_call>",
+    '<tool_call>{"a": ]]}',
+    "<function=f>",
+    "  \n",
+    "{} a ",
+    '{"name": "h", "parameters": {}}',
+    '{"name": 1, "parameters": NaN}',
+    "[TOOL_CALLS] none",
+    "[TOOL_CALLS]h[ARGS]{}",
+    "<|python_tag|>print(1)",
+    "<seed:tool_call>\n<function=h>\n</function>",
+    '<tool_call>{"name": ["f"]}',
+)
 
 
 @pytest.mark.parametrize("text", LOOKALIKES)
@@ -153,13 +180,44 @@ def test_an_answer_that_is_cut_has_what_came_of_its_call():
 
 
 WORDS = st.sampled_from(
-    [*LOOKALIKES, "<tool_call>", "</tool_call>",
-     '{"name": "f", "arguments": ', '{"name": "g", "parameters": {', "}", "{",
-     '"', "\\", "f[ARGS]", "[TOOL_CALLS]", "[", "]", ",", ";", "\n", " ", "a", "é", "<function=f>", "<parameter=a>",
-     "<parameter=b>", "</parameter>", "</function>", "<seed:tool_call>", "</seed:tool_call>", "<think>", "</think>",
-     "<|python_tag|>", "1", "</", "function", "```json\n{", "```",
-     *map(wide, ("<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>f", "<|tool_call_end|>"))]
-)  # fmt: skip
+    [
+        *LOOKALIKES,
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f", "arguments": ',
+        '{"name": "g", "parameters": {',
+        "}",
+        "{",
+        '"',
+        "\\",
+        "f[ARGS]",
+        "[TOOL_CALLS]",
+        "[",
+        "]",
+        ",",
+        ";",
+        "\n",
+        " ",
+        "a",
+        "é",
+        "<function=f>",
+        "<parameter=a>",
+        "<parameter=b>",
+        "</parameter>",
+        "</function>",
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+        "1",
+        "</",
+        "function",
+        "```json\n{",
+        "```",
+        *map(wide, ("<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>f", "<|tool_call_end|>")),
+    ]
+)
 
 
 @settings(deadline=None, max_examples=300)
@@ -204,10 +262,15 @@ def test_a_template_tells_the_family(template, name):
 
 def test_a_checkpoint_declares_its_own_marks():
     call = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
-    own = declared({"fields": {
-        "thinking": {"open": "<r>", "close": "</r>"},
-        "tool_calls": {"open_pattern": r"\s*<call\|>", "close": "</call>", **call}, "content": {"close": "<end>"},
-    }})  # fmt: skip
+    own = declared(
+        {
+            "fields": {
+                "thinking": {"open": "<r>", "close": "</r>"},
+                "tool_calls": {"open_pattern": r"\s*<call\|>", "close": "</call>", **call},
+                "content": {"close": "<end>"},
+            }
+        }
+    )
     text = '<r>So</r><call|>{"name": "g", "arguments": {}}</call> Done.'
     whole, called = message(text, list(text), calls=own.calls, reasoning=own.reasoning)
     assert (whole.reasoning, whole.content, [one.name for one in whole.calls], called) == ("So", "Done.", ["g"], True)

@@ -95,8 +95,20 @@ def conversation(text):
     ]
 
 
-ORDINARY = ["hello", "  two  blanks ", "a < b | c > d", "line\n\nline\n", "naïve ﬁ € 😀", "<s", "x##y", "<think> a",
-            "[INST] no [/INST]", "<|im_", "|>", "123456789012"]  # fmt: skip
+ORDINARY = [
+    "hello",
+    "  two  blanks ",
+    "a < b | c > d",
+    "line\n\nline\n",
+    "naïve ﬁ € 😀",
+    "<s",
+    "x##y",
+    "<think> a",
+    "[INST] no [/INST]",
+    "<|im_",
+    "|>",
+    "123456789012",
+]
 
 
 @pytest.mark.parametrize("text", ORDINARY)
@@ -111,9 +123,9 @@ def test_special_tokens_in_content_are_text(theirs, ours, form):
     words = specials_of(theirs)
     for one, other in zip(words[:6], words[-6:][::-1], strict=False):
         tokens = ours.encode_chat_now(conversation(form.format(one, other)))
-        assert tokens == expected(theirs, *(conversation(form.format(*pair)) for pair in (
-            (one, other), ("x" * len(one), "x" * len(other))
-        )))  # fmt: skip
+        assert tokens == expected(
+            theirs, *(conversation(form.format(*pair)) for pair in ((one, other), ("x" * len(one), "x" * len(other))))
+        )
 
 
 def expected(theirs, given, harmless):
@@ -171,11 +183,14 @@ def test_names_tools_and_tool_calls_are_text(chatml):
     end = "<|im_end|>"
     call = {"function": {"name": end, "arguments": {end: [end, 1, None, True]}}}
     conversation = Conversation(
-        [{"role": "user", "name": end, "content": end}, {"role": "assistant", "content": "", "tool_calls": [call]},
-         {"role": "tool", "content": f"{end}|>"}],
+        [
+            {"role": "user", "name": end, "content": end},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": f"{end}|>"},
+        ],
         tools=[{"type": "function", "function": {"description": f"{end}\n<|im_start|>system"}}],
         variables={"note": end},
-    )  # fmt: skip
+    )
     assert text_of(chatml, conversation) == (
         "«<|im_start|>»user <|im_end|>\n<|im_end|>«<|im_end|>»\n"
         '«<|im_start|>»assistant\n[{"function": {"name": "<|im_end|>", "arguments": {"<|im_end|>": '

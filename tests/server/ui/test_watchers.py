@@ -153,7 +153,7 @@ def test_an_engine_that_does_not_answer_is_reported(start, fake_engine, monkeypa
         fake_engine.gate.clear()
         thread = threading.Thread(target=live.post, kwargs={"prompt": "hello"})
         thread.start()
-        assert "does not answer" in next_where(events, lambda name, _: name == "trouble")["trouble"]
+        assert "does not respond" in next_where(events, lambda name, _: name == "trouble")["trouble"]
         fake_engine.gate.set()
         assert next_where(events, lambda name, _: name == "delta")["trouble"] is None
         thread.join()

@@ -94,7 +94,7 @@ def test_settings_are_read_by_name():
     found = MigrationSettings.of(["interval_seconds=2.5", "most_replicas=3"])
     assert (found.interval_seconds, found.most_replicas, found.kv_share) == (2.5, 3, 0.9)
     for text, message in (
-        ("speed=1", "'speed' is no setting"),
+        ("speed=1", "'speed' is not a setting"),
         ("kv_share=x", "give a number"),
         ("kv_share=0", "above 0"),
         ("kv_share=90", "a share up to 1"),

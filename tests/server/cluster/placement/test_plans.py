@@ -34,22 +34,38 @@ def problems(draw, most_requests=6, most_replicas=3):
     size, load = whole(a, most=3), whole(a, most=4) / 4
     size[0] = load[0] = 0
     return Problem(
-        home=home, adapter=whole(n, most=a - 1), run_seconds=whole(n, most=8) / 2, move_seconds=whole(n, most=4) / 8,
-        pages=whole(n, most=5), allowed=allowed, busy_seconds=whole(m, most=6) / 2, num_pages=whole(m, most=12),
-        num_slots=whole(m, most=5), resident=resident, load_seconds=load, adapter_pages=size,
+        home=home,
+        adapter=whole(n, most=a - 1),
+        run_seconds=whole(n, most=8) / 2,
+        move_seconds=whole(n, most=4) / 8,
+        pages=whole(n, most=5),
+        allowed=allowed,
+        busy_seconds=whole(m, most=6) / 2,
+        num_pages=whole(m, most=12),
+        num_slots=whole(m, most=5),
+        resident=resident,
+        load_seconds=load,
+        adapter_pages=size,
         page_seconds=draw(st.sampled_from([0.0, 0.01, 1.0])),
-    )  # fmt: skip
+    )
 
 
 def even(requests=4, replicas=2, **changes):
     """Equal requests of the base model, all at replica 0, with room everywhere."""
     fields = {
-        "home": np.zeros(requests, np.int64), "adapter": np.zeros(requests, np.int64),
-        "run_seconds": np.full(requests, 2.0), "move_seconds": np.full(requests, 0.05),
-        "pages": np.full(requests, 2), "allowed": np.ones((requests, replicas), bool),
-        "busy_seconds": np.zeros(replicas), "num_pages": np.full(replicas, 100), "num_slots": np.full(replicas, 32),
-        "resident": np.ones((1, replicas), bool), "load_seconds": np.zeros(1), "adapter_pages": np.zeros(1, np.int64),
-    }  # fmt: skip
+        "home": np.zeros(requests, np.int64),
+        "adapter": np.zeros(requests, np.int64),
+        "run_seconds": np.full(requests, 2.0),
+        "move_seconds": np.full(requests, 0.05),
+        "pages": np.full(requests, 2),
+        "allowed": np.ones((requests, replicas), bool),
+        "busy_seconds": np.zeros(replicas),
+        "num_pages": np.full(replicas, 100),
+        "num_slots": np.full(replicas, 32),
+        "resident": np.ones((1, replicas), bool),
+        "load_seconds": np.zeros(1),
+        "adapter_pages": np.zeros(1, np.int64),
+    }
     return Problem(**{**fields, **changes})
 
 
@@ -110,9 +126,12 @@ def test_regret_is_the_distance_from_the_bound():
 
 def test_the_newest_request_leaves_the_replica_whose_pages_are_short_for_the_busiest_one_with_room():
     problem = even(
-        requests=6, replicas=4, home=np.array([0, 0, 0, 0, 1, 2]), pages=np.array([5, 5, 5, 5, 1, 1]),
+        requests=6,
+        replicas=4,
+        home=np.array([0, 0, 0, 0, 1, 2]),
+        pages=np.array([5, 5, 5, 5, 1, 1]),
         num_pages=np.array([15, 100, 100, 3]),
-    )  # fmt: skip
+    )
     place = planned(problem, "newest", SETTINGS)
     assert place.tolist() == [0, 0, 0, 2, 1, 2], "of equally busy replicas the last"
 
@@ -120,9 +139,14 @@ def test_the_newest_request_leaves_the_replica_whose_pages_are_short_for_the_bus
 def test_greedy_moves_requests_of_one_adapter_to_one_replica():
     """A load costs as much as two requests, so it is paid once."""
     problem = even(
-        requests=8, replicas=3, adapter=np.array([0, 1] * 4), resident=np.array([[True] * 3, [True, False, False]]),
-        run_seconds=np.ones(8), load_seconds=np.array([0.0, 2.0]), adapter_pages=np.array([0, 1]),
-    )  # fmt: skip
+        requests=8,
+        replicas=3,
+        adapter=np.array([0, 1] * 4),
+        resident=np.array([[True] * 3, [True, False, False]]),
+        run_seconds=np.ones(8),
+        load_seconds=np.array([0.0, 2.0]),
+        adapter_pages=np.array([0, 1]),
+    )
     place = planned(problem, "greedy", SETTINGS)
     assert len({int(at) for at, adapter in zip(place, problem.adapter, strict=True) if adapter and at}) <= 1
     assert problem.objective(place) < problem.objective(problem.home)

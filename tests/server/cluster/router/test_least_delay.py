@@ -17,9 +17,11 @@ from ..replica_states import replica_state
 
 SEATS = 32
 COSTS = CostModel(
-    Kernel.SGMV, StepCost(base=0.02, per_token=1e-4, per_row=1e-4, per_rank=1e-5), DiskCost(per_byte=1e-8),
+    Kernel.SGMV,
+    StepCost(base=0.02, per_token=1e-4, per_row=1e-4, per_rank=1e-5),
+    DiskCost(per_byte=1e-8),
     TransferCost(per_byte=1e-9),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,11 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
         token_ranks = sum(each.rank * each.prompt_tokens for each in more)
         ranks = [each.rank for each in more]
         return model.queue_seconds(
-            state.pending_tokens + sum(tokens), prompts, state.pending_token_ranks + token_ranks,
+            state.pending_tokens + sum(tokens),
+            prompts,
+            state.pending_token_ranks + token_ranks,
             max(state.pending_max_rank, *ranks, 0),
-        )  # fmt: skip
+        )
 
     def total(state):
         exists = list(state.ranks.elements())

@@ -34,13 +34,13 @@ def both(gqa, drive):
     return run
 
 
-def of_steps_ahead(driver):
+def of_async_steps(driver):
     return [plan for plan in driver.plans if plan.sources is not None]
 
 
 def last_rows(driver, name):
     """Numbers of the steps, of all that were launched, in which a request has a row."""
-    return [i for i, plan in enumerate(driver.plans) if any(row.request_id == name for row in plan.rows)]
+    return [i for i, plan in enumerate(driver.plans) if any(row.request_id == name for row in plan.sequences)]
 
 
 def test_all_steps_behind_the_first_are_ahead(gqa, drive):
@@ -48,14 +48,14 @@ def test_all_steps_behind_the_first_are_ahead(gqa, drive):
     answer = driver.run("one", "r1-all", PROMPT, max_tokens=8)
     assert answer.tokens == gqa.greedy("r1-all", PROMPT, 8)
     assert [plan.sources is not None for plan in driver.plans] == [False] + 7 * [True]
-    assert all(row.tokens is PENDING for plan in of_steps_ahead(driver) for row in plan.rows)
+    assert all(row.tokens is PENDING for plan in of_async_steps(driver) for row in plan.sequences)
     assert [plan.step_id for plan in driver.plans] == list(range(1, 9))
 
 
-def test_without_the_setting_no_step_is_ahead(gqa, drive):
+def test_without_the_setting_no_step_is_async(gqa, drive):
     driver = drive(gqa, async_scheduling=False)
     assert driver.run("one", None, PROMPT, max_tokens=8).tokens == gqa.greedy(None, PROMPT, 8)
-    assert not of_steps_ahead(driver)
+    assert not of_async_steps(driver)
 
 
 def test_a_row_whose_request_ends_by_its_length_has_none_in_the_next_step(gqa, drive):
@@ -101,7 +101,7 @@ def test_a_request_aborted_while_its_step_is_under_way_leaves_no_trace(gqa, driv
         driver.step()
     under_way = driver.plans[-1]
     assert under_way.sources is not None
-    assert "ends" in {row.request_id for row in under_way.rows}
+    assert "ends" in {row.request_id for row in under_way.sequences}
     assert driver.engine.abort("ends")
     driver.engine.reclaim_idle()
     driver.add("ends", "r2-qv", PROMPT[::-1], max_tokens=6)
@@ -116,12 +116,12 @@ def test_a_request_aborted_while_its_step_is_under_way_leaves_no_trace(gqa, driv
 def test_a_new_request_waits_for_one_step_more_at_most(gqa, drive, at, chunk, old):
     """The one that was launched when it came."""
     waited = []
-    for is_ahead in (True, False):
-        driver = drive(gqa, is_ahead=is_ahead, max_num_batched_tokens=chunk, max_num_seqs=3, prefix_cache=False)
+    for is_async in (True, False):
+        driver = drive(gqa, is_async=is_async, max_num_batched_tokens=chunk, max_num_seqs=3, prefix_cache=False)
         driver.add("old", None, old, max_tokens=16)
         for _ in range(at):
             driver.step()
-        assert not is_ahead or driver.plans[-1].sources is not None
+        assert not is_async or driver.plans[-1].sources is not None
         driver.add("new", "r1-all", PROMPT[::-1], max_tokens=4)
         steps = 0
         while not driver.answers["new"].tokens:
@@ -147,7 +147,7 @@ def test_steps_of_prompts_are_ahead_up_to_their_first_tokens(gqa, drive):
     for name, prompt in long.items():
         assert answers[name].tokens == gqa.greedy("r2-qv", prompt, 6)
     assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
-    mixed = [plan for plan in of_steps_ahead(driver) if plan.bucket is None]
+    mixed = [plan for plan in of_async_steps(driver) if plan.bucket is None]
     assert any(-1 in plan.sources and max(plan.sources) >= 0 for plan in mixed), "no chunk beside a drawn token"
 
 
@@ -166,7 +166,7 @@ def test_steps_stay_ahead_while_nobody_who_waits_could_begin(gqa, drive):
     for _ in range(6):
         driver.step()
     assert driver.engine.stats().num_waiting == 2
-    assert len(of_steps_ahead(driver)) == len(driver.plans) - 1 == 6
+    assert len(of_async_steps(driver)) == len(driver.plans) - 1 == 6
     answers = driver.drain()
     assert all(answers[str(index)].tokens == gqa.greedy(None, PROMPT[index:], 10) for index in range(4))
 
@@ -177,7 +177,7 @@ def test_where_pages_run_short_the_step_under_way_is_read_first(gqa, drive, crow
         driver.add(str(index), None, PROMPT[index:], max_tokens=14)
     answers = driver.drain()
     assert driver.engine.stats().num_preemptions
-    assert of_steps_ahead(driver)
+    assert of_async_steps(driver)
     assert all(answers[str(index)].tokens == gqa.greedy(None, PROMPT[index:], 14) for index in range(3))
 
 
@@ -196,7 +196,7 @@ def test_log_probabilities_seeds_and_what_does_not_look_back(both):
 
     mine, others, driver = both(ask)
     assert mine == others
-    assert len(of_steps_ahead(driver)) >= 5
+    assert len(of_async_steps(driver)) >= 5
     assert len(mine["4"].tokens) >= 5
 
 
@@ -209,7 +209,7 @@ def test_log_probabilities_seeds_and_what_does_not_look_back(both):
         {"bad_words": ((9, 9), (11, 40, 9))},
     ],
 )
-def test_a_row_that_looks_back_at_its_tokens_is_ahead_with_the_others(both, way):
+def test_a_row_that_looks_back_at_its_tokens_is_async_like_the_others(both, way):
     """Its step is launched ahead of its last token, and drawn behind it."""
 
     def ask(driver):
@@ -221,7 +221,7 @@ def test_a_row_that_looks_back_at_its_tokens_is_ahead_with_the_others(both, way)
     mine, others, driver = both(ask)
     assert mine == others
     assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
-    looking = [plan for plan in of_steps_ahead(driver) if any("back" in row.request_id for row in plan.rows)]
+    looking = [plan for plan in of_async_steps(driver) if any("back" in row.request_id for row in plan.sequences)]
     assert driver.executor.inner.num_drawn_later == len(looking) >= 4
 
 
@@ -233,7 +233,7 @@ def test_a_step_that_fails_costs_the_one_behind_it_and_no_token(gqa, drive, at, 
 
     def before(plan):
         calls.append(plan)
-        guilty = any(row.request_id == "guilty" for row in plan.rows)
+        guilty = any(row.request_id == "guilty" for row in plan.sequences)
         if len(calls) == at or (lasts and len(calls) > at and guilty):
             raise RuntimeError("a fault")
 
@@ -312,7 +312,7 @@ def test_a_merged_step_that_fails_is_run_unmerged_where_its_shadow_is_gone(gqa, 
         engine.merging.advance(1.0)
     fail_when_read(driver)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.ahead, "_foresee", lambda plan: engine.reclaimer.shadow.give_up())
+        patch.setattr(engine.async_steps, "_plan_ahead", lambda plan: engine.reclaimer.shadow.give_up())
         driver.add("one", "r1-all", PROMPT, max_tokens=9)
         driver.step()
     assert driver.plans[-1].merged is not None
@@ -343,7 +343,7 @@ def test_a_lost_device_ends_the_engine_whichever_step_tells(gqa, drive, at):
 def test_several_answers_of_a_call_take_turns_as_before(both):
     def ask(driver):
         for index in range(4):
-            driver.add(str(index), None, PROMPT, call="c", max_tokens=6, temperature=1.0, seed=index)
+            driver.add(str(index), None, PROMPT, choice_group="c", max_tokens=6, temperature=1.0, seed=index)
         driver.add("alone", None, PROMPT[::-1], max_tokens=12)
         return driver.drain()
 
@@ -352,27 +352,27 @@ def test_several_answers_of_a_call_take_turns_as_before(both):
     assert [plan.sources is None for plan in driver.plans] == [True] + (len(driver.plans) - 1) * [False]
 
 
-def test_answers_of_a_call_take_turns_in_steps_ahead(gqa, drive):
+def test_answers_of_a_call_take_turns_in_async_steps(gqa, drive):
     """Where rows take time: an answer goes on from a token that the host knows, after a step without a row."""
     plans = []
 
     def now():
         """Time goes by once a step has ended: all but the last that was launched."""
-        return 1.0 + sum(len(plan.rows) for plan in plans[:-1])
+        return 1.0 + sum(len(plan.sequences) for plan in plans[:-1])
 
     found = []
-    for is_ahead in (True, False):
+    for is_async in (True, False):
         plans = []
-        driver = drive(gqa, is_ahead=is_ahead, clock=now, max_num_batched_tokens=12, max_num_seqs=8)
+        driver = drive(gqa, is_async=is_async, clock=now, max_num_batched_tokens=12, max_num_seqs=8)
         plans = driver.plans
         driver.add("neighbour", "r1-all", PROMPT, max_tokens=40)
         for index in range(4):
-            driver.add(str(index), None, PROMPT[::-1] * 4, call="c", max_tokens=8, temperature=1.0, seed=index)
+            driver.add(str(index), None, PROMPT[::-1] * 4, choice_group="c", max_tokens=8, temperature=1.0, seed=index)
         answers = driver.drain()
         assert answers["neighbour"].tokens == gqa.greedy("r1-all", PROMPT, 40)
         found.append({name: answer.tokens for name, answer in answers.items()})
-        if is_ahead:
-            ahead = of_steps_ahead(driver)
+        if is_async:
+            ahead = of_async_steps(driver)
             assert len(ahead) > 0.9 * len(driver.plans)
             assert any(-1 in plan.sources and plan.bucket for plan in ahead), "no answer was without a turn"
     assert found[0] == found[1]
@@ -402,7 +402,7 @@ def test_a_row_that_is_not_finite_in_the_step_ahead_too_fails_once(gqa, drive, m
 
     def breaking(plan):
         result = execute(plan)
-        if result is not None and any(row.request_id == "x" for row in plan.rows):
+        if result is not None and any(row.request_id == "x" for row in plan.sequences):
             result.tokens.pop("x", None)
             result.errors["x"] = NOT_FINITE
             broken.append(plan.step_id)

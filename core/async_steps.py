@@ -12,7 +12,7 @@ from .requests.types import StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 
-class StepAhead:
+class AsyncSteps:
     """Runs steps, each launched before the tokens of the one before it are read, where it can be foreseen.
 
     The device takes these tokens from its own memory, so that it is never idle; the host reads them meanwhile. A row of
@@ -28,24 +28,24 @@ class StepAhead:
         self,
         start: Callable[[StepPlan], StartedStep],
         executor: Executor,
-        foresee: Callable[[StepPlan], StepPlan | None],
-        take_back: Callable[[], None],
+        plan_ahead: Callable[[StepPlan], StepPlan | None],
+        rollback: Callable[[], None],
     ) -> None:
-        """start: launches a step. executor: runs one to its end. foresee: returns the plan after one under way, with
+        """start: launches a step. executor: runs one to its end. plan_ahead: returns the plan after one under way, with
         its rows moved on, or None. take_back: undoes that.
         """
         self._start = start
         self._executor = executor
-        self._foresee = foresee
-        self._take_back = take_back
+        self._plan_ahead = plan_ahead
+        self._rollback = rollback
         self._started: StartedStep | None = None  # of `plan`
         self._runs_alone = False  # the next step, which has failed
         self.plan: StepPlan | None = None
-        self.num_ahead = 0
+        self.num_async = 0
         """Steps launched ahead."""
 
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Return the result of a step, having launched the next one if `foresee` plans it.
+        """Return the result of a step, having launched the next one if `plan_ahead` plans it.
 
         None when it failed: neither has happened, and the step is to be planned anew, as planning the next one may have
         changed its rows, and taken the pages of its shadow weights. The next `run` launches nothing ahead, and raises
@@ -61,29 +61,29 @@ class StepAhead:
                 started = self._start(plan)
             else:
                 started.sample()
-            self._launch_behind(plan)
+            self._launch_next(plan)
             return started.result()
         except ExecutorLost:
             raise
         except Exception:
             logger.exception("step %d failed; it is run again with none ahead of it", plan.step_id)
         if self.plan is not None:
-            self._take_back()
+            self._rollback()
             self.plan = self._started = None
         self._runs_alone = True
         return None
 
-    def _launch_behind(self, plan: StepPlan) -> None:
-        ahead = self._foresee(plan)
-        if ahead is None:
+    def _launch_next(self, plan: StepPlan) -> None:
+        following = self._plan_ahead(plan)
+        if following is None:
             return
         try:
-            self._started = self._start(ahead)
+            self._started = self._start(following)
         except ExecutorLost:
             raise
         except Exception:
-            logger.exception("step %d could not be launched ahead", ahead.step_id)
-            self._take_back()
+            logger.exception("step %d could not be launched ahead", following.step_id)
+            self._rollback()
             return
-        self.plan = ahead
-        self.num_ahead += 1
+        self.plan = following
+        self.num_async += 1

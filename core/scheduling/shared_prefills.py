@@ -1,0 +1,65 @@
+"""Waiting requests with the same prompt as a running one, which compute it only once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..requests.request import Request
+from .queues import WaitingQueue
+from .request_memory import RequestMemory
+
+
+@dataclass(eq=False)
+class SharedPrefills:
+    """Holds back waiting requests while a running one, their leader, computes the same prompt.
+
+    They wait no longer than its prefill takes: anything that delays it, such as a full step, would delay them too. When
+    the leader ends, is aborted or is preempted, they are candidates again, and the first of them becomes the leader.
+    """
+
+    _memory: RequestMemory
+    _waiting: WaitingQueue
+    _leaders: dict[object, Request] = field(default_factory=dict)
+    _followers: dict[Request, list[Request]] = field(default_factory=dict)
+
+    def hold_back(self, request: Request, num_tokens: int) -> bool:
+        """Hold a request back if another one computes its prompt. num_tokens: tokens of it that have KV already."""
+        if not self._leaders or self._shareable(request) <= num_tokens:
+            return False
+        leader = self._leaders.get(self._key(request))
+        if leader is None or not self._leads(leader) or not _has_same_prompt(leader, request):
+            return False
+        self._waiting.hold_back(request)
+        self._followers.setdefault(leader, []).append(request)
+        return True
+
+    def begin(self, request: Request) -> None:
+        """Make an admitted request the leader of its prompt, if there is none."""
+        if request.caching and self._leads(request):
+            self._leaders.setdefault(self._key(request), request)
+
+    def release_followers(self) -> None:
+        """Release a leader's followers once it has computed the prompt, or never will."""
+        for key, leader in list(self._leaders.items()):
+            if not self._leads(leader):
+                del self._leaders[key]
+                for request in reversed(self._followers.pop(leader, ())):
+                    self._waiting.release(request)
+
+    def _leads(self, leader: Request) -> bool:
+        known = leader.num_known_blocks * self._memory.block_tokens
+        return leader.is_running and leader.caching and known < self._shareable(leader)
+
+    def _shareable(self, request: Request) -> int:
+        """Return how many prompt tokens are in full blocks that an equal prompt could start from."""
+        return (request.num_prompt_tokens - 1) // self._memory.block_tokens * self._memory.block_tokens
+
+    def _key(self, request: Request) -> object:
+        if request.prompt_hash is None:
+            request.prompt_hash = hash(tuple(request.token_ids[: request.num_prompt_tokens]))
+        return request.adapter, self._memory.scope(request), request.prompt_hash
+
+
+def _has_same_prompt(one: Request, other: Request) -> bool:
+    count = one.num_prompt_tokens
+    return count == other.num_prompt_tokens and one.token_ids[:count] == other.token_ids[:count]

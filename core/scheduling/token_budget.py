@@ -1,0 +1,144 @@
+"""Tokens of a step: how many each scheduled request computes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from ...memory.adapters.adapter import Adapter
+from ..config import EngineConfig
+from ..requests.request import Request
+from .lifecycle import Lifecycle
+from .queues import Running, num_missing
+from .shares import max_min_level
+
+
+class TokenBudget:
+    """Deals out `max_num_batched_tokens` among requests."""
+
+    __slots__ = (
+        "_is_async",
+        "_lifecycle",
+        "_limits",
+        "_running",
+        "_truncated",
+        "borrowed",
+        "counts",
+        "left",
+        "was_short",
+    )
+
+    def __init__(self, limits: EngineConfig, running: Running, lifecycle: Lifecycle, *, is_async: bool) -> None:
+        """is_async: the step before this one still runs: nothing is preempted for this one."""
+        self._limits = limits
+        self._running = running
+        self._lifecycle = lifecycle
+        self._is_async = is_async
+        self._truncated: list[Request] = []  # prompts that got less than their rest
+        self.counts: dict[Request, int] = {}
+        """Tokens of each scheduled request."""
+        self.left = 0
+        """Tokens that are not dealt out yet."""
+        self.borrowed = 0
+        """Tokens of `left` beyond the budget, which a descheduled sequence will give back."""
+        self.was_short = False
+        """True if a request lacked pages that may be free in a later step."""
+
+    def schedule_running(self, requests: Sequence[Request], waiting: Collection[str]) -> None:
+        """Deal tokens to running requests until they are used up. waiting: tenants with waiting requests.
+
+        Decoding requests come first, hence long prompts never delay them; then prompts in order of admission.
+        """
+        prompts, decoding = _split(requests)
+        self.left = self._limits.max_num_batched_tokens
+        if len(decoding) <= self.left and self._lifecycle.memory.grow_by_one(decoding):
+            self.counts, decoding = dict.fromkeys(decoding, 1), []
+            self.left -= len(self.counts)
+        shares = self._prompt_shares(prompts, len(requests) - len(prompts), waiting)
+        for request in (*decoding, *prompts):
+            if self.left <= 0:
+                break
+            if not request.is_running:  # preempted for an earlier request
+                continue
+            count = wanted = min(self.left, num_missing(request))
+            if shares is not None and num_missing(request) > 1:
+                count = min(wanted, shares[request.fairness_key])
+                shares[request.fairness_key] -= count
+            if count < wanted:
+                self._truncated.append(request)
+            if count:
+                self._schedule(request, count)
+
+    def begin_admission(self, num_used: int, *, may_borrow: bool) -> None:
+        """Leave to waiting requests the tokens that running ones don't use, at least one with `may_borrow`."""
+        left = self._limits.max_num_batched_tokens - num_used
+        self.borrowed = int(left <= 0 and may_borrow)
+        self.left = left + self.borrowed
+
+    def return_borrowed(self) -> None:
+        self.left -= self.borrowed
+        self.borrowed = 0
+
+    def extend_truncated(self, descheduled: Collection[Adapter]) -> None:
+        """Give the tokens left over to truncated prompts, as far as there are slots and pages.
+
+        descheduled: adapters whose sequences are not in this step.
+        """
+        counts, limits = self.counts, self._limits
+        left = limits.max_num_batched_tokens - sum(counts.values())
+        for request in self._truncated:
+            count = counts.get(request, 0)
+            if not request.is_running or request.adapter in descheduled:
+                continue
+            if not count and len(counts) >= limits.max_num_seqs:
+                continue
+            more = min(left, num_missing(request) - count)
+            end = request.num_computed_tokens + count + more
+            if more > 0 and (request.room >= end or self._lifecycle.memory.grow(request, end)):
+                counts[request] = count + more
+                left -= more
+
+    def _schedule(self, request: Request, count: int) -> None:
+        """Schedule `count` tokens of a running request if it gets pages; others, or itself, are preempted for them.
+
+        Pages that have to be copied out first become free only later.
+        """
+        end, memory, lifecycle = request.num_computed_tokens + count, self._lifecycle.memory, self._lifecycle
+        while request.room < end and not memory.grow(request, end):
+            if lifecycle.store.give_up_loads():
+                continue
+            self.was_short = True
+            if self._is_async or memory.swapped.frees_pages:
+                return
+            victim = lifecycle.service.last(self._running)
+            lifecycle.preempt(victim)
+            self.left += self.counts.pop(victim, 0)
+            if victim is request:
+                return
+        self.counts[request] = count
+        self.left -= count
+
+    def _prompt_shares(
+        self, prompts: Sequence[Request], num_decoding: int, waiting: Collection[str]
+    ) -> dict[str, int] | None:
+        """Split the step's tokens by weight among tenants with a prompt under way; None if one tenant gets them all.
+
+        The first waiting tenant without a request there counts, too.
+        """
+        wanted: Counter[str] = Counter()
+        for request in prompts:
+            wanted[request.fairness_key] += num_missing(request)
+        present = wanted if len(self._running) < self._limits.max_num_seqs else self._running.tenants
+        newcomer = next((tenant for tenant in waiting if tenant not in present), None)
+        if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:
+            return None
+        weights, budget = self._limits.weights, max(0, self._limits.max_num_batched_tokens - num_decoding)
+        level = max_min_level(budget, wanted, weights, 0.0 if newcomer is None else weights.get(newcomer, 1.0))
+        return {each: math.ceil(min(want, level * weights.get(each, 1.0))) for each, want in wanted.items()}
+
+
+def _split(requests: Sequence[Request]) -> tuple[list[Request], Sequence[Request]]:
+    """Return the requests with a prompt to compute, and the requests that decode."""
+    prompts = [each for each in requests if len(each.token_ids) - each.num_computed_tokens > 1]
+    return prompts, [each for each in requests if num_missing(each) == 1] if prompts else requests
