@@ -42,7 +42,7 @@ class LayerDescriptor(Structure):
 
     _fields_ = [
         (name, c_void_p)
-        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
+        for name in ("attention_norm", "mlp_norm", "qkv", "o", "gate_up", "down",
                      "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm")
     ]  # fmt: skip
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...memory.pages.layout import ModuleDims, module_dims
 from .config_json import ConfigJson, UnsupportedModel
-from .rope_config import ROPE_TYPES, RopeConfig
+from .layers import AttentionSpec, GatedSpec, HeadNorm, LayerSpec, NormSpec
+from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,30 @@ class ModelConfig:
 
     def inverse_frequencies(self) -> torch.Tensor:
         """Rotary frequencies `[head_dim / 2]` float32."""
-        return self.rope.inverse_frequencies(self.head_dim)
+        return self.rope.inverse_frequencies()
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What the layers are made of."""
+        mixer = AttentionSpec(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            scale=self.head_dim**-0.5,
+            rope=self.rope,
+            head_norm=HeadNorm.EACH if self.qk_norm else None,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+        )
+        return (LayerSpec(mixer, GatedSpec(self.intermediate_size, bias=self.mlp_bias)),) * self.num_layers
+
+    @property
+    def norm(self) -> NormSpec:
+        return NormSpec(self.rms_norm_eps)
+
+    embedding_multiplier: ClassVar[float] = 1.0
+    logits_scale: ClassVar[float] = 1.0
+    logits_softcap: ClassVar[float | None] = None
 
     @property
     def module_dims(self) -> ModuleDims:
@@ -155,7 +179,7 @@ def _parse(raw: ConfigJson, architecture: str, eos_token_ids: tuple[int, ...]) -
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
-        rope=_rope(raw, positions),
+        rope=_rope(raw, head_dim, positions),
         max_position_embeddings=positions,
         sliding_window=_sliding_window(raw, architecture, layers),
         tie_word_embeddings=raw.boolean("tie_word_embeddings"),
@@ -169,7 +193,7 @@ def _parse(raw: ConfigJson, architecture: str, eos_token_ids: tuple[int, ...]) -
     )
 
 
-def _rope(raw: ConfigJson, positions: int) -> RopeConfig:
+def _rope(raw: ConfigJson, dim: int, positions: int) -> RopeConfig:
     """The rotary embedding, from `rope_parameters` or the older `rope_scaling` and `rope_theta`."""
     scaling = (
         raw.object("rope_scaling") or raw.object("rope_parameters") or ConfigJson(raw.path, {}, "rope_parameters.")
@@ -179,21 +203,26 @@ def _rope(raw: ConfigJson, positions: int) -> RopeConfig:
         raise scaling.refuse(nested[0], "rotary embeddings that differ between layers are not supported")
     type_field = "rope_type" if "rope_type" in scaling.raw else "type"
     rope_type = scaling.text(type_field, "default")
-    if rope_type not in ROPE_TYPES:
-        raise scaling.refuse(type_field, f"rope type not supported; supported: {', '.join(ROPE_TYPES)}")
+    if rope_type not in (served := ("default", "linear", "llama3")):
+        raise scaling.refuse(type_field, f"rope type not supported; supported: {', '.join(served)}")
     for holder in (scaling, raw):
         for name in ("partial_rotary_factor", "attention_factor"):
             if holder.number(name, 1.0) != 1.0:
                 raise holder.refuse(name, "not supported; only 1.0 is")
     if rope_type == "default":
-        return RopeConfig(theta)
+        return RopeConfig(dim, theta)
     if rope_type == "linear":
-        return RopeConfig(theta, rope_type, scaling.number("factor"))
+        return RopeConfig(dim, theta, rope_type, factor=scaling.number("factor"))
     original = "original_max_position_embeddings"
     rope = RopeConfig(
-        theta, rope_type, scaling.number("factor"), scaling.number("low_freq_factor"),
-        scaling.number("high_freq_factor"), raw.integer(original, scaling.integer(original, positions)),
-    )  # fmt: skip
+        dim,
+        theta,
+        rope_type,
+        factor=scaling.number("factor"),
+        original_max_position_embeddings=raw.integer(original, scaling.integer(original, positions)),
+        low_freq_factor=scaling.number("low_freq_factor"),
+        high_freq_factor=scaling.number("high_freq_factor"),
+    )
     if rope.high_freq_factor <= rope.low_freq_factor:
         raise scaling.refuse("high_freq_factor", f"it must be above low_freq_factor, {rope.low_freq_factor}")
     return rope

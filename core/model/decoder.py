@@ -105,7 +105,7 @@ class Layer:
     def qkv(self, x: Residual) -> torch.Tensor:
         """`[tokens, q + 2·kv]`."""
         weights = self._weights
-        return self._gemm(QKV, x.normed(weights.input_norm), weights.qkv, weights.qkv_bias)
+        return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, q]`."""
@@ -115,7 +115,7 @@ class Layer:
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`silu(gate) · up`: `[tokens, ffn]`."""
         weights = self._weights
-        normed = x.normed(weights.post_attention_norm)
+        normed = x.normed(weights.mlp_norm)
         return self._gemm(GATE_UP, normed, weights.gate_up, weights.gate_up_bias, gate=True)
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:

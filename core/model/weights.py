@@ -32,8 +32,8 @@ class LayerWeights:
     Biases are as long as their projection has rows, q_norm and k_norm `[head_dim]`; None where the model has none.
     """
 
-    input_norm: torch.Tensor
-    post_attention_norm: torch.Tensor
+    attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
     qkv: torch.Tensor
     o: torch.Tensor
     gate_up: torch.Tensor
@@ -131,14 +131,14 @@ class Weights(ABC):
         q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
         gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
         return LayerWeights(
-            input_norm=self._read(at + "input_layernorm.weight"),
+            attention_norm=self._read(at + "input_layernorm.weight"),
             qkv=projection(q, k, v),
             qkv_bias=self._read(*(f"{name}.bias" for name in (q, k, v))) if config.qkv_bias else None,
             q_norm=self._read(at + "self_attn.q_norm.weight") if config.qk_norm else None,
             k_norm=self._read(at + "self_attn.k_norm.weight") if config.qk_norm else None,
             o=projection(o),
             o_bias=self._first_rank(f"{o}.bias") if config.o_bias else None,
-            post_attention_norm=self._read(at + "post_attention_layernorm.weight"),
+            mlp_norm=self._read(at + "post_attention_layernorm.weight"),
             gate_up=projection(gate, up),
             gate_up_bias=self._read(f"{gate}.bias", f"{up}.bias") if config.mlp_bias else None,
             down=projection(down),

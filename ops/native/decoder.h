@@ -152,10 +152,10 @@ class Decoder final : public AnyDecoder {
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
             if (step.segment_ready) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
-            normalise(me, tokens, w.input_norm);
+            normalise(me, tokens, w.attention_norm);
             attend(step, me, w, l);
             add_to_residual(me, task(step, w, l, kO, rows_of(attended_, q_size()), x));
-            normalise(me, tokens, w.post_attention_norm);
+            normalise(me, tokens, w.mlp_norm);
             const LoraTask<T> gate_up = task(step, w, l, kGateUp, normed, y);
             if (projections_.gated()) {
                 projections_.run_gated(me, gate_up, act);

@@ -16,7 +16,7 @@ constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
 
 // The descriptors mirror the ctypes structures of ops/native_library.py, field by field: layout.h has both compared.
 struct LayerDesc {
-    const float *input_norm, *post_attention_norm;  // [hidden]
+    const float *attention_norm, *mlp_norm;  // [hidden]
     const void* weights[kGroups];  // packed panels
     const float* bias[kGroups];  // [outputs]; null where the architecture has none
     const float *q_norm, *k_norm;  // [head_dim]; the same

@@ -21,7 +21,7 @@ struct Field {
 constexpr Field kLayout[] = {
     ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
         AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset),
-    ALL(LayerDesc), AT(LayerDesc, input_norm), AT(LayerDesc, post_attention_norm),
+    ALL(LayerDesc), AT(LayerDesc, attention_norm), AT(LayerDesc, mlp_norm),
         NAMED(LayerDesc, qkv, weights[kQkv]), NAMED(LayerDesc, qkv_bias, bias[kQkv]),
         NAMED(LayerDesc, o, weights[kO]), NAMED(LayerDesc, o_bias, bias[kO]),
         NAMED(LayerDesc, gate_up, weights[kGateUp]), NAMED(LayerDesc, gate_up_bias, bias[kGateUp]),

@@ -108,8 +108,8 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
 
     layers = [
         LayerWeights(
-            input_norm=vector(hidden),
-            post_attention_norm=vector(hidden),
+            attention_norm=vector(hidden),
+            mlp_norm=vector(hidden),
             qkv=native.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
             o=native.pack(weights(hidden, q, scale=q**-0.5)),
             gate_up=native.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),

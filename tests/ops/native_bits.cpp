@@ -51,8 +51,8 @@ template <class T, int kFfn> void run() {
     };
     LayerDesc layers[kLayers] = {};
     for (LayerDesc& layer : layers) {
-        layer.input_norm = vector(kHidden, 0.3f, 1);
-        layer.post_attention_norm = vector(kHidden, 0.3f, 1);
+        layer.attention_norm = vector(kHidden, 0.3f, 1);
+        layer.mlp_norm = vector(kHidden, 0.3f, 1);
         layer.weights[kQkv] = weight(kQ + 2 * kKv, kHidden), layer.weights[kO] = weight(kHidden, kQ);
         layer.weights[kGateUp] = weight(2 * kFfn, kHidden), layer.weights[kDown] = weight(kHidden, kFfn);
     }

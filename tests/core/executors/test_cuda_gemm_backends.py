@@ -28,7 +28,7 @@ from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa:
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM", vocab_size=80, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=16, rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64, sliding_window=None,
+    head_dim=16, rms_norm_eps=1e-5, rope=RopeConfig(16), max_position_embeddings=64, sliding_window=None,
     tie_word_embeddings=True, qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False, dtype="bfloat16",
     bos_token_id=None, eos_token_ids=(),
 )  # fmt: skip

@@ -49,7 +49,7 @@ def test_projections_are_packed(subject):
     config = ModelConfig.read(subject("gqa").model)
     for layer in DummyWeights(config, torch.float32).layers(lambda weight: weight.T):
         assert layer.qkv.shape == (config.hidden_size, config.q_size + 2 * config.kv_size)
-        assert layer.input_norm.shape == (config.hidden_size,)
+        assert layer.attention_norm.shape == (config.hidden_size,)
 
 
 def test_no_checkpoint_is_looked_for(subject, tmp_path):

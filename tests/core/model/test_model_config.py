@@ -46,10 +46,14 @@ def test_old_and_new_spelling_of_rope_are_the_same(read, type_field):
     new = read(rope_parameters={**scaling, "rope_theta": 500000})
     old = read(rope_theta=500000.0, rope_scaling=scaling)
     assert new == old
-    assert new.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
+    assert new.rope == RopeConfig(new.head_dim, 500000.0, "llama3", factor=8.0, original_max_position_embeddings=64)
     plain = read(rope_theta=1e6, rope_scaling=None)
-    assert plain.rope == read(rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope == RopeConfig(1e6)
-    assert read().rope == RopeConfig(10000.0)
+    assert (
+        plain.rope
+        == read(rope_parameters={"rope_type": "default", "rope_theta": 1e6}).rope
+        == RopeConfig(plain.head_dim, 1e6)
+    )
+    assert read().rope == RopeConfig(plain.head_dim, 10000.0)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])

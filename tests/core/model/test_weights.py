@@ -88,8 +88,8 @@ def test_projections_are_packed_in_order(checkpoint, files):
             for side, suffix in (("weight", ""), ("bias", "_bias")):
                 want = torch.cat([it.tensors[f"{at}{part}.{name}_proj.{side}"] for name in names])
                 assert torch.equal(found[f"{i}.{packed}{suffix}"], want)
-        assert torch.equal(found[f"{i}.input_norm"], it.tensors[at + "input_layernorm.weight"])
-        assert torch.equal(found[f"{i}.post_attention_norm"], it.tensors[at + "post_attention_layernorm.weight"])
+        assert torch.equal(found[f"{i}.attention_norm"], it.tensors[at + "input_layernorm.weight"])
+        assert torch.equal(found[f"{i}.mlp_norm"], it.tensors[at + "post_attention_layernorm.weight"])
         assert f"{i}.q_norm" not in found
     assert torch.equal(found["embed"], it.tensors[EMBED])
     assert torch.equal(found["lm_head"], it.tensors[LM_HEAD])
