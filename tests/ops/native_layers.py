@@ -190,12 +190,25 @@ Part = tuple[Sequence[int], list[int], int, int, int | None]
 """A sequence's tokens, its pages, the tokens of it to compute, and its adapter."""
 
 
-def step(decoder: native.NativeDecoder, model: Model, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Logits of the tokens begin … end-1 of each sequence."""
+def step(
+    decoder: native.NativeDecoder,
+    model: Model,
+    parts: Sequence[Part],
+    *,
+    merged: bool = False,
+    prompt_logprobs: bool = False,
+    ready: int = 0,
+    max_stall: float = 0.0,
+) -> list[torch.Tensor]:
+    """Logits of the tokens begin … end-1 of each sequence, as many as the decoder keeps.
+
+    merged, max_stall: see `NativeDecoder.forward`. ready: see `Segments`. prompt_logprobs: ask for all tokens' logits
+    afterwards, too.
+    """
     segments, at, indptr, positions, pages, ids = Segments(), 0, [0], [], [], []
     for tokens, table, begin, end, adapter in parts:
         if adapter is not None:
-            segments.add(at, at + end - begin, model.rows[adapter])
+            segments.add(at, at + end - begin, model.rows[adapter], ready)
         at += end - begin
         indptr.append(at)
         positions += range(begin, end)
@@ -209,10 +222,14 @@ def step(decoder: native.NativeDecoder, model: Model, parts: Sequence[Part]) -> 
         [end for *_, end, _ in parts],
     )
     position = torch.tensor(positions)
+    every = torch.arange(at)
     logits = decoder.forward(
-        torch.tensor(ids), position, torch.tensor(pages), position % BLOCK, rows, torch.arange(at), segments
-    )
-    return list(logits.clone().split([end - begin for _, _, begin, end, _ in parts]))
+        torch.tensor(ids), position, torch.tensor(pages), position % BLOCK, rows, every, segments, max_stall,
+        every if prompt_logprobs else None, merged,
+    )  # fmt: skip
+    assert not segments.late
+    counts = [end - begin for _, _, begin, end, _ in parts]
+    return list(logits.clone().split(counts)) if len(logits) == at else []
 
 
 def reference(model: Model, tokens: Sequence[int], adapter: int | None = None) -> torch.Tensor:
@@ -321,3 +338,50 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
         out[..., a] = x[..., a] * cos[:, i] - x[..., b] * sin[:, i]
         out[..., b] = x[..., b] * cos[:, i] + x[..., a] * sin[:, i]
     return out
+
+
+def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]:
+    """What each of some ranks has of a model, with pages of its own."""
+    kind, whole = model.kind, model.native(positions)
+    head_dim = kind.head_dim
+    q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
+
+    def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
+        """The rank's share of each of the sections, one after the other."""
+        return (
+            None
+            if sections[0] is None
+            else torch.cat([part.chunk(ranks)[rank] for part in sections if part is not None])
+        )
+
+    def cut(tensor: torch.Tensor | None, *lengths: int) -> tuple[torch.Tensor | None, ...]:
+        return (None,) if tensor is None else tensor.split(lengths)
+
+    found = []
+    for rank in range(ranks):
+        layers = [
+            replace(
+                layer,
+                qkv=of(rank, *cut(layer.qkv, q, kv, kv)), qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
+                gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
+                gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
+                o=layer.o.chunk(ranks, dim=1)[rank].contiguous(), o_bias=None if rank else layer.o_bias,
+                down=layer.down.chunk(ranks, dim=1)[rank].contiguous(), down_bias=None if rank else layer.down_bias,
+            ).packed()
+            for layer in model.weights
+        ]  # fmt: skip
+        first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
+        arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
+        found.append(
+            replace(
+                whole,
+                heads=kind.heads // ranks,
+                kv_heads=kind.kv_heads // ranks,
+                ffn=kind.ffn // ranks,
+                vocab=end - first,
+                layers=layers,
+                lm_head=native.pack(model.head[first:end]),
+                arena=arena,
+            )
+        )
+    return found
