@@ -1,4 +1,4 @@
-"""The native CPU decoder: a whole step of a model of the Llama kind in one call.
+"""The native CPU decoder: a whole step of a model in one call.
 
 Where the library is not available (`native_library`) the torch operators serve; both give the same tokens.
 """
@@ -10,7 +10,7 @@ import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,8 +20,10 @@ import torch
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
     ELEMENT_OF,
+    LAYER_WEIGHTS,
     LOGPROB_ROW,
     SAMPLE_ROW,
+    Activation,
     AdapterDescriptor,
     LayerDescriptor,
     MergeDescriptor,
@@ -64,11 +66,42 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
 
 
 @dataclass(slots=True)
-class NativeModel:
-    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`.
+class LayerValues:
+    """How a layer computes, whatever its weights are."""
 
-    layers: a tensor, or None where there is none, for each name in `LayerDescriptor`: packed projections in the model's
-    dtype, everything else float32.
+    scale: float
+    """Factor of the scores q · k."""
+
+    cos: torch.Tensor | None = None
+    """`[positions, rotary_dim]` float32: of each rotated element, times the attention factor. None: none is rotated."""
+
+    sin: torch.Tensor | None = None
+
+    interleaved: bool = False
+    """Elements 2i and 2i + 1 are rotated together, rather than i and i + rotary_dim / 2."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included; 0: all before it."""
+
+    softcap: float = 0.0
+    """Scores s become `softcap · tanh(s / softcap)`; 0: they stay."""
+
+    norms_all_heads: bool = False
+    """q_norm `[heads · head_dim]` and k_norm `[kv_heads · head_dim]` are norms of all heads at once."""
+
+    parallel: bool = False
+    """The feed-forward part has attention's input, and there is no mlp_norm."""
+
+    residual_multiplier: float = 1.0
+    activation: Activation = Activation.SILU
+
+
+@dataclass(slots=True)
+class NativeModel:
+    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm float32; arena `[pages, elems]`.
+
+    layers: a tensor, or None where there is none, for each name in `LAYER_WEIGHTS`: packed projections in the model's
+    dtype, everything else float32. A layer without attention_norm or mlp_norm takes the residual stream as it is.
     """
 
     hidden: int
@@ -80,12 +113,21 @@ class NativeModel:
     block_tokens: int
     eps: float
     layers: Sequence[Any]
+    values: Sequence[LayerValues]
+    positions: int
     embed: torch.Tensor
     lm_head: torch.Tensor
     norm: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
     arena: torch.Tensor
+
+    centered: bool = False
+    """Norms subtract the mean: LayerNorm without bias."""
+
+    embedding_multiplier: float = 1.0
+    logits_scale: float = 1.0
+
+    logits_softcap: float = 0.0
+    """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
 
 
 class NativeRows:
@@ -115,7 +157,7 @@ def check_step(
     read = table[torch.arange(table.shape[1]) <= (last // block)[:, None]]
     for name, values, limit in (
         ("token id", token_ids, len(model.embed)),
-        ("position", positions, len(model.cos)),
+        ("position", positions, model.positions),
         ("page that is written", page, len(model.arena)),
         ("offset in a page", offset, block),
         ("last position of a row", last, table.shape[1] * block),
@@ -155,13 +197,14 @@ class NativeDecoder:
             WeakKeyDictionary()
         )
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
-        layers = self._layers(model.layers)
+        layers = _described_layers(model.layers, model.values)
         description = ModelDescriptor(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
-            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps, layer=layers,
+            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps,
+            centered=model.centered, embedding_multiplier=model.embedding_multiplier,
+            logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
-            cos=_pointer(model.cos), sin=_pointer(model.sin), arena=_pointer(model.arena),
-            page_elems=model.arena.shape[1],
+            arena=_pointer(model.arena), page_elems=model.arena.shape[1],
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
@@ -270,17 +313,8 @@ class NativeDecoder:
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:
-        """Have steps that say so take these layers in place of the model's; None: there are none."""
-        self._merged = (None, ()) if layers is None else (self._layers(layers), layers)
-
-    @staticmethod
-    def _layers(layers: Sequence[Any]) -> Any:
-        descriptors = (LayerDescriptor * len(layers))()
-        for descriptor, layer in zip(descriptors, layers, strict=True):
-            for name, *_ in LayerDescriptor._fields_:
-                tensor = getattr(layer, name)
-                setattr(descriptor, name, None if tensor is None else _pointer(tensor))
-        return descriptors
+        """Have steps that say so take these layers' weights in place of the model's; None: there are none."""
+        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model.values), layers)
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments; steps with the same ones need not do it again. What of them is lent."""
@@ -366,6 +400,24 @@ def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError("the native library takes rows of float32")
     return logits.data_ptr(), 4 * logits.stride(0)
+
+
+def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> Any:
+    """Descriptors of layers; what they point to must live as long."""
+    descriptors = (LayerDescriptor * len(layers))()
+    for descriptor, layer, own in zip(descriptors, layers, values, strict=True):
+        for name in LAYER_WEIGHTS:
+            setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
+        for field in fields(own):
+            if field.name not in ("cos", "sin"):
+                setattr(descriptor, field.name, getattr(own, field.name))
+        descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
+        descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
+    return descriptors
+
+
+def _pointer_or_null(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else _pointer(tensor)
 
 
 def _pointer(tensor: torch.Tensor) -> int:

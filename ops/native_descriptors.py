@@ -37,14 +37,42 @@ class AdapterDescriptor(Structure):
     ]  # fmt: skip
 
 
+class Activation(IntEnum):
+    """An activation's number in the library."""
+
+    SILU = 0
+    GELU = 1
+    """By tanh, as torch's `gelu(approximate="tanh")`."""
+
+
+LAYER_WEIGHTS = (
+    "attention_norm",
+    "attention_out_norm",
+    "mlp_norm",
+    "mlp_out_norm",
+    "qkv",
+    "o",
+    "gate_up",
+    "down",
+    "qkv_bias",
+    "o_bias",
+    "gate_up_bias",
+    "down_bias",
+    "q_norm",
+    "k_norm",
+)
+"""A layer's weights, null where it has none."""
+
+
 class LayerDescriptor(Structure):
-    """A layer's tensors, null where it has none."""
+    """A layer's weights, and how it computes."""
 
     _fields_ = [
-        (name, c_void_p)
-        for name in ("attention_norm", "mlp_norm", "qkv", "o", "gate_up", "down",
-                     "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm")
-    ]  # fmt: skip
+        *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin")),
+        *((name, c_float) for name in ("scale", "softcap", "residual_multiplier")),
+        *((name, c_int32) for name in ("window", "rotary_dim", "interleaved", "norms_all_heads", "parallel")),
+        ("activation", c_int32),
+    ]
 
 
 class ModelDescriptor(Structure):
@@ -53,8 +81,10 @@ class ModelDescriptor(Structure):
     _fields_ = [
         *((name, c_int32) for name in
           ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
-        ("eps", c_float), ("layer", POINTER(LayerDescriptor)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
+        ("eps", c_float), ("centered", c_int32),
+        *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
+        ("layer", POINTER(LayerDescriptor)),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")), ("page_elems", c_int64),
     ]  # fmt: skip
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from ...memory.pages import hugepages
@@ -19,39 +20,58 @@ from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import LoraState, StepBatch
 from .config import ModelConfig
-from .layers import Activation, HeadNorm, LayerSpec
+from .layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
+from .rope_config import RopeConfig
 from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
 
+_ACTIVATIONS = {Activation.SILU: native.Activation.SILU, Activation.GELU_TANH: native.Activation.GELU}
 
-def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
+
+def why_unsupported(config: ModelConfig, dtype: torch.dtype, ranks: int = 1) -> str | None:
+    """Return the reason why the native decoder can't run a model in `dtype` here; None if it can.
+
+    config: of a rank's share. ranks: that compute shares of each layer.
+    """
     pair = 4 // dtype.itemsize
     inner = (config.hidden_size, config.intermediate_size, config.q_size)
     if reason := native_library.why_unavailable(dtype):
         return reason
-    if not _is_plain(config):
-        return "its layers have parts that the native decoder does not compute"
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
+    for index, layer in enumerate(config.layers):
+        if reason := _why_layer_unsupported(layer, config.layers[0], ranks):
+            return f"layer {index} of the model {reason}"
     return None
 
 
-def _is_plain(config: ModelConfig) -> bool:
-    """True for Llama's layers, with or without biases and norms of single heads."""
-    first = config.layers[0]
-    mixer = replace(first.mixer, scale=first.mixer.head_dim**-0.5, softcap=None, window=None, rope=first.mixer.rope)
-    plain = LayerSpec(mixer, replace(first.feed_forward, activation=Activation.SILU))
-    return (
-        set(config.layers) == {plain}
-        and mixer.rope is not None
-        and not mixer.rope.interleaved
-        and mixer.rope.dim == mixer.head_dim
-        and mixer.rope.attention_factor == 1.0
-        and mixer.head_norm is not HeadNorm.ALL
-        and not config.norm.centered
-        and (config.embedding_multiplier, config.logits_scale, config.logits_softcap) == (1.0, 1.0, None)
-    )
+def _why_layer_unsupported(layer: LayerSpec, first: LayerSpec, ranks: int) -> str | None:
+    """Return the reason why the native decoder can't compute a layer. first: the model's first one."""
+    own, other = _sizes(layer), _sizes(first)
+    if differing := [f"{name} {size}, and layer 0 {other[name]}" for name, size in own.items() if size != other[name]]:
+        return f"has {differing[0]}; the native decoder needs the same in all layers"
+    rope, head_dim = layer.mixer.rope, layer.mixer.head_dim
+    if rope is not None and (rope.dim % 2 or not 0 < rope.dim <= head_dim):
+        return f"rotates {rope.dim} elements of a head; the native decoder needs an even number from 2 to {head_dim}"
+    if layer.feed_forward.activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        return f"has the activation {layer.feed_forward.activation}; the native decoder has {known}"
+    if ranks > 1 and layer.mixer.head_norm is HeadNorm.ALL:
+        return (
+            "has a norm of all heads at once, which the native decoder would have to sum over the "
+            f"{ranks} ranks; set tensor_parallel_size to 1"
+        )
+    return None
+
+
+def _sizes(layer: LayerSpec) -> dict[str, int]:
+    """Sizes that all layers share, by what an error calls them."""
+    return {
+        "num_attention_heads": layer.mixer.num_heads,
+        "num_key_value_heads": layer.mixer.num_kv_heads,
+        "head_dim": layer.mixer.head_dim,
+        "intermediate_size": layer.feed_forward.size,
+    }
 
 
 class NativeDecoderModel:
@@ -69,9 +89,6 @@ class NativeDecoderModel:
         """ranks: see `DecoderModel`."""
         self.config = config
         self._ranks = ranks
-        rope = config.layers[0].mixer.rope
-        assert rope is not None
-        cos, sin = rotary_table(rope.inverse_frequencies(), max_model_len)
         embed = weights.embed()
         shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size)
         packed = PackedWeights(projection_shapes(config, shard), embed.dtype)
@@ -80,10 +97,11 @@ class NativeDecoderModel:
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
-            block_tokens=arena.layout.block_tokens, eps=config.norm.eps,
-            layers=self.layers, embed=embed,
-            lm_head=packed.add(head), norm=weights.norm().float(), cos=cos, sin=sin,
-            arena=arena.pages,
+            block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
+            layers=self.layers, values=layer_values(config.layers, max_model_len), positions=max_model_len, embed=embed,
+            lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
+            embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
+            logits_softcap=config.logits_softcap or 0.0,
         )  # fmt: skip
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
         self._every: dict[int, torch.Tensor] = {}
@@ -158,6 +176,42 @@ class NativeDecoderModel:
 
     def close(self) -> None:
         self._decoder.close()
+
+
+def layer_values(layers: Sequence[LayerSpec], positions: int) -> list[native.LayerValues]:
+    """How the library computes layers, with the angles of that many positions; layers with the same rope share them."""
+    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+    tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
+    return [_layer_values(layer, *tables[layer.mixer.rope]) for layer in layers]
+
+
+def _layer_values(layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor | None) -> native.LayerValues:
+    mixer = layer.mixer
+    return native.LayerValues(
+        _score_scale(mixer),
+        cos,
+        sin,
+        interleaved=mixer.rope is not None and mixer.rope.interleaved,
+        window=mixer.window or 0,
+        softcap=mixer.softcap or 0.0,
+        norms_all_heads=mixer.head_norm is HeadNorm.ALL,
+        parallel=layer.norms is Norms.PARALLEL,
+        residual_multiplier=layer.residual_multiplier,
+        activation=_ACTIVATIONS[layer.feed_forward.activation],
+    )
+
+
+def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotary_table(
+        rope.inverse_frequencies(), positions, factor=rope.attention_factor, interleaved=rope.interleaved
+    )
+
+
+def _score_scale(mixer: AttentionSpec) -> float:
+    """The usual scale as float32 arithmetic gives it, which for some head sizes is not head_dim^-0.5 rounded."""
+    if mixer.scale == mixer.head_dim**-0.5:
+        return float(1 / np.sqrt(np.float32(mixer.head_dim)))
+    return mixer.scale
 
 
 class PackedWeights:

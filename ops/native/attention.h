@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <vector>
+#include "elementwise.h"
 #include "gemm.h"
 
 namespace chorus {
@@ -13,28 +14,35 @@ namespace chorus {
 //   page_elems  elements from page to page, all layers' of both
 //   group       query heads that share a K/V head
 //   scale       of a score
+//   softcap     scores s become softcap · tanh(s / softcap); 0: they stay
+//   window      keys that a query sees, its own included; 0: all
 template <class T>
 struct PagedCache {
     T *k, *v;
     int64_t page_elems;
     int block_tokens, kv_heads, head_dim, group;
-    float scale;
+    float scale, softcap;
+    int window;
+
+    // The first key that a query sees, of `visible` up to its own.
+    int first(int visible) const { return window ? std::max(0, visible - window) : 0; }
 
     // Elements from the beginning of a plane to a token's K/V head.
     int64_t at(int64_t page, int64_t offset, int kv_head) const {
         return page * page_elems + (offset * kv_heads + kv_head) * head_dim;
     }
 
-    // Find where tokens 0 … count-1 of a row lie in a plane.
+    // Find where tokens first … first+count-1 of a row lie in a plane.
     //
     //   plane  k or v, or either from a head on
     //   pages  the row's block table
     //   out    [count]
-    void locate(const T* plane, const int64_t* pages, int count, const T** out) const {
+    void locate(const T* plane, const int64_t* pages, int first, int count, const T** out) const {
         const long step = (long)kv_heads * head_dim;
-        for (int s = 0, page = 0; s < count; page++) {
-            const T* at = plane + pages[page] * page_elems;
-            for (const int end = std::min(count, s + block_tokens); s < end; s++, at += step) out[s] = at;
+        int offset = first % block_tokens;
+        for (int s = 0, page = first / block_tokens; s < count; page++, offset = 0) {
+            const T* at = plane + pages[page] * page_elems + offset * step;
+            for (const int end = std::min(count, s + block_tokens - offset); s < end; s++, at += step) out[s] = at;
         }
     }
 };
@@ -64,23 +72,48 @@ inline void key_columns(const T* const* keys, long offset, int words, Floats* ou
 
 // exp(scores · scale - the highest), as X in the same memory; returns 1 / their sum.
 //
+//   FROM     whether `first` is not 0
 //   scores   [padded] float32
-//   visible  that count; 0 beyond
+//   first    the first that counts; 0 before it, back to a multiple of 16
+//   visible  the last that counts is before it; 0 beyond
 //   padded   a multiple of 16
-template <class X>
-inline float softmax(float* scores, int visible, int padded, float scale) {
+template <class X, bool FROM>
+inline float softmax(float* scores, int first, int visible, int padded, float scale) {
     const Floats factor = floats(scale), low = floats(-INFINITY);
+    const int begin = FROM ? first / kLanes * kLanes : 0;
+    auto seen = [&](Floats v, int s, Floats other) { return FROM && s < first ? keep(other, head(first - s), v) : v; };
     Floats top = low;
-    for (int s = 0; s < visible; s += kLanes) top = max(top, keep(load16(scores + s) * factor, head(visible - s), low));
+    for (int s = begin; s < visible; s += kLanes)
+        top = max(top, seen(keep(load16(scores + s) * factor, head(visible - s), low), s, low));
     const Floats highest = floats(largest(top));
     Floats all = floats(0);
-    for (int s = 0; s < padded; s += kLanes) {
-        const Floats e =
-            keep(exp16(fms(load16(scores + s), factor, highest)), head(std::max(0, visible - s)), floats(0));
+    for (int s = begin; s < padded; s += kLanes) {
+        Floats e = keep(exp16(fms(load16(scores + s), factor, highest)), head(std::max(0, visible - s)), floats(0));
+        e = seen(e, s, floats(0));
         store16((X*)scores + s, e);
         all = all + e;
     }
     return 1.0f / sum(all);
+}
+
+// Weights of the keys that a query sees, before they are divided by their sum, as X in the memory of their scores; returns
+// 1 / the sum.
+//
+//   cache    the layer
+//   scores   see softmax
+//   first    the first key that the query sees
+//   visible  the last one is before it
+//   padded   see softmax
+template <class X, class T>
+inline float weights_of(const PagedCache<T>& cache, float* scores, int first, int visible, int padded) {
+    float scale = cache.scale;
+    if (cache.softcap != 0) {
+        const int begin = first / kLanes * kLanes;
+        cap(scores + begin, padded - begin, scale, cache.softcap);
+        scale = 1;
+    }
+    if (first) return softmax<X, true>(scores, first, visible, padded, scale);
+    return softmax<X, false>(scores, 0, visible, padded, scale);
 }
 
 // Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with: the columns in

@@ -142,7 +142,8 @@ struct NextRead {
     int kv_head;
 };
 
-// out = softmax(q · Kᵀ · scale) · V of a unit.
+// out = softmax(q · Kᵀ · scale) · V of a unit, over the keys that it sees. The first of them may be any of a vector's sixteen: the
+// others of the vector have no weight, and stand for it in memory, as what they hold may be NaN.
 //
 //   cache    the layer
 //   unit     row and K/V heads
@@ -153,20 +154,25 @@ struct NextRead {
 template <class T>
 inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const Act<T>* q, Act<T>* out, KvRow row,
                           AttentionScratch& scratch, const NextRead& next) {
-    const int kv_len = row.length, group = cache.group;
+    const int seen = cache.first(row.length), begin = seen / kLanes * kLanes, first = seen - begin;
+    const int kv_len = row.length - begin, group = cache.group;
+    const int next_begin = cache.first(next.row.length) / kLanes * kLanes;
     const int padded = (kv_len + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim, queries = unit.heads * group;
     const int columns = whole_columns(head_dim), together = std::min(kHeads, std::max(1, kQueries / group));
     const int token_bytes = unit.heads * head_dim * (int)sizeof(T);
-    const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes), upcoming = std::min(ahead, next.row.length);
+    const int ahead = std::max(1, 2 * (int)kPrefetchBytes / token_bytes),
+              upcoming = std::min(ahead, next.row.length - next_begin);
     scratch.scores.resize((size_t)queries * padded);
     scratch.sums.assign((size_t)queries * columns, 0.0f);
     scratch.places.resize(2 * kv_len + ahead + kLanes);
     const T** keys = (const T**)scratch.places.data();  // and V after them, then what comes next: the order of reading
     const T** values = keys + kv_len;
     const long offset = (long)unit.first * head_dim;
-    cache.locate(cache.k + offset, row.pages, kv_len, keys);
-    cache.locate(cache.v + offset, row.pages, kv_len, values);
-    cache.locate(cache.k + (long)next.kv_head * head_dim, next.row.pages, upcoming, values + kv_len);
+    cache.locate(cache.k + offset, row.pages, begin, kv_len, keys);
+    cache.locate(cache.v + offset, row.pages, begin, kv_len, values);
+    cache.locate(cache.k + (long)next.kv_head * head_dim, next.row.pages, next_begin, upcoming, values + kv_len);
+    std::fill_n(keys, first, keys[first]);
+    std::fill_n(values, first, values[first]);
     for (int s = upcoming; s < ahead + kLanes; s++) values[kv_len + s] = values[kv_len - 1];
     // run(heads, rows, s, count, h, i): the work of `count` tokens from s on for K/V heads from h on and query vectors from i
     // on. What is read `ahead` tokens later is fetched half before it and half after it: more at once would be in its way.
@@ -195,7 +201,7 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     });
     scratch.factors.resize(queries);
     float* factors = scratch.factors.data();
-    for (int i = 0; i < queries; i++) factors[i] = softmax<Act<T>>(scores[i], kv_len, padded, cache.scale);
+    for (int i = 0; i < queries; i++) factors[i] = weights_of<Act<T>>(cache, scores[i], first, kv_len, padded);
     const Rows<const Act<T>> weights{(const Act<T>*)scores.data, padded * (long)(sizeof(float) / sizeof(Act<T>))};
     each(values, [&](auto heads, auto rows, int s, int count, int h, int i) {
         weighted_values<T, heads(), rows()>(weights.from(i, s), values + s, (long)h * head_dim, count, head_dim,

@@ -1,4 +1,4 @@
-// A Llama-architecture decoder step as one call: every thread walks the layers, meeting after each phase.
+// A step of a decoder as one call: every thread walks the layers, meeting after each phase.
 //
 // No Python, allocation or dispatch between the products; the step's variable part (rows, block tables, segments) is
 // read from a StepDesc, so that one function serves decode buckets and ragged prefill steps alike.
@@ -123,7 +123,7 @@ class Decoder final : public AnyDecoder {
         const int qkv = outputs(kQkv);
         projections_.plan(step);
         grow_rows(x_, tokens, m_.hidden);
-        grow_rows(y_, tokens, projections_.gated() ? qkv : std::max(qkv, outputs(kGateUp)));
+        grow_rows(y_, tokens, std::max({qkv, m_.hidden, projections_.gated() ? 0 : outputs(kGateUp)}));
         grow_rows(normed_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, q_size());
@@ -147,26 +147,31 @@ class Decoder final : public AnyDecoder {
         const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, outputs(kGateUp));
         const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
         // Not by parts: a team's very first phase has the tag that untouched shares have.
-        team_.each(me, tokens, [&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x[t]); });
+        team_.each(me, tokens, [&](int t) {
+            convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x[t]);
+            if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
+        });
         const LayerDesc* layers = step.layer ? step.layer : layers_.data();
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
             if (step.segment_ready) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
-            normalise(me, tokens, w.input_norm);
+            normalise(me, tokens, w.attention_norm);
             attend(step, me, w, l);
-            add_to_residual(me, task(step, w, l, kO, rows_of(attended_, q_size()), x));
-            normalise(me, tokens, w.post_attention_norm);
+            add_to_residual(me, task(step, w, l, kO, rows_of(attended_, q_size()), x), w.attention_out_norm,
+                            w.residual_multiplier);
+            if (!w.parallel) normalise(me, tokens, w.mlp_norm);
             const LoraTask<T> gate_up = task(step, w, l, kGateUp, normed, y);
             if (projections_.gated()) {
-                projections_.run_gated(me, gate_up, act);
+                projections_.run_gated(me, gate_up, w.activation, act);
             } else {
                 run_product(me, gate_up);
-                each_part(team_, me, tokens, [&](int t, bool) { silu_and_mul(y[t], y[t] + m_.ffn, m_.ffn, act[t]); });
+                each_part(team_, me, tokens,
+                          [&](int t, bool) { activate(w.activation, y[t], y[t] + m_.ffn, m_.ffn, act[t]); });
             }
-            add_to_residual(me, task(step, w, l, kDown, act, x));
+            add_to_residual(me, task(step, w, l, kDown, act, x), w.mlp_out_norm, w.residual_multiplier);
         }
         team_.each(me, step.logits_wanted + step.prompt_logits_wanted,
-                   [&](int r) { rms_norm(x[step.logit_tokens[r]], m_.norm, hidden, m_.eps, normed[r]); });
+                   [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
         const int rows = step.logits_wanted;
         head_.run(me, normed, {rows, step.logits, step.logit_rows, step.samples});
         if (ranks_) {
@@ -191,9 +196,13 @@ class Decoder final : public AnyDecoder {
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const int64_t plane = (int64_t)m_.block_tokens * kv_size();
         T* keys = (T*)m_.arena + 2 * l * plane;
-        const PagedCache<T> cache{
-            keys,        keys + plane, m_.page_elems,          m_.block_tokens,
-            m_.kv_heads, m_.head_dim,  m_.heads / m_.kv_heads, 1.0f / std::sqrt((float)m_.head_dim)};
+        const PagedCache<T> cache{keys,        keys + plane,           m_.page_elems, m_.block_tokens, m_.kv_heads,
+                                  m_.head_dim, m_.heads / m_.kv_heads, w.scale,       w.softcap,       w.window};
+        if (w.norms_all_heads)
+            each_part(team_, me, step.tokens, [&](int t, bool) {
+                norm_.run(y[t], w.q_norm, q_size(), y[t]);
+                norm_.run(y[t] + q_size(), w.k_norm, kv_size(), y[t] + q_size());
+            });
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
         };
@@ -226,15 +235,35 @@ class Decoder final : public AnyDecoder {
         each_part(team_, me, task.step.tokens, [&](int t, bool) { offloader_.add(task, t); });
     }
 
-    // As `run_product`, but y is added to; of several ranks the sum of what each has.
-    void add_to_residual(Team::Member& me, LoraTask<T> task) {
-        task.accumulate = !ranks_;
-        if (!ranks_) return run_product(me, task);
-        const Rows<float> x = task.y;
-        task.y.data = ranks_->mine();
-        projections_.run(me, task);
-        team_.each(me, 1, [&](int) { ranks_->meet(); });
-        each_part(team_, me, task.step.tokens, [&](int t, bool) { ranks_->add(x[t], t * x.stride, m_.hidden); });
+    // y += multiplier · norm(product), of several ranks that of the sum of what each has. Without a norm and a multiplier the
+    // product is added to y as it is computed.
+    //
+    //   me          the thread
+    //   task        the product, with the residual stream as its y
+    //   norm        [hidden]; null: none
+    //   multiplier  of what is added
+    void add_to_residual(Team::Member& me, LoraTask<T> task, const float* norm, float multiplier) {
+        const bool direct = !norm && multiplier == 1;
+        const Rows<float> x = task.y, sum = direct ? x : rows_of(y_, m_.hidden);
+        task.y = sum;
+        if (ranks_) {
+            task.y.data = ranks_->mine();
+            projections_.run(me, task);
+            team_.each(me, 1, [&](int) { ranks_->meet(); });
+        } else {
+            task.accumulate = direct;
+            run_product(me, task);
+            if (direct) return;
+        }
+        each_part(team_, me, task.step.tokens, [&](int t, bool) {
+            if (ranks_) {
+                if (!direct) std::fill_n(sum[t], m_.hidden, 0.0f);
+                ranks_->add(sum[t], t * sum.stride, m_.hidden);
+            }
+            if (direct) return;
+            if (norm) norm_.run(sum[t], norm, m_.hidden, sum[t]);
+            add_scaled(sum[t], m_.hidden, multiplier, x[t]);
+        });
     }
 
     // The argmax of each row over all ranks' shares of the vocabulary, on rank 0; the others want none.
@@ -276,33 +305,39 @@ class Decoder final : public AnyDecoder {
         }
     }
 
-    // normed = rms_norm(x) · weight.
+    // normed = norm(x); x itself where weight is null.
     void normalise(Team::Member& me, int tokens, const float* weight) {
         const Rows<float> x = rows_of(x_, m_.hidden);
         const Rows<X> normed = rows_of(normed_, m_.hidden);
-        each_part(team_, me, tokens, [&](int t, bool) { rms_norm(x[t], weight, m_.hidden, m_.eps, normed[t]); });
+        each_part(team_, me, tokens, [&](int t, bool) {
+            if (weight) norm_.run(x[t], weight, m_.hidden, normed[t]);
+            else convert(x[t], m_.hidden, normed[t]);
+        });
     }
 
-    // Of token t, one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k,
-    // then write q to its buffer, k and v to their page.
+    // Of token t, one K/V head and the query heads that share it: norm each (where the layer does) and rotate q and k, then write
+    // q to its buffer, k and v to their page.
     void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<T>& cache, int t, int kv_head) {
         const int head_dim = m_.head_dim;
         float* y = rows_of(y_, outputs(kQkv))[t];
         X* q = rows_of(q_, q_size())[t];
-        const float *cos = m_.cos + step.positions[t] * head_dim, *sin = m_.sin + step.positions[t] * head_dim;
+        const int64_t at = step.positions[t] * w.rotary_dim;
+        const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
         const int64_t place = cache.at(step.page[t], step.offset[t], kv_head);
         for (int i = 0; i <= cache.group; i++) {
             const bool key = i == cache.group;
             const int head = key ? m_.heads + kv_head : kv_head * cache.group + i;
             float* x = y + head * head_dim;
-            if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
-            if (key) rotate(x, cos, sin, head_dim, cache.k + place);
-            else rotate(x, cos, sin, head_dim, q + head * head_dim);
+            if (const float* norm = w.norms_all_heads ? nullptr : key ? w.k_norm : w.q_norm)
+                norm_.run(x, norm, head_dim, x);
+            if (key) rotation.run(x, head_dim, cache.k + place);
+            else rotation.run(x, head_dim, q + head * head_dim);
         }
         convert(y + q_size() + kv_size() + kv_head * head_dim, head_dim, cache.v + place);
     }
 
     ModelDesc m_;
+    const Norm norm_{m_.eps, m_.centered != 0};
     std::vector<LayerDesc> layers_;
     Team team_;
     Projections<T> projections_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <vector>
+#include "elementwise.h"
 #include "panels.h"
 #include "sgmv.h"
 
@@ -16,18 +17,31 @@ constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
 
 // The descriptors mirror the ctypes structures of ops/native_library.py, field by field: layout.h has both compared.
 struct LayerDesc {
-    const float *input_norm, *post_attention_norm;  // [hidden]
+    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // [hidden]; null where there is none
     const void* weights[kGroups];  // packed panels
-    const float* bias[kGroups];  // [outputs]; null where the architecture has none
-    const float *q_norm, *k_norm;  // [head_dim]; the same
+    const float* bias[kGroups];  // [outputs]; null where there is none
+    const float *q_norm, *k_norm;  // [head_dim], or of all heads; null where there is none
+    const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
+    float scale;  // of scores
+    float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
+    float residual_multiplier;  // of what each part adds to the residual stream
+    int32_t window;  // tokens that a query sees, itself included; 0: all before it
+    int32_t rotary_dim;  // leading elements of a head that are rotated
+    int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
+    int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all heads at once
+    int32_t parallel;  // 1: gate and up have attention's input, and there is no mlp_norm
+    Activation activation;
 };
 
 struct ModelDesc {
     int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
     float eps;
+    int32_t centered;  // 1: norms subtract the mean
+    float embedding_multiplier, logits_scale;
+    float logits_softcap;  // logits x become logits_softcap · tanh(x / logits_softcap); 0: they stay
     const LayerDesc* layer;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
-    const float *norm, *cos, *sin;  // cos, sin: [positions, head_dim]
+    const float* norm;  // [hidden]
     void* arena;
     int64_t page_elems;
 };

@@ -1,5 +1,6 @@
-// Norm, rotary embedding and gated activation of one token.
+// Norms, rotary embedding, gated activations and factors of one token.
 #pragma once
+#include <algorithm>
 #include "simd.h"
 
 namespace chorus {
@@ -23,13 +24,42 @@ inline void rms_norm(const float* x, const float* weight, int n, float eps, T* o
     }
 }
 
-// Rotate one head, half-split form.
+// out = (x - mean(x)) / sqrt(variance(x) + eps) · weight; parameters as above
+template <class T>
+inline void layer_norm(const float* x, const float* weight, int n, float eps, T* out) {
+    Floats all = floats(0), squares = floats(0);
+    for (int i = 0; i < n; i += kLanes) all = all + load16(x + i, head(n - i));
+    const Floats mean = floats(sum(all) / n);
+    for (int i = 0; i < n; i += kLanes) {
+        const Floats v = keep(load16(x + i, head(n - i)) - mean, head(n - i), floats(0));
+        squares = fma(v, v, squares);
+    }
+    const Floats factor = floats(1.0f / __builtin_sqrtf(sum(squares) / n + eps));
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(out + i, (load16(x + i, here) - mean) * factor * load16(weight + i, here), here);
+    }
+}
+
+// The norm of a model.
+struct Norm {
+    float eps;
+    bool centered;  // LayerNorm without bias, rather than RMSNorm
+
+    template <class T>
+    void run(const float* x, const float* weight, int n, T* out) const {
+        if (centered) layer_norm(x, weight, n, eps, out);
+        else rms_norm(x, weight, n, eps, out);
+    }
+};
+
+// Rotate elements i and i + dim / 2 together.
 //
-//   x, out    [head_dim]; may be the same
-//   cos, sin  [head_dim] float32: of the token's position
+//   x, out    [dim]; may be the same
+//   cos, sin  [dim] float32: of the token's position
 template <class Out>
-inline void rotate(const float* x, const float* cos, const float* sin, int head_dim, Out* out) {
-    const int half = head_dim / 2;
+inline void rotate_halves(const float* x, const float* cos, const float* sin, int dim, Out* out) {
+    const int half = dim / 2;
     for (int i = 0; i < half; i += kLanes) {
         const Head here = head(half - i);
         const Floats a = load16(x + i, here), b = load16(x + half + i, here);
@@ -40,10 +70,59 @@ inline void rotate(const float* x, const float* cos, const float* sin, int head_
     }
 }
 
+// Rotate elements 2i and 2i + 1 together; parameters as above
+template <class Out>
+inline void rotate_pairs(const float* x, const float* cos, const float* sin, int dim, Out* out) {
+    for (int i = 0; i < dim; i += kLanes) {
+        const Head here = head(dim - i);
+        float other[kLanes] = {};
+        for (int j = 0; j < std::min(kLanes, dim - i); j += 2) other[j] = -x[i + j + 1], other[j + 1] = x[i + j];
+        store16(out + i, fma(load16(x + i, here), load16(cos + i, here), load16(other) * load16(sin + i, here)), here);
+    }
+}
+
 // Copy n elements, rounded to the type of `out`.
 template <class In, class Out>
 inline void convert(const In* x, int n, Out* out) {
     for (int i = 0; i < n; i += kLanes) store16(out + i, load16(x + i, head(n - i)), head(n - i));
+}
+
+// A position's angles.
+//
+//   cos, sin     [dim] float32
+//   dim          leading elements of a head that are rotated; the others are kept
+//   interleaved  elements 2i and 2i + 1 together, rather than i and i + dim / 2
+struct Rotation {
+    const float *cos, *sin;
+    int dim;
+    bool interleaved;
+
+    // x, out: [head_dim], apart
+    template <class Out>
+    void run(const float* x, int head_dim, Out* out) const {
+        if (interleaved) rotate_pairs(x, cos, sin, dim, out);
+        else rotate_halves(x, cos, sin, dim, out);
+        convert(x + dim, head_dim - dim, out + dim);
+    }
+};
+
+// x = factor · x
+inline void scale_by(float* x, int n, float factor) {
+    for (int i = 0; i < n; i += kLanes) store16(x + i, load16(x + i, head(n - i)) * floats(factor), head(n - i));
+}
+
+// x += factor · y
+inline void add_scaled(const float* y, int n, float factor, float* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        store16(x + i, load16(x + i, here) + load16(y + i, here) * floats(factor), here);
+    }
+}
+
+// x = softcap · tanh(factor · x / softcap)
+inline void cap(float* x, int n, float factor, float softcap) {
+    const Floats inner = floats(factor / softcap), outer = floats(softcap);
+    for (int i = 0; i < n; i += kLanes) store16(x + i, outer * tanh16(load16(x + i, head(n - i)) * inner), head(n - i));
 }
 
 // out = silu(gate) · up
@@ -59,6 +138,27 @@ inline void silu_and_mul(const float* gate, const float* up, int n, T* out) {
         const Floats e = exp16(min(floats(88.0f), floats(0) - g));
         store16(out + i, g / (floats(1.0f) + e) * load16(up + i, here), here);
     }
+}
+
+// out = gelu(gate) · up, gelu by tanh: x/2 · (1 + tanh(u)) = x / (1 + e^(-2u)) with u = sqrt(2/π) · (x + 0.044715 x³);
+// parameters as above
+template <class T>
+inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats g = load16(gate + i, here);
+        const Floats u = g * fma(g * g, floats(0.0713548162726f), floats(1.59576912160573f));
+        const Floats e = exp16(min(floats(88.0f), floats(0) - u));
+        store16(out + i, g / (floats(1.0f) + e) * load16(up + i, here), here);
+    }
+}
+
+enum Activation : int32_t { kSilu, kGelu };
+
+template <class T>
+inline void activate(Activation activation, const float* gate, const float* up, int n, T* out) {
+    if (activation == kGelu) gelu_and_mul(gate, up, n, out);
+    else silu_and_mul(gate, up, n, out);
 }
 
 }  // namespace chorus

@@ -16,7 +16,11 @@ class OutputHead {
 
    public:
     OutputHead(const ModelDesc& model, Team& team)
-        : weights_{(const T*)model.lm_head, nullptr, model.vocab, model.hidden}, team_(team), scratch_(team.most()) {}
+        : weights_{(const T*)model.lm_head, nullptr, model.vocab, model.hidden},
+          scale_(model.logits_scale),
+          softcap_(model.logits_softcap),
+          team_(team),
+          scratch_(team.most()) {}
 
     // rows: of logits in the step. samples: whether any is sampled from.
     void plan(int rows, bool samples) {
@@ -56,6 +60,7 @@ class OutputHead {
             head.run(t, y, nullptr, more);
             for (int r = 0; r < t.rows; r++) {
                 const int row = t.row + r;
+                finish(y[r], t.columns);
                 best[row].see(y[r], t.columns, t.column);
                 if (to.samples && to.samples[row].inverse_temperature > 0)
                     panels_.see(row, y[r], t.columns, t.column, to.samples[row].weighed(vocab));
@@ -89,6 +94,7 @@ class OutputHead {
                 float* y = scratch_[thread].logits.data();
                 weights_product<T>(x.from(row), 1, weights_.panel(column),
                                    {{y, kPanel}, weights_.columns(column), false, nullptr});
+                finish(y, weights_.columns(column));
                 return y;
             });
     }
@@ -99,7 +105,14 @@ class OutputHead {
         Candidates candidates;
     };
 
+    // Logits from the product.
+    void finish(float* y, int columns) const {
+        if (softcap_ != 0) cap(y, columns, scale_, softcap_);
+        else if (scale_ != 1) scale_by(y, columns, scale_);
+    }
+
     const Weights<T> weights_;
+    const float scale_, softcap_;
     Team& team_;
     std::vector<Scratch> scratch_;
     std::vector<Best> best_;

@@ -92,7 +92,7 @@ template <class X>
 struct QueryTile {
     const X* q[kQueryTile];  // [head_dim] of each
     X* out[kQueryTile];  // the same
-    int visible[kQueryTile];  // keys that each sees; of the last the most
+    int first[kQueryTile], visible[kQueryTile];  // keys that each sees: first … visible-1; of the last the highest
 };
 
 // out[r] = factor[r] · Σ_s p[r][s] · v[s] over the keys that each of ROWS queries sees. Other keys stay out of its sum: what they
@@ -107,15 +107,30 @@ template <class X, int ROWS>
 inline void weigh(const QueryTile<X>& tile, Rows<const X> p, const X* v, const float* factor, int head_dim) {
     using K = Kind<X>;
     const int columns = whole_columns(head_dim);
-    const int* visible = tile.visible;
+    const int *first = tile.first, *visible = tile.visible;
+    const int begin = first[0] / K::pair * K::pair;
     constexpr int count = kTileVectors / kQueryTile;  // registers of columns
     for (int c = 0; c < head_dim; c += count * kLanes) {
         Floats acc[ROWS][count];
         for (int r = 0; r < ROWS; r++)
             for (int j = 0; j < count; j++) acc[r][j] = floats(0);
-        int s = 0;
-        const X* from = v + (long)c * K::pair;
+        int s = begin;
+        const X* from = v + (long)c * K::pair + (long)(begin / K::pair) * columns * K::pair;
         auto load = [&](int j) { return K::load(from + j * K::width); };
+        auto add_some = [&] {  // of the word's keys, those that a query sees
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) {
+                if (visible[r] <= s || first[r] >= s + K::pair) continue;
+                const auto weight = K::broadcast(p[r] + s);
+                for (int j = 0; j < count; j++) {
+                    auto values = load(j);
+                    if (visible[r] == s + 1) values = K::first(values);
+                    if (first[r] == s + 1) values = K::last(values);
+                    acc[r][j] = K::mac(acc[r][j], values, weight);
+                }
+            }
+        };
+        for (; s < first[ROWS - 1]; s += K::pair, from += (long)columns * K::pair) add_some();
         for (; s + K::pair <= visible[0]; s += K::pair, from += (long)columns * K::pair) {
             typename K::Reg values[count];
 #pragma GCC unroll 4
@@ -127,31 +142,26 @@ inline void weigh(const QueryTile<X>& tile, Rows<const X> p, const X* v, const f
                 for (int j = 0; j < count; j++) acc[r][j] = K::mac(acc[r][j], values[j], weight);
             }
         }
-        for (; s < visible[ROWS - 1]; s += K::pair, from += (long)columns * K::pair)
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS; r++) {
-                if (visible[r] <= s) continue;
-                const auto weight = K::broadcast(p[r] + s);
-                for (int j = 0; j < count; j++)
-                    acc[r][j] = K::mac(acc[r][j], visible[r] == s + 1 ? K::first(load(j)) : load(j), weight);
-            }
+        for (; s < visible[ROWS - 1]; s += K::pair, from += (long)columns * K::pair) add_some();
         for (int r = 0; r < ROWS; r++) store_sums<count>(acc[r], factor[r], head_dim - c, tile.out[r] + c);
     }
 }
 
 // out = softmax(q · Kᵀ · scale) · V for ROWS queries.
 //
-//   tile      the queries
-//   head_dim  elements of a head
-//   padded    keys for which scratch has room, a multiple of 32
-//   scale     of a score
-//   scratch   memory of the thread, with the keys and values
-template <class X, int ROWS>
-inline void attend_tile(const QueryTile<X>& tile, int head_dim, int padded, float scale, AttentionScratch& scratch) {
+//   cache    the layer
+//   tile     the queries
+//   padded   keys for which scratch has room, a multiple of 32
+//   scratch  memory of the thread, with the keys and values
+template <class T, int ROWS>
+inline void attend_tile(const PagedCache<T>& cache, const QueryTile<Act<T>>& tile, int padded,
+                        AttentionScratch& scratch) {
+    using X = Act<T>;
+    const int head_dim = cache.head_dim;
     constexpr int blocks = kTileVectors >= 24 ? 2 : 1, rows = std::min(ROWS, kTileVectors / (2 * blocks));
     const int most = tile.visible[ROWS - 1], words = head_dim / Kind<X>::pair;
     const Rows<float> scores{scratch.scores.data(), padded};
-    for (int s = 0; s < most; s += blocks * kLanes) {
+    for (int s = tile.first[0] / (blocks * kLanes) * blocks * kLanes; s < most; s += blocks * kLanes) {
         const float* keys = scratch.keys.data() + (long)s * words;
         int r = 0;
         for (; r + rows <= ROWS; r += rows) column_scores<X, rows, blocks>(tile.q + r, keys, words, scores.from(r, s));
@@ -159,7 +169,8 @@ inline void attend_tile(const QueryTile<X>& tile, int head_dim, int padded, floa
     }
     float factor[ROWS];
     for (int r = 0; r < ROWS; r++)
-        factor[r] = softmax<X>(scores[r], tile.visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
+        factor[r] =
+            weights_of<X>(cache, scores[r], tile.first[r], tile.visible[r], (most + kLanes - 1) / kLanes * kLanes);
     const Rows<const X> weights{(const X*)scores.data, padded * (long)(sizeof(float) / sizeof(X))};
     weigh<X, ROWS>(tile, weights, (const X*)scratch.values.data(), factor, head_dim);
 }
@@ -175,7 +186,9 @@ inline void attend_tile(const QueryTile<X>& tile, int head_dim, int padded, floa
 template <class T>
 inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<const Act<T>> q, Rows<Act<T>> out,
                    KvRow row, int row_end, AttentionScratch& scratch) {
-    const int seen = row.length - (row_end - (unit.token + unit.tokens));  // keys that the unit's last token sees
+    auto visible = [&](int token) { return row.length - (row_end - 1 - token); };  // keys up to the token's own
+    const int begin = cache.first(visible(unit.token)) / (2 * kLanes) * 2 * kLanes;
+    const int seen = visible(unit.token + unit.tokens - 1) - begin;  // from there on, by the unit's last token
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
     using A = Kind<Act<T>>;
     constexpr int pair = A::pair;
@@ -186,11 +199,11 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<c
     grow(scratch.keys, (size_t)padded * (head_dim / pair));
     const T** places = (const T**)scratch.places.data();
     const long offset = (long)unit.kv_head * head_dim;
-    cache.locate(cache.k, row.pages, seen, places);
+    cache.locate(cache.k, row.pages, begin, seen, places);
     for (int s = seen; s < padded; s++) places[s] = places[seen - 1];
     for (int s = 0; s < padded; s += kLanes)
         transpose_keys(places + s, offset, head_dim / Kind<T>::pair, scratch.keys.data() + (long)s * (head_dim / pair));
-    cache.locate(cache.v, row.pages, seen, places);
+    cache.locate(cache.v, row.pages, begin, seen, places);
     for (int s = 0; s < pairs; s++) {
         const T *one = places[s * pair] + offset,
                 *other = (s + 1) * pair <= seen ? places[(s + 1) * pair - 1] + offset : nullptr;
@@ -208,10 +221,10 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, Rows<c
             const int token = unit.token + (first + i) / group;
             const long at = (long)(unit.kv_head * group + (first + i) % group) * head_dim;
             tile.q[i] = q[token] + at, tile.out[i] = out[token] + at;
-            tile.visible[i] = row.length - (row_end - 1 - token);
+            tile.visible[i] = visible(token) - begin;
+            tile.first[i] = cache.first(visible(token)) - begin;
         }
-        with_number<kQueryTile>(
-            count, [&](auto n) { attend_tile<Act<T>, n()>(tile, head_dim, padded, cache.scale, scratch); });
+        with_number<kQueryTile>(count, [&](auto n) { attend_tile<T, n()>(cache, tile, padded, scratch); });
     }
 }
 

@@ -93,13 +93,14 @@ class Projections {
             if (!level.units.empty()) level.each(team_, me, run_unit);
     }
 
-    // act = silu(gate) · up for many tokens: the gate's tile and up's of the same columns one after the other, so that
+    // act = activation(gate) · up for many tokens: the gate's tile and up's of the same columns one after the other, so that
     // neither leaves the cache before the two become one of half the bytes.
     //
-    //   me    the thread
-    //   task  the product of gate and up, which is not kept: y has no memory
-    //   act   [tokens, ffn]
-    void run_gated(Team::Member& me, const LoraTask<T>& task, Rows<X> act) {
+    //   me          the thread
+    //   task        the product of gate and up, which is not kept: y has no memory
+    //   activation  of the gate
+    //   act         [tokens, ffn]
+    void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, Rows<X> act) {
         const Product<T> product{task.x, task.step.tokens, task.w, {}, false, &chunks_.cuts()};
         const int panels = m_.ffn / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
@@ -111,7 +112,7 @@ class Projections {
             run_tile(me, task, product, gate, out, true);
             run_tile(me, task, product, up, out.from(0, kPanel), true);
             for (int r = 0; r < gate.rows; r++)
-                silu_and_mul(out[r], out[r] + kPanel, kPanel, act[gate.row + r] + gate.column);
+                activate(activation, out[r], out[r] + kPanel, kPanel, act[gate.row + r] + gate.column);
         });
     }
 

@@ -142,6 +142,25 @@ inline Floats exp16(Floats x) {
     return scale2(p, n);
 }
 
+// tanh(x) = m / (m + 2) with m = e^(2|x|) - 1, and the sign of x: 2^n · (e^r - 1) + 2^n - 1, so that a small x keeps its digits.
+inline Floats tanh16(Floats x) {
+    const Words sign = as_words(x) & words(0x80000000);
+    const Floats size = as_floats(as_words(x) & words(0x7FFFFFFF));
+    const Floats y = min(floats(20.0f), size + size);  // beyond, it is 1; this order lets NaN through
+    const Floats n = round(y * floats(1.44269504088896341f));
+    Floats r = fnma(n, floats(0.693359375f), y);
+    r = fnma(n, floats(-2.12194440e-4f), r);
+    Floats p = floats(1.0f / 5040);
+    p = fma(p, r, floats(1.0f / 720));
+    p = fma(p, r, floats(1.0f / 120));
+    p = fma(p, r, floats(1.0f / 24));
+    p = fma(p, r, floats(1.0f / 6));
+    p = fma(p, r, floats(0.5f));
+    p = fma(p * r, r, r);
+    const Floats power = scale2(floats(1.0f), n), m = fma(power, p, power - floats(1.0f));
+    return as_floats(as_words(m / (m + floats(2.0f))) | sign);
+}
+
 constexpr double kLog2e = 1.4426950408889634;
 constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabilities are added
 
@@ -181,7 +200,8 @@ template <> struct Kind<float> {
     static Reg step(Words word, int) { return as_floats(word); }
     static Reg broadcast(const float* p) { return floats(*p); }
     static Floats mac(Floats acc, Reg a, Reg b) { return fma(a, b, acc); }
-    static Reg first(Reg one) { return one; }
+    static Reg first(Reg one) { return one; }  // of the keys that a register holds a word of, the first alone
+    static Reg last(Reg one) { return one; }  // the last alone
 };
 
 #ifdef CHORUS_BF16
@@ -203,6 +223,7 @@ template <> struct Kind<bf16> {  // an instruction multiplies and adds pairs
     static Reg first(Reg pairs) {
         return (Reg)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(0xFFFF));
     }  // the others are 0
+    static Reg last(Reg pairs) { return (Reg)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32((int)0xFFFF0000)); }
 };
 #else
 template <> struct Kind<bf16> {  // no instruction multiplies them: they are widened, and activations are float32

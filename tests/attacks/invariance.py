@@ -145,7 +145,12 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
                 cancel(arena, rows)
     for request in requests:
         request.entries = _entries(rng, len(adapters))
-    cos, sin = rotary_table(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 1 + max(len(r.tokens) for r in requests))
+    requests_end = max(len(request.tokens) for request in requests)
+    values = [_values(rng, head_dim, requests_end) for _ in range(num_layers)]
+    for layer, own in zip(layers, values, strict=True):
+        _place_norms(rng, layer, own, vector)
+        if layer.q_norm is not None and rng.random() < 0.3:
+            own.norms_all_heads, layer.q_norm, layer.k_norm = True, vector(q), vector(kv)
     model = native.NativeModel(
         hidden=hidden,
         ffn=ffn,
@@ -156,14 +161,46 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         block_tokens=layout.block_tokens,
         eps=1e-5,
         layers=layers,
+        values=values,
+        positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native.pack(weights(vocab, hidden)),
         norm=vector(hidden),
-        cos=cos,
-        sin=sin,
         arena=arena,
+        centered=rng.random() < 0.2,
+        logits_scale=rng.choice((1.0, 0.25)),
+        logits_softcap=rng.choice((0.0, 20.0)),
+        embedding_multiplier=rng.choice((1.0, 3.0)),
     )
     return World(model, layout, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
+
+
+def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerValues:
+    """How a layer computes: a plain one, or with some of what others have."""
+    dim = rng.choice((head_dim, head_dim, head_dim // 4 * 2, 0))
+    cos, sin = rotary_table(1e4 ** (-torch.arange(0, dim, 2) / max(dim, 1)), positions) if dim else (None, None)
+    return native.LayerValues(
+        head_dim**-0.5,
+        cos,
+        sin,
+        interleaved=rng.random() < 0.3,
+        window=rng.choice((0, 0, 1, 5, 16, 31, 40)),
+        softcap=rng.choice((0.0, 0.0, 2.0)),
+        parallel=rng.random() < 0.2,
+        residual_multiplier=rng.choice((1.0, 1.0, 0.3)),
+        activation=rng.choice(list(native.Activation)),
+    )
+
+
+def _place_norms(rng: random.Random, layer: LayerWeights, values: native.LayerValues, vector: Any) -> None:
+    """Have norms before the layer's parts, after them or both."""
+    hidden = len(layer.attention_norm)
+    if rng.random() < 0.3:
+        layer.attention_out_norm, layer.mlp_out_norm = vector(hidden), vector(hidden)
+        if not values.parallel and rng.random() < 0.5:
+            layer.attention_norm = layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
+    if values.parallel:
+        layer.mlp_norm = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:

@@ -115,5 +115,6 @@ def one_adapter(rank: int, tokens: int) -> World:
     cancel(model.arena, rows)
     ids = torch.randint(0, model.vocab, (tokens,), generator=generator).tolist()
     angles = torch.rand(tokens, model.head_dim, generator=generator)
-    model.cos, model.sin = angles.cos(), angles.sin()
+    model.values = [native.LayerValues(model.head_dim**-0.5, angles.cos(), angles.sin())] * layers
+    model.positions = tokens
     return World(model, layout, [[rows]], [Request(ids, [0])], [list(range(1, 1 + kv_pages))])

@@ -51,8 +51,8 @@ template <class T, int kFfn> void run() {
     };
     LayerDesc layers[kLayers] = {};
     for (LayerDesc& layer : layers) {
-        layer.input_norm = vector(kHidden, 0.3f, 1);
-        layer.post_attention_norm = vector(kHidden, 0.3f, 1);
+        layer.attention_norm = vector(kHidden, 0.3f, 1);
+        layer.mlp_norm = vector(kHidden, 0.3f, 1);
         layer.weights[kQkv] = weight(kQ + 2 * kKv, kHidden), layer.weights[kO] = weight(kHidden, kQ);
         layer.weights[kGateUp] = weight(2 * kFfn, kHidden), layer.weights[kDown] = weight(kHidden, kFfn);
     }
@@ -63,9 +63,29 @@ template <class T, int kFfn> void run() {
     auto arena = numbers<T>(page_elems * kPages, 0.4f);
     const float *norm = vector(kHidden, 0.3f, 1), *cos = vector(256 * kHeadDim, 2, 0),
                 *sin = vector(256 * kHeadDim, 2, 0);
-    const ModelDesc model{kHidden, kFfn,   kLayers, kHeads,       kKvHeads,     kHeadDim,
-                          kVocab,  kBlock, 1e-5f,   layers,       embed.data(), weight(kVocab, kHidden),
-                          norm,    cos,    sin,     arena.data(), page_elems};
+    for (LayerDesc& layer : layers) {
+        layer.cos = cos, layer.sin = sin, layer.rotary_dim = kHeadDim;
+        layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
+    }
+    ModelDesc model{kHidden,
+                    kFfn,
+                    kLayers,
+                    kHeads,
+                    kKvHeads,
+                    kHeadDim,
+                    kVocab,
+                    kBlock,
+                    1e-5f,
+                    0,
+                    1,
+                    1,
+                    0,
+                    layers,
+                    embed.data(),
+                    weight(kVocab, kHidden),
+                    norm,
+                    arena.data(),
+                    page_elems};
     Decoder<T> decoder(model, 2);
 
     Adapter adapter{};
@@ -102,7 +122,8 @@ template <class T, int kFfn> void run() {
         std::vector<int64_t> best(tokens);
         std::vector<SampleRow> samples(tokens);
         for (int i = 0; i < tokens; i++)
-            samples[i] = {i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
+            samples[i] = {
+                i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
         StepDesc desc{};
         desc.tokens = tokens, desc.rows = rows, desc.logits_wanted = tokens;
         const int count = segments < 3 ? std::min(rows, segments) : segments;

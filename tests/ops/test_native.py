@@ -37,8 +37,8 @@ class TestChecks:
 
     MODEL = native.NativeModel(
         hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=9, block_tokens=4, eps=1e-6, layers=[],
-        embed=torch.zeros(9, 2), lm_head=torch.zeros(1), norm=torch.zeros(2), cos=torch.zeros(6, 2),
-        sin=torch.zeros(6, 2), arena=torch.zeros(5, 64),
+        embed=torch.zeros(9, 2), lm_head=torch.zeros(1), norm=torch.zeros(2),
+        values=[], positions=6, arena=torch.zeros(5, 64),
     )  # fmt: skip
     STEP = {
         "token_ids": [8, 0, 1, 2, 3],

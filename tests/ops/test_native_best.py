@@ -24,7 +24,7 @@ class Head:
         model = native.NativeModel(
             hidden=HIDDEN, ffn=HIDDEN, heads=1, kv_heads=1, head_dim=HIDDEN, vocab=vocab, block_tokens=4, eps=1e-6,
             layers=[], embed=embed.to(dtype), lm_head=native.pack(head.to(dtype)), norm=torch.ones(HIDDEN),
-            cos=torch.ones(1, HIDDEN), sin=torch.zeros(1, HIDDEN), arena=torch.zeros(2, 64, dtype=dtype),
+            values=[], positions=1, arena=torch.zeros(2, 64, dtype=dtype),
         )  # fmt: skip
         self.decoder = native.NativeDecoder(model, threads)
         self.rows = native.NativeRows()

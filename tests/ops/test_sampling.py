@@ -212,7 +212,7 @@ def native_sampling(vocab, threads):
     model = native.NativeModel(
         hidden=size, ffn=size, heads=1, kv_heads=1, head_dim=size, vocab=vocab, block_tokens=4, eps=1e-6, layers=[],
         embed=torch.zeros(2, size), lm_head=native.pack(torch.zeros(vocab, size)), norm=torch.ones(size),
-        cos=torch.ones(1, size), sin=torch.zeros(1, size), arena=torch.zeros(2, 64),
+        values=[], positions=1, arena=torch.zeros(2, 64),
     )  # fmt: skip
     decoder = native.NativeDecoder(model, threads)
     decoder.sampling.keeps = decoder  # as long as what uses its threads

@@ -1,0 +1,180 @@
+"""A model's layer specifications as the native decoder takes them, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chorus.core.model.batch import StepBatch
+from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms
+from chorus.core.model.native_decoder import NativeDecoderModel, layer_values, why_unsupported
+from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.weights import LayerWeights
+from chorus.memory.pages.arena import Arena
+from chorus.memory.pages.layout import PageLayout
+from chorus.ops import native, native_library
+from chorus.ops.elementwise import rotary_table
+
+from ...ops.native_layers import BLOCK, LAYERS, VOCAB, Kind, Model, reference
+
+ROPE = RopeConfig(16)
+MIXER = AttentionSpec(4, 2, 16, 0.25, ROPE)
+LAYER = LayerSpec(MIXER, GatedSpec(80))
+needs_library = pytest.mark.skipif(not native_library.levels(), reason="needs the native library")
+
+
+@dataclass
+class Config:
+    """Has of `ModelConfig` what the native decoder reads."""
+
+    layers: tuple[LayerSpec, ...]
+    kind: Kind = field(default_factory=Kind)
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self.kind
+        mixer, feed_forward = self.layers[0].mixer, self.layers[0].feed_forward
+        names = {
+            "hidden_size": kind.hidden, "intermediate_size": feed_forward.size, "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim, "q_size": mixer.q_size,
+            "kv_size": mixer.kv_size, "num_layers": len(self.layers), "vocab_size": VOCAB, "norm": kind.norm,
+        }  # fmt: skip
+        return names[name] if name in names else getattr(kind, name)
+
+
+def refusal(*layers: LayerSpec, dtype: torch.dtype = torch.float32, ranks: int = 1) -> str | None:
+    return why_unsupported(Config(layers), dtype, ranks)  # pyright: ignore[reportArgumentType]
+
+
+def changed(**fields: Any) -> LayerSpec:
+    return replace(LAYER, mixer=replace(MIXER, **fields))
+
+
+@needs_library
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            LAYER,
+            changed(rope=None, window=8, softcap=2.0, head_norm=HeadNorm.ALL),
+            changed(rope=replace(ROPE, dim=6, interleaved=True)),
+            replace(LAYER, norms=Norms.PARALLEL, feed_forward=GatedSpec(80, Activation.GELU_TANH)),
+        ],
+    )
+    def test_layers_that_it_computes(self, layer):
+        assert refusal(LAYER, layer) is None
+
+    @pytest.mark.parametrize(
+        ("layer", "why"),
+        [
+            (changed(num_heads=8), "layer 1 of the model has num_attention_heads 8, and layer 0 4"),
+            (changed(num_kv_heads=1), "num_key_value_heads 1, and layer 0 2"),
+            (changed(head_dim=32), "head_dim 32, and layer 0 16"),
+            (replace(LAYER, feed_forward=GatedSpec(96)), "intermediate_size 96, and layer 0 80; .* same in all layers"),
+            (changed(rope=replace(ROPE, dim=7)), "rotates 7 elements of a head; .* an even number from 2 to 16"),
+            (changed(rope=replace(ROPE, dim=18)), "rotates 18 elements"),
+        ],
+    )
+    def test_layers_that_it_does_not(self, layer, why):
+        assert re.search(why, refusal(LAYER, layer) or "")
+
+    def test_a_norm_of_all_heads_on_several_ranks(self):
+        layer = changed(head_norm=HeadNorm.ALL)
+        assert refusal(layer, ranks=1) is None
+        assert "sum over the 2 ranks; set tensor_parallel_size to 1" in (refusal(layer, ranks=2) or "")
+        assert refusal(changed(head_norm=HeadNorm.EACH), ranks=2) is None
+
+
+class TestValues:
+    def test_layers_with_the_same_rope_share_their_angles(self):
+        other = changed(rope=replace(ROPE, theta=500.0))
+        first, second, third, fourth = layer_values([LAYER, other, changed(rope=None), LAYER], 9)
+        assert first.cos is fourth.cos
+        assert first.cos is not None
+        assert second.cos is not None
+        assert not torch.equal(first.cos, second.cos)
+        assert third.cos is None
+        assert torch.equal(first.cos, rotary_table(ROPE.inverse_frequencies(), 9)[0])
+
+    def test_pairs_have_one_angle_and_the_attention_factor_is_in_it(self):
+        rope = RopeConfig(6, interleaved=True, attention_factor=1.5)
+        (own,) = layer_values([changed(rope=rope)], 5)
+        angles = torch.outer(torch.arange(5.0), rope.inverse_frequencies())
+        assert own.interleaved
+        assert own.cos is not None
+        assert own.sin is not None
+        for element in range(6):
+            torch.testing.assert_close(own.cos[:, element], 1.5 * angles[:, element // 2].cos())
+            torch.testing.assert_close(own.sin[:, element], 1.5 * angles[:, element // 2].sin())
+
+    @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 256])
+    def test_the_usual_scale_has_the_bits_of_float32_arithmetic(self, head_dim):
+        """For 96 and 112 it differs from head_dim^-0.5 rounded to float32."""
+        (own,) = layer_values([changed(head_dim=head_dim, scale=head_dim**-0.5, rope=None)], 1)
+        assert own.scale == 1 / np.sqrt(np.float32(head_dim))
+        (own,) = layer_values([changed(head_dim=head_dim, scale=0.3, rope=None)], 1)
+        assert own.scale == 0.3
+
+    def test_everything_else(self):
+        layer = replace(
+            changed(window=7, softcap=3.0, head_norm=HeadNorm.ALL, rope=None), norms=Norms.PARALLEL,
+            residual_multiplier=0.3, feed_forward=GatedSpec(80, Activation.GELU_TANH),
+        )  # fmt: skip
+        assert layer_values([layer], 1) == [
+            native.LayerValues(
+                0.25, window=7, softcap=3.0, norms_all_heads=True, parallel=True, residual_multiplier=0.3,
+                activation=native.Activation.GELU,
+            )
+        ]  # fmt: skip
+
+
+class GivenWeights:
+    """Has of `Weights` what the native decoder asks for."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def embed(self) -> torch.Tensor:
+        return self._model.embed
+
+    def norm(self) -> torch.Tensor:
+        assert self._model.norm is not None
+        return self._model.norm
+
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+        return self._model.head
+
+    def layers(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[LayerWeights]:
+        for layer in self._model.weights:
+            parts = dict(vars(layer))
+            yield LayerWeights(**{**parts, **{name: pack(parts[name]) for name in ("qkv", "o", "gate_up", "down")}})
+
+
+@needs_library
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind(embedding_multiplier=3.0, logits_scale=0.3, logits_softcap=2.0, residual_multiplier=0.22, centered=True),
+        Kind(norms=Norms.AFTER, head_norm=HeadNorm.ALL, window=9, softcap=3.0, alternating=True, scale=0.3),
+        Kind(norms=Norms.AROUND, rotated=0.5, interleaved=True, activation=Activation.GELU_TANH, biased=True),
+    ],
+)
+def test_a_model_of_a_configuration_and_weights(kind):
+    """All of a specification and of the weights reaches the library."""
+    model, length = Model(kind, torch.float32), 40
+    arena = Arena(PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, 4), 8, torch.float32, "cpu")
+    decoder = NativeDecoderModel(Config(model.specs, kind), GivenWeights(model), arena, length, 1)  # type: ignore[arg-type]
+    tokens = model.tokens(length)
+    position = torch.arange(length)
+    attention = decoder.new_attention()
+    attention.plan([0, length], torch.tensor([[1, 2, 3]]), [length])
+    batch = StepBatch(torch.tensor(tokens), position, position // BLOCK + 1, position % BLOCK, attention, None)
+    found, want = decoder.forward(batch), reference(model, tokens)
+    assert (found - want).abs().max() < 2e-5 * want.std()
+    decoder.close()

@@ -1,0 +1,387 @@
+"""Small models of every kind of dense layer: for the native decoder, and as plain arithmetic in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from chorus.core.model.native_decoder import layer_values
+from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.weights import LayerWeights
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.ops import native
+from chorus.ops.sgmv import AdapterRows, Segments
+
+VOCAB, BLOCK, LAYERS = 97, 16, 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a model's layers have; layer 1 is one without a window and a rope where `alternating`."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    hidden: int = 48
+    ffn: int = 80
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    rotated: float = 1.0
+    interleaved: bool = False
+    attention_factor: float = 1.0
+    alternating: bool = False
+    head_norm: HeadNorm | None = None
+    norms: Norms = Norms.BEFORE
+    centered: bool = False
+    residual_multiplier: float = 1.0
+    activation: Activation = Activation.SILU
+    biased: bool = False
+    embedding_multiplier: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float | None = None
+
+    @property
+    def norm(self) -> NormSpec:
+        return NormSpec(1e-5, self.centered)
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        dim = int(self.head_dim * self.rotated) // 2 * 2
+        rope = RopeConfig(dim, 1e4, interleaved=self.interleaved, attention_factor=self.attention_factor)
+        mixer = AttentionSpec(
+            self.heads, self.kv_heads, self.head_dim, self.scale or self.head_dim**-0.5, rope if dim else None,
+            self.window, self.softcap, self.head_norm, self.biased, self.biased,
+        )  # fmt: skip
+        own = LayerSpec(mixer, GatedSpec(self.ffn, self.activation, self.biased), self.norms, self.residual_multiplier)
+        other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))
+        if self.alternating:
+            other = replace(own, mixer=replace(mixer, rope=None, window=None))
+        return (own, other, own)
+
+
+@dataclass
+class Weights:
+    """A layer's weights, unpacked."""
+
+    attention_norm: torch.Tensor | None
+    attention_out_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_out_norm: torch.Tensor | None
+    qkv: torch.Tensor
+    o: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    o_bias: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+    def packed(self) -> LayerWeights:
+        parts = dict(vars(self))
+        for name in ("qkv", "o", "gate_up", "down"):
+            parts[name] = native.pack(parts[name])
+        return LayerWeights(**parts)
+
+
+Adapter = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+"""B · A of modules, with the scale: `a [rank, in]` and `b [out, rank]` by layer and module."""
+
+
+@dataclass
+class Model:
+    """A random model of a kind, with pages for its sequences."""
+
+    kind: Kind
+    dtype: torch.dtype
+    pages: int = 60
+    seed: int = 0
+    adapters: list[Adapter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kind = self.kind
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self.layout = PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize)
+        q, kv, hidden, ffn = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden, kind.ffn
+        self.dims = {
+            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
+            "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
+        }  # fmt: skip
+        self.specs = kind.layers()
+        self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
+        self.embed = self._matrix(VOCAB, hidden, 1.0)
+        self.head = self._matrix(VOCAB, hidden, 2 * hidden**-0.5)
+        self.norm = self._vector(hidden, 1.0)
+        self.arena = torch.full((self.pages, self.layout.page_elems), math.nan, dtype=self.dtype)
+        self._free = list(range(1, self.pages))
+        self.rows: list[AdapterRows] = []
+
+    def native(self, positions: int) -> native.NativeModel:
+        kind = self.kind
+        return native.NativeModel(
+            hidden=kind.hidden, ffn=kind.ffn, heads=kind.heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim,
+            vocab=VOCAB, block_tokens=BLOCK, eps=kind.norm.eps, layers=[layer.packed() for layer in self.weights],
+            values=layer_values(self.specs, positions), positions=positions, embed=self.embed,
+            lm_head=native.pack(self.head), norm=self.norm, arena=self.arena, centered=kind.centered,
+            embedding_multiplier=kind.embedding_multiplier, logits_scale=kind.logits_scale,
+            logits_softcap=kind.logits_softcap or 0.0,
+        )  # fmt: skip
+
+    def take(self, tokens: int) -> list[int]:
+        """Pages for a sequence."""
+        return [self._free.pop() for _ in range(-(-tokens // BLOCK))]
+
+    def add_adapter(self, rank: int = 3, scale: float = 0.5) -> int:
+        """Place a random adapter of all modules in the arena; returns its number."""
+        part = AdapterPart(rank, scale, tuple(range(LAYERS)), tuple(MODULES))
+        placed = AdapterLayout.build([part], self.dims, LAYERS, self.layout.page_elems, self.dtype.itemsize)
+        pages = [self._free.pop() for _ in range(placed.num_pages)]
+        slabs, first = placed.parts[0].slabs, placed.parts[0].first_elem
+        run = torch.zeros(len(pages) * self.layout.page_elems, dtype=self.dtype)
+        adapter: Adapter = {}
+        for layer, at in enumerate(first):
+            for index, module in enumerate(MODULES):
+                d_in, d_out = self.dims[module]
+                a, b = self._matrix(rank, d_in, d_in**-0.5), self._matrix(d_out, rank, 1.0)
+                adapter[layer, module] = (a, scale * b.double())
+                for r in range(rank):
+                    row = at + r * slabs.slab_elems
+                    run[row + slabs.a_offset[index] :][:d_in] = a[r]
+                    run[row + slabs.b_offset[index] :][:d_out] = b[:, r]
+        self.arena[pages] = run.view(len(pages), -1)
+        self.adapters.append(adapter)
+        self.rows.append(AdapterRows(pages, rank, scale, slabs.slab_elems, slabs.a_offset, slabs.b_offset, first))
+        return len(self.rows) - 1
+
+    def _layer(self, q: int, kv: int) -> Weights:
+        kind, hidden, ffn = self.kind, self.kind.hidden, self.kind.ffn
+        before = kind.norms is not Norms.AFTER
+        after = kind.norms in (Norms.AFTER, Norms.AROUND)
+        every = kind.head_norm is HeadNorm.ALL
+        own = kind.head_norm is not None
+        return Weights(
+            self._vector(hidden, 1.0, before), self._vector(hidden, 1.0, after),
+            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL), self._vector(hidden, 1.0, after),
+            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5), self._matrix(hidden, q, q**-0.5),
+            self._matrix(2 * ffn, hidden, hidden**-0.5), self._matrix(hidden, ffn, ffn**-0.5),
+            self._vector(q + 2 * kv, 0.0, kind.biased), self._vector(hidden, 0.0, kind.biased),
+            self._vector(2 * ffn, 0.0, kind.biased), self._vector(hidden, 0.0, kind.biased),
+            self._vector(q if every else kind.head_dim, 1.0, own),
+            self._vector(kv if every else kind.head_dim, 1.0, own),
+        )  # fmt: skip
+
+    def _matrix(self, rows: int, columns: int, scale: float) -> torch.Tensor:
+        return (scale * torch.randn(rows, columns, generator=self._generator)).to(self.dtype)
+
+    def _vector(self, n: int, middle: float, wanted: bool = True) -> torch.Tensor | None:
+        return middle + 0.2 * torch.randn(n, generator=self._generator) if wanted else None
+
+    def tokens(self, count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=self._generator).tolist()
+
+
+Part = tuple[Sequence[int], list[int], int, int, int | None]
+"""A sequence's tokens, its pages, the tokens of it to compute, and its adapter."""
+
+
+def step(
+    decoder: native.NativeDecoder,
+    model: Model,
+    parts: Sequence[Part],
+    *,
+    merged: bool = False,
+    prompt_logprobs: bool = False,
+    ready: int = 0,
+    max_stall: float = 0.0,
+) -> list[torch.Tensor]:
+    """Logits of the tokens begin … end-1 of each sequence, as many as the decoder keeps.
+
+    merged, max_stall: see `NativeDecoder.forward`. ready: see `Segments`. prompt_logprobs: ask for all tokens' logits
+    afterwards, too.
+    """
+    segments, at, indptr, positions, pages, ids = Segments(), 0, [0], [], [], []
+    for tokens, table, begin, end, adapter in parts:
+        if adapter is not None:
+            segments.add(at, at + end - begin, model.rows[adapter], ready)
+        at += end - begin
+        indptr.append(at)
+        positions += range(begin, end)
+        pages += [table[position // BLOCK] for position in range(begin, end)]
+        ids += tokens[begin:end]
+    width = max(len(table) for _, table, *_ in parts)
+    rows = native.NativeRows()
+    rows.plan(
+        indptr,
+        torch.tensor([table + [0] * (width - len(table)) for _, table, *_ in parts]),
+        [end for *_, end, _ in parts],
+    )
+    position = torch.tensor(positions)
+    every = torch.arange(at)
+    logits = decoder.forward(
+        torch.tensor(ids), position, torch.tensor(pages), position % BLOCK, rows, every, segments, max_stall,
+        every if prompt_logprobs else None, merged,
+    )  # fmt: skip
+    assert not segments.late
+    counts = [end - begin for _, _, begin, end, _ in parts]
+    return list(logits.clone().split(counts)) if len(logits) == at else []
+
+
+def reference(model: Model, tokens: Sequence[int], adapter: int | None = None) -> torch.Tensor:
+    """Logits of all tokens, in float64."""
+    kind = model.kind
+    x = model.embed.double()[list(tokens)] * kind.embedding_multiplier
+    for index, (spec, weights) in enumerate(zip(model.specs, model.weights, strict=True)):
+        x = _Layer(model, index, spec, weights, adapter)(x)
+    logits = norm(kind.norm, x, model.norm) @ model.head.double().T * kind.logits_scale
+    if kind.logits_softcap:
+        logits = kind.logits_softcap * torch.tanh(logits / kind.logits_softcap)
+    return logits
+
+
+def norm(spec: NormSpec, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if spec.centered:
+        x = x - x.mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * weight.double()
+
+
+@dataclass
+class _Layer:
+    """A layer as its specification says, on all tokens at once."""
+
+    model: Model
+    index: int
+    spec: LayerSpec
+    weights: Weights
+    adapter: int | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, factor = self.weights, self.spec.residual_multiplier
+        match self.spec.norms:
+            case Norms.BEFORE:
+                x = x + factor * self.mix(self.norm(x, weights.attention_norm))
+                return x + factor * self.feed(self.norm(x, weights.mlp_norm))
+            case Norms.AFTER:
+                x = x + factor * self.norm(self.mix(x), weights.attention_out_norm)
+                return x + factor * self.norm(self.feed(x), weights.mlp_out_norm)
+            case Norms.AROUND:
+                inner = self.mix(self.norm(x, weights.attention_norm))
+                x = x + factor * self.norm(inner, weights.attention_out_norm)
+                inner = self.feed(self.norm(x, weights.mlp_norm))
+                return x + factor * self.norm(inner, weights.mlp_out_norm)
+            case Norms.PARALLEL:
+                n = self.norm(x, weights.attention_norm)
+                return x + factor * self.mix(n) + factor * self.feed(n)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        assert weight is not None
+        return norm(self.model.kind.norm, x, weight)
+
+    def project(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, modules: Sequence[str]
+    ) -> torch.Tensor:
+        y = x @ weight.double().T
+        if bias is not None:
+            y = y + bias.double()
+        if self.adapter is not None:
+            parts = [self.model.adapters[self.adapter][self.index, module] for module in modules]
+            y = y + torch.cat([x @ a.double().T @ b.T for a, b in parts], dim=-1)
+        return y
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        spec, weights = self.spec.mixer, self.weights
+        qkv = self.project(x, weights.qkv, weights.qkv_bias, MODULES[:3])
+        q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        if spec.head_norm is HeadNorm.ALL:
+            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for part in (q, k, v))
+        if spec.head_norm is HeadNorm.EACH:
+            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+        if spec.rope is not None:
+            q, k = rotated(spec.rope, q), rotated(spec.rope, k)
+        k, v = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for part in (k, v))
+        scores = q @ k.transpose(1, 2) * spec.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        position = torch.arange(len(x))
+        age = position[:, None] - position
+        seen = (age >= 0) & (age < (spec.window or len(x)))
+        attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, MODULES[3:4])
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights
+        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, MODULES[4:6]).chunk(2, dim=-1)
+        return self.project(ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias,
+                            MODULES[6:])  # fmt: skip
+
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: torch.nn.functional.silu,
+    Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
+    """Heads `[heads, tokens, head_dim]`, pair by pair of the leading `rope.dim` elements."""
+    half = rope.dim // 2
+    angles = torch.outer(torch.arange(x.shape[1]), rope.theta ** (-2.0 * torch.arange(half) / rope.dim)).double()
+    cos, sin = rope.attention_factor * angles.cos(), rope.attention_factor * angles.sin()
+    out = x.clone()
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if rope.interleaved else (i, i + half)
+        out[..., a] = x[..., a] * cos[:, i] - x[..., b] * sin[:, i]
+        out[..., b] = x[..., b] * cos[:, i] + x[..., a] * sin[:, i]
+    return out
+
+
+def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]:
+    """What each of some ranks has of a model, with pages of its own."""
+    kind, whole = model.kind, model.native(positions)
+    head_dim = kind.head_dim
+    q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
+
+    def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
+        """The rank's share of each of the sections, one after the other."""
+        return (
+            None
+            if sections[0] is None
+            else torch.cat([part.chunk(ranks)[rank] for part in sections if part is not None])
+        )
+
+    def cut(tensor: torch.Tensor | None, *lengths: int) -> tuple[torch.Tensor | None, ...]:
+        return (None,) if tensor is None else tensor.split(lengths)
+
+    found = []
+    for rank in range(ranks):
+        layers = [
+            replace(
+                layer,
+                qkv=of(rank, *cut(layer.qkv, q, kv, kv)), qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
+                gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
+                gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
+                o=layer.o.chunk(ranks, dim=1)[rank].contiguous(), o_bias=None if rank else layer.o_bias,
+                down=layer.down.chunk(ranks, dim=1)[rank].contiguous(), down_bias=None if rank else layer.down_bias,
+            ).packed()
+            for layer in model.weights
+        ]  # fmt: skip
+        first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
+        arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
+        found.append(
+            replace(
+                whole,
+                heads=kind.heads // ranks,
+                kv_heads=kind.kv_heads // ranks,
+                ffn=kind.ffn // ranks,
+                vocab=end - first,
+                layers=layers,
+                lm_head=native.pack(model.head[first:end]),
+                arena=arena,
+            )
+        )
+    return found

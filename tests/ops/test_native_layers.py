@@ -1,0 +1,118 @@
+"""Every kind of dense layer on the native decoder, against plain float64 arithmetic, at every ISA level."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from allpairspy import AllPairs
+
+from chorus.core.model.layers import Activation, HeadNorm, Norms
+from chorus.ops import native, native_library
+
+from .native_layers import Kind, Model, reference, step
+
+pytestmark = pytest.mark.native
+
+LEVELS = native_library.levels()
+LENGTH = 83
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 0.15}
+"""Largest error of a logit, in standard deviations of all."""
+
+VALUES: OrderedDict[str, list[Any]] = OrderedDict(
+    window=[None, 1, 7, 16, 33, 64],
+    softcap=[None, 3.0],
+    rotated=[1.0, 0.5, 0.25, 0.0],
+    interleaved=[False, True],
+    alternating=[False, True],
+    head_norm=[None, HeadNorm.EACH, HeadNorm.ALL],
+    norms=list(Norms),
+    centered=[False, True],
+    residual_multiplier=[1.0, 0.22],
+    activation=list(Activation),
+    biased=[False, True],
+    scale=[None, 0.4],
+    attention_factor=[1.0, 1.3],
+    embedding_multiplier=[1.0, 3.5],
+    logits_scale=[1.0, 0.3],
+    logits_softcap=[None, 4.0],
+    shape=[
+        {},
+        {"heads": 3, "kv_heads": 1, "head_dim": 20, "hidden": 72, "ffn": 96},
+        {"heads": 2, "kv_heads": 2, "head_dim": 256, "hidden": 64, "ffn": 64},
+        {"heads": 10, "kv_heads": 2, "head_dim": 10, "hidden": 40},
+    ],
+    adapter=[False, True],
+    dtype=[torch.float32, torch.bfloat16],
+)
+
+SINGLE = {
+    "plain": {},
+    "window": {"window": 7},
+    "window of one token": {"window": 1},
+    "score scale": {"scale": 0.4},
+    "soft cap of scores": {"softcap": 2.0},
+    "partial rotation": {"rotated": 0.5},
+    "pairs rotated": {"interleaved": True},
+    "some pairs rotated": {"interleaved": True, "rotated": 0.5},
+    "no rotation": {"rotated": 0.0},
+    "attention factor": {"attention_factor": 1.3},
+    "layers of two kinds": {"window": 7, "alternating": True},
+    "norm of each head": {"head_norm": HeadNorm.EACH},
+    "norm of all heads": {"head_norm": HeadNorm.ALL},
+    "norms after": {"norms": Norms.AFTER},
+    "norms around": {"norms": Norms.AROUND},
+    "parallel": {"norms": Norms.PARALLEL},
+    "centered": {"centered": True, "head_norm": HeadNorm.EACH},
+    "residual multiplier": {"residual_multiplier": 0.22},
+    "gelu": {"activation": Activation.GELU_TANH},
+    "gelu in panels of its own": {"activation": Activation.GELU_TANH, "ffn": 96},
+    "embedding multiplier": {"embedding_multiplier": 3.5},
+    "logits scale": {"logits_scale": 0.3},
+    "soft cap of logits": {"logits_softcap": 2.0, "logits_scale": 0.7},
+    "heads of 256": {"head_dim": 256, "heads": 2, "kv_heads": 1},
+}
+
+
+@pytest.fixture(params=LEVELS)
+def level(request, monkeypatch) -> str:
+    monkeypatch.setenv(native_library.ISA, request.param)
+    return request.param
+
+
+def check(kind: Kind, dtype: torch.dtype, adapted: bool = False) -> None:
+    """A prompt at once, in chunks and token by token, alone and among others: the same bits, near the reference."""
+    model = Model(kind, dtype)
+    adapter = model.add_adapter() if adapted else None
+    tokens, other = model.tokens(LENGTH), model.tokens(LENGTH)
+    decoder = native.NativeDecoder(model.native(LENGTH), 2)
+    pages, others = model.take(LENGTH), model.take(LENGTH)
+    (whole,) = step(decoder, model, [(tokens, pages, 0, LENGTH, adapter)])
+    want = reference(model, tokens, adapter)
+    error = ((whole - want).abs().max() / want.std()).item()
+    assert error < BOUND[dtype], error
+    model.arena[pages] = float("nan")
+    found, begin = [], 0
+    for end in (1, 30, 31, 32, 65, 66, 67, LENGTH - 1, LENGTH):
+        parts = [(tokens, pages, begin, end, adapter), (other, others, begin, end, None)]
+        found.append(step(decoder, model, parts if end % 2 else parts[::-1])[1 - end % 2])
+        begin = end
+    assert torch.equal(torch.cat(found), whole)
+    single = [step(decoder, model, [(tokens, pages, at, at + 1, adapter)])[0] for at in range(LENGTH)]
+    assert torch.equal(torch.cat(single), whole)
+    decoder.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_feature(level, name, dtype):
+    check(Kind(**SINGLE[name]), dtype)
+
+
+@pytest.mark.parametrize("case", range(len(list(AllPairs(VALUES)))))
+def test_features_together(level, case):
+    values = list(AllPairs(VALUES))[case]._asdict()
+    shape, dtype, adapter = values.pop("shape"), values.pop("dtype"), values.pop("adapter")
+    check(Kind(**values, **shape), dtype, adapter)
