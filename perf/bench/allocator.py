@@ -78,10 +78,10 @@ class Study:
         self._store = AdapterStore(
             self._pool,
             WeightlessAdapters(LLAMA.dims, self._page),
-            images,
-            order,
-            costs,
-            self._page.page_bytes,
+            images=images,
+            order=order,
+            costs=costs,
+            page_bytes=self._page.page_bytes,
             clock=lambda: next(ticks) * _TICK,
         )
         self._prefix = PrefixCache(self._pool, order, costs, BLOCK_TOKENS)

@@ -40,7 +40,10 @@ def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_
         if cell["ranks"] == "16" and cell["popularity"] == "distinct"
     }
     rows = [row for row in sections["decode"]["buckets"] if row["bucket"] in _BUCKETS]
-    columns = [_column(row, layers, counts, reached[row["bucket"]], edge_us, share) for row in rows]
+    columns = [
+        _column(row, layers, counts=counts, reached=reached[row["bucket"]], edge_us=edge_us, share=share)
+        for row in rows
+    ]
     lines = [_line("decode step", [f"{row['bucket']} rows" if row["bucket"] > 1 else "1 row" for row in rows])]
     lines.append(_line("---", ["---"] * len(rows)))
     return lines + [_line(name, [shown(column[name]) for column in columns]) for name in columns[0]]

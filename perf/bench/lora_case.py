@@ -115,7 +115,9 @@ class LoraCase:
         found, itemsize = Cost(0, 0), self._arena.dtype.itemsize
         for group in groups or self.groups:
             splits = self.schedule.splits(group.d_in)
-            found += shrink_cost(self.segments, 0, group.modules, group.d_in, splits, itemsize)
+            found += shrink_cost(
+                self.segments, 0, modules=group.modules, d_in=group.d_in, splits=splits, itemsize=itemsize
+            )
             found += expand_cost(self.segments, 0, group.modules, splits, itemsize)
         return found
 
@@ -126,7 +128,7 @@ class LoraCase:
             want = torch.zeros_like(group.y)
             group.y.zero_()
             self.launch(0, group)
-            sgmv_torch(want, group.x, self._arena.pages, self.segments, 0, group.modules)
+            sgmv_torch(want, group.x, self._arena.pages, self.segments, layer=0, modules=group.modules)
             scale = float(want.float().abs().max())
             worst = max(worst, float((group.y.float() - want.float()).abs().max()) / scale)
             group.y.zero_()
@@ -170,5 +172,15 @@ def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: 
     for rank, pages in zip(ranks, taken, strict=True):
         (place,) = layouts[rank].parts
         slabs = place.slabs
-        rows.append(AdapterRows(pages, rank, 1.0, slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.first_elem))
+        rows.append(
+            AdapterRows(
+                pages,
+                rank,
+                scale=1.0,
+                slab_elems=slabs.slab_elems,
+                a_offset=slabs.a_offset,
+                b_offset=slabs.b_offset,
+                first_elem=place.first_elem,
+            )
+        )
     return rows

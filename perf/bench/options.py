@@ -86,7 +86,16 @@ class Options(argparse.Namespace):
         beside = {name: Path(path) for name, path in (each.split("=", 1) for each in self.beside)}
         size, fields = SIZES[self.model_size], self.engine_fields
         return Context(
-            self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save, fields, beside
+            self.device,
+            size,
+            quick=self.quick,
+            timer=timer,
+            store=self.store(),
+            work_dir=self.work_dir,
+            seed=self.seed,
+            save=save,
+            engine=fields,
+            beside=beside,
         )
 
 

@@ -65,7 +65,9 @@ def measure(rounds: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="chorus-gate-") as name:
         directory = Path(name)
         size = ModelSize("gate", GEOMETRY, {})
-        context = Context("cpu", size, True, WallTimer(), ResultStore(directory, {}), directory)
+        context = Context(
+            "cpu", size, quick=True, timer=WallTimer(), store=ResultStore(directory, {}), work_dir=directory
+        )
         adapters = {name: path for rank in _RANKS for name, path in context.adapters(rank, 2).items()}
         limits: dict[str, Any] = {
             "max_seqs": _REQUESTS,
@@ -109,10 +111,13 @@ def gpu_host_seconds(work_dir: Path) -> dict[str, float]:
     """CPU time of the host's part of a decode step on a GPU, and of a layer of a prefill with an adapter."""
     cases = {"GPU base step": False, "GPU LoRA step": True}
     found = {
-        name: host_times(_GPU_ROWS, _GPU_TOKENS, lora, _GPU_STEPS, work_dir, time.process_time)["execute"] * 1e-6
+        name: host_times(
+            _GPU_ROWS, _GPU_TOKENS, lora=lora, steps=_GPU_STEPS, work_dir=work_dir, clock=time.process_time
+        )["execute"]
+        * 1e-6
         for name, lora in cases.items()
     }
-    layer = prefill_time(_GPU_PROMPT, 0, True, _GPU_STEPS, work_dir, time.process_time)
+    layer = prefill_time(_GPU_PROMPT, 0, lora=True, steps=_GPU_STEPS, work_dir=work_dir, clock=time.process_time)
     return {**found, "GPU prefill layer": layer * 1e-6}
 
 

@@ -89,7 +89,9 @@ def judge(metric: Metric, baseline: Sequence[float], result: Sequence[float]) ->
     now = max(result, key=lambda value: abs(value - before)) if exact else median(result)
     change = _change(before, now)
     allowed = allowance(metric, baseline, result)
-    return Verdict(metric, _status(metric, change, allowed), before, now, change, allowed)
+    return Verdict(
+        metric, _status(metric, change, allowed), baseline=before, result=now, change=change, allowed=allowed
+    )
 
 
 def _change(before: float, now: float) -> float:

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("compiled", _COLUMNS)
     for line in lines:
         variant = line.variant
-        table.add(
+        cells = (
             line.arch,
             variant.kernel,
             variant.group,
@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             line.barriers,
             line.bytes_in_flight >> 10,
         )
+        table.add(*cells)
     table.show()
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     for failure in failures:

@@ -225,7 +225,9 @@ def _instruction(found: re.Match[str], block: int) -> _Instruction:
         target = operands[0]
     if num_bytes:  # its guard first, if it has one
         sources = [guard] if guard else []
-    return _Instruction(op, block, results, sources, address, num_bytes, target)
+    return _Instruction(
+        op, block, results=results, sources=sources, address=address, num_bytes=num_bytes, target=target
+    )
 
 
 def _operands(text: str) -> list[str]:

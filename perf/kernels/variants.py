@@ -112,16 +112,24 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
     schedule, shape = small.gemm_schedule(d_out * (2 if silu else 1), rows, expanded=bool(group)), None
     if group:
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
-        shape = ExpandShape.build(decode(rows, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
+        shape = ExpandShape.build(
+            decode(rows, max_rank),
+            GROUPS[group][1],
+            d_in=d_in,
+            page_elems=PAGE_ELEMS,
+            itemsize=2,
+            max_rank=max_rank,
+            pages=pages,
+        )
 
     return Elementwise(
         "small_gemm_triton",
         "multiply_rows",
-        small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
-        small.gemm_options(schedule),
-        ("y", "x", "weight", "bias", "arena"),
-        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
-        "weight",
+        constants=small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
+        options=small.gemm_options(schedule),
+        own=("y", "x", "weight", "bias", "arena"),
+        others={"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
+        pointer="weight",
     )
 
 
@@ -163,17 +171,17 @@ def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Eleme
     return Elementwise(
         "attention_triton",
         "attend_rows",
-        attention_constants(*shape, itemsize),
-        attention_options(),
-        ("out", "q", "k_cache", "v_cache"),
-        {
+        constants=attention_constants(*shape, itemsize),
+        options=attention_options(),
+        own=("out", "q", "k_cache", "v_cache"),
+        others={
             **dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
             **dict.fromkeys(("values", "tops", "totals"), "*fp32"),
             "scale": "fp32",
             "least": "i32",
             **_strides("page", "token", "head"),
         },
-        "k_cache",
+        pointer="k_cache",
     )
 
 
@@ -250,7 +258,8 @@ class Variant:
         d_in, modules = GROUPS[self.group]
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
-        return make(self.schedule(), modules, d_in, PAGE_ELEMS, ITEMSIZE[self.dtype], self.max_rank, pages)
+        sizes = {"page_elems": PAGE_ELEMS, "itemsize": ITEMSIZE[self.dtype], "rank": self.max_rank, "pages": pages}
+        return make(self.schedule(), modules, d_in, **sizes)
 
     def signature(self) -> dict[str, str]:
         own = f"*{self.dtype}"
@@ -352,7 +361,15 @@ def job_of(variant: Variant, arch: str) -> Job:
     if "PDL" in constants and capability // 10 >= LEAST_MAJOR:  # like serving launches it there
         constants, options = constants | {"PDL": 1}, options | {"launch_pdl": True}
     kernel = getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel)
-    return Job(kernel, variant.signature(), constants, capability, options, variant.pointer, _READY)
+    return Job(
+        kernel,
+        variant.signature(),
+        constants=constants,
+        capability=capability,
+        options=options,
+        pointer=variant.pointer,
+        ready=_READY,
+    )
 
 
 def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:

@@ -168,13 +168,13 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     fleet = Fleet(
         arguments.trace,
         profile,
-        slo,
-        targets,
-        {**defaults, **engine},
-        arguments.rank,
-        arguments.scale,
-        arguments.min_replicas,
-        arguments.boot_seconds,
+        slo=slo,
+        targets=targets,
+        engine={**defaults, **engine},
+        rank=arguments.rank,
+        scale=arguments.scale,
+        least=arguments.min_replicas,
+        boot_seconds=arguments.boot_seconds,
     )
     config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
@@ -192,23 +192,23 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     tried = search(
         fleet,
         [(arena, host) for arena in arenas for host in hosts],
-        policies,
-        arguments.max_replicas,
-        arguments.seeds,
-        arguments.jobs,
-        _progress if sys.stderr.isatty() else lambda tried: None,
+        policies=policies,
+        most_replicas=arguments.max_replicas,
+        seeds=arguments.seeds,
+        jobs=arguments.jobs,
+        progress=_progress if sys.stderr.isatty() else lambda tried: None,
     )
     return Plan(
         fleet,
         str(arguments.model or "MODEL"),
-        engine,
-        tried,
-        cheapest(tried),
-        arguments.max_replicas,
-        arguments.seeds,
-        predicted,
-        note,
-        shlex.join(["chorus", *sys.argv[1:]]),
+        engine=engine,
+        tried=tried,
+        best=cheapest(tried),
+        most=arguments.max_replicas,
+        seeds=arguments.seeds,
+        predicted=predicted,
+        note=note,
+        made_by=shlex.join(["chorus", *sys.argv[1:]]),
     )
 
 

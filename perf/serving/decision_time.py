@@ -43,7 +43,14 @@ _RANKS = (8, 16, 32, 64)
 _PROMPT = [1] * 100
 _NUM_BYTES = 1 << 20
 _WARM, _LOOPS, _PARTS = 100, 200, 5
-_HELLO = Hello(ModelIdentity("model", "bfloat16", "cuda", "1"), ModelInfo(32000, 4096, (2,)), _SEATS, _SEATS, 16, 1)
+_HELLO = Hello(
+    ModelIdentity("model", "bfloat16", "cuda", "1"),
+    ModelInfo(32000, 4096, (2,)),
+    max_num_seqs=_SEATS,
+    max_adapters=_SEATS,
+    block_tokens=16,
+    pid=1,
+)
 _STATS = replace(NOTHING, num_pages=4096, num_free_pages=2000, num_kv_pages=1500, num_cached_pages=500)
 
 
@@ -78,7 +85,9 @@ class ApiServer:
 
     def _dispatch(self) -> Callable[[], Any]:
         record, rank = self._next()
-        return partial(self._dispatcher.add, record, Path("none"), rank, 0.0, Future(), _NUM_BYTES)
+        return partial(
+            self._dispatcher.add, record, Path("none"), rank, arrival=0.0, accepted=Future(), num_bytes=_NUM_BYTES
+        )
 
     def _next(self) -> tuple[dict[str, Any], int]:
         """A request's record, and its adapter's rank."""

@@ -57,7 +57,15 @@ def uneven(seed: int, replicas: int, requests: int, adapters: int, most_replicas
             ReplicaState(SLOTS, int(here.sum()), kv_tokens=used, free_tokens=max(0, TOKENS - used), resident=held)
         )
     asked = [
-        Movable(str(index), int(at), name, int(count), True, seconds[name], PREFILL_SECONDS * int(count))
+        Movable(
+            str(index),
+            int(at),
+            adapter=name,
+            tokens=int(count),
+            has_kv=True,
+            run_seconds=seconds[name],
+            prefill_seconds=PREFILL_SECONDS * int(count),
+        )
         for index, (at, name, count) in enumerate(zip(home, names, tokens, strict=True))
     ]
     settings = replace(MigrationSettings(), excess_requests=0.0, most_replicas=most_replicas)

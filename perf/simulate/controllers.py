@@ -62,7 +62,15 @@ class Migrating:
         request, tokens, has_kv = held
         prefill = self._costs.migrate_seconds(tokens, request.rank or 0) if has_kv else 0.0
         run = self._answers.of(request.adapter)
-        return Movable(str(request.id), index, request.adapter, tokens, has_kv, run, prefill)
+        return Movable(
+            str(request.id),
+            index,
+            adapter=request.adapter,
+            tokens=tokens,
+            has_kv=has_kv,
+            run_seconds=run,
+            prefill_seconds=prefill,
+        )
 
 
 LOOK_SECONDS = 1.0

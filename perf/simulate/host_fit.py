@@ -111,7 +111,14 @@ def loads(fleet: Fleet, repeat: int) -> list[list[TraceRequest]]:
     def alike(count: int, apart: float, prompt: int, output: int) -> list[TraceRequest]:
         adapters = itertools.islice(names, count)
         return [
-            TraceRequest(index, apart * index, adapter, prompt, output, fleet.ranks[adapter])
+            TraceRequest(
+                index,
+                apart * index,
+                adapter=adapter,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                rank=fleet.ranks[adapter],
+            )
             for index, adapter in enumerate(adapters)
         ]
 

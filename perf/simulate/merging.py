@@ -80,7 +80,15 @@ class ProfilePrices(ModePrices):
         costs, work = self._costs, work_of(batch, merged)
         ranks = costs.kernel.rank_work(work.users, work.row_ranks, work.max_rank)
         rows, longest = work.rows, round(context)
-        step = StepWork(rows, rows, round(rows * context), longest, ranks, ranks, work.adapter_ranks)
+        step = StepWork(
+            rows,
+            rows,
+            kv_tokens=round(rows * context),
+            longest=longest,
+            row_ranks=ranks,
+            token_ranks=ranks,
+            adapter_ranks=work.adapter_ranks,
+        )
         return costs.step.seconds(step) + costs.overhead.seconds(rows)
 
     def merge_seconds(self, adapter: Adapter) -> float:

@@ -152,7 +152,7 @@ class Replica:
         request.token_ids += [TOKEN] * progress.tokens
         rank = 0 if item.adapter is None else self._told_rank or self._adapters.rank(item.adapter)
         self._open[request.id] = self._queue[request.id] = _Open(
-            item, request, rank, self._stalled(), progress, progress.first_token
+            item, request, rank=rank, stalled=self._stalled(), before=progress, first_token=progress.first_token
         )
         self.state.add(rank)
         self.state.add_waiting(request.num_tokens, rank)
@@ -319,12 +319,12 @@ class Replica:
                     Served(
                         item.arrival,
                         each.first_token - item.arrival,
-                        now - item.arrival,
-                        started - item.arrival,
-                        found.cold,
-                        request.num_output_tokens,
-                        self.index,
-                        item.tenant,
+                        e2e=now - item.arrival,
+                        queue=started - item.arrival,
+                        cold=found.cold,
+                        tokens=request.num_output_tokens,
+                        replica=self.index,
+                        tenant=item.tenant,
                     )
                 )
 

@@ -223,7 +223,9 @@ def run_study(
     at = iter(orders[1:])
     strips = [Strip(axis, [(point, next(at)) for point in axis.points]) for axis in study.region] if region else []
     failed = _failures(study, places, runs)
-    return Results(study, quick, scale, numbers, spreads, orders[0], failed, strips)
+    return Results(
+        study, quick, scale=scale, seeds=numbers, spreads=spreads, orders=orders[0], failed=failed, region=strips
+    )
 
 
 def interval(count: int) -> tuple[int, float]:

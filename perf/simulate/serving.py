@@ -109,10 +109,10 @@ def _run(setup: Setup) -> dict[str, float]:
     outcome = Outcome(
         setup,
         records,
-        simulation.replicas,
-        simulation.num_prompt_tokens,
-        looks,
-        scaling.replica_seconds if scaling else None,
+        replicas=simulation.replicas,
+        num_prompt_tokens=simulation.num_prompt_tokens,
+        loads=looks,
+        replica_seconds=scaling.replica_seconds if scaling else None,
     )
     if not outcome.counted.any():
         if outcome.failed:

@@ -55,10 +55,32 @@ def decode_seconds(costs: CostModel, rows: int, context: float, rank: int, adapt
     rank: of all requests' adapters, `adapters` of which are distinct; 0 is the base model.
     """
     ranks, kv = rows * rank, round(rows * context)
-    return costs.step.seconds(StepWork(rows, rows, kv, round(context), ranks, ranks, adapters * rank))
+    return costs.step.seconds(
+        StepWork(
+            rows,
+            rows,
+            kv_tokens=kv,
+            longest=round(context),
+            row_ranks=ranks,
+            token_ranks=ranks,
+            adapter_ranks=adapters * rank,
+        )
+    )
 
 
 def prefill_seconds(costs: CostModel, prompts: int, tokens: int, rank: int) -> float:
     """A step of `prompts` prompts of `tokens` tokens each, all for one adapter."""
     total, pairs = prompts * tokens, prompts * tokens * (tokens + 1) / 2
-    return costs.step.seconds(StepWork(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True))
+    return costs.step.seconds(
+        StepWork(
+            total,
+            prompts,
+            kv_tokens=total,
+            longest=0,
+            row_ranks=prompts * rank,
+            token_ranks=total * rank,
+            adapter_ranks=rank,
+            pairs=pairs,
+            ragged=True,
+        )
+    )

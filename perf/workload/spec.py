@@ -107,8 +107,7 @@ class WorkloadSpec(Strict):
             if self.adapters.base_share:
                 index = np.where(to_base.random(n) < self.adapters.base_share, BASE, index)
             if n:
-                yield from map(
-                    TraceRequest,
+                columns = (
                     range(first, first + n),
                     (times[:n] / NS).tolist(),
                     self._names(chosen, index),
@@ -117,6 +116,7 @@ class WorkloadSpec(Strict):
                     self._ranks(chosen, index),
                     self._tenants(chosen, index, first),
                 )
+                yield from map(TraceRequest, *columns)
             first += n
             if n < len(times) or first == self.requests:
                 return

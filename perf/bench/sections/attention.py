@@ -45,7 +45,7 @@ class _Case:
         generator = torch.Generator(device).manual_seed(context.seed)
         heads, kv_heads, head_dim, block_tokens = self.shape
         pages = torch.empty(
-            rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim, dtype=context.dtype, device=device
+            (rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim), dtype=context.dtype, device=device
         )
         self.pages = pages.normal_(0, 1, generator=generator)
         self.q = torch.empty(rows, heads, head_dim, dtype=context.dtype, device=device)

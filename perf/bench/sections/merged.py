@@ -35,7 +35,7 @@ def run(context: Context) -> dict[str, Any]:
         for bucket in buckets:
             for mix, kinds in MIXES.items():
                 with context.row(found, f"merged, {mix}, {bucket} rows", subject.abort_all):
-                    found["rows"].append(_row(context, subject, names, mix, kinds, bucket))
+                    found["rows"].append(_row(context, subject, names, mix=mix, kinds=kinds, bucket=bucket))
         for name in [*names[1:], names[0]] * context.pick(1, 2, 2):  # graphs are captured once
             with context.row(found, f"merging {name}", subject.abort_all):
                 found["merges"].append({"adapter": name, **_merge(context, subject, name)})

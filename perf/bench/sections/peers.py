@@ -141,7 +141,8 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     ]
     if lora:
         script = "convert_lora_to_gguf.py"
-        files = [converted(load, path, script, file, "--base", load.model) for file in load.files.values()]
+        base = "--base", load.model
+        files = [converted(load, path, script, file, *base) for file in load.files.values()]
         flags += ["--lora", ",".join(map(str, files)), "--lora-init-without-apply"]
 
     def more(index: int | None) -> dict[str, Any]:  # an empty list would apply all of them
@@ -195,7 +196,9 @@ def run(context: Context) -> dict[str, Any]:
             for case, name in _turns(servers, index):
                 with context.row(found, f"round {index}, {case} of {name}"):
                     lora, chosen = CASES[case]
-                    sample = _measure(context, load, servers[name, lora], chosen, f"{index} {case}", size)
+                    sample = _measure(
+                        context, load, servers[name, lora], chosen=chosen, seed=f"{index} {case}", size=size
+                    )
                     kept = samples.setdefault((case, name), [])
                     kept[:] = [*(kept if index > 1 else ()), sample]
                     found["rows"] = [row(*key, its) for key, its in samples.items()]

@@ -118,7 +118,9 @@ def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
     ratios: dict[str, float] = {}
     for name, way in cases.items():
         if name != "greedy":
-            pair = {each: partial(_median, context, subject, bucket, count, cases[each]) for each in (name, way.over)}
+            pair = {
+                each: partial(_median, context, subject, bucket, count, way=cases[each]) for each in (name, way.over)
+            }
             taken = in_turns(pair, rounds)
             ratios[f"{name}_over_{way.over}"] = ratio(taken, way.over, name)
             for each, its in taken.items():

@@ -78,12 +78,12 @@ def run(context: Context) -> dict[str, Any]:
             case = LoraCase(
                 context.size,
                 arena,
-                cell.lengths,
-                cell.adapter_ranks(),
-                _layers(context, cell),
-                decode(cell.tokens, MAX_RANK),
-                MAX_RANK,
-                context.seed,
+                lengths=cell.lengths,
+                ranks=cell.adapter_ranks(),
+                layers=_layers(context, cell),
+                schedule=decode(cell.tokens, MAX_RANK),
+                max_rank=MAX_RANK,
+                seed=context.seed,
             )
             found["cells"].append(_measure(context, cell, case))
             if (
@@ -142,7 +142,16 @@ def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None
                     layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
                     schedule = prefill(tokens, MAX_RANK, itemsize)
                     lengths = [tokens // segments] * segments
-                    case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
+                    case = LoraCase(
+                        context.size,
+                        arena,
+                        lengths=lengths,
+                        ranks=ranks,
+                        layers=layers,
+                        schedule=schedule,
+                        max_rank=MAX_RANK,
+                        seed=context.seed,
+                    )
                     error = _checked(context, name, case)
                     sample, cost = context.timer.time(case.run), case.cost()
                     seconds = sample.seconds / layers

@@ -39,7 +39,9 @@ def run(context: Context) -> dict[str, Any]:
             subject.load([name])
             for tokens in lengths:
                 with context.row(found, f"{case}, {tokens} tokens", subject.abort_all):
-                    found["rows"].append(_row(subject, name, rank, tokens, repeats, running))
+                    found["rows"].append(
+                        _row(subject, name, rank=rank, tokens=tokens, repeats=repeats, running=running)
+                    )
     return found
 
 
