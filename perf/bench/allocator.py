@@ -6,6 +6,8 @@ In each cycle a request for a random adapter comes, its adapter is loaded (evict
 grows and old requests end, which keeps the pool at the given occupancy. Every refusal is compared with a perfect packer
 of pages: one that could use every free or idle page. Waste is the part of allocated pages that is neither weights nor
 KV.
+
+Tests: tests/perf/gate/test_gate.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The context that the benchmark passes to its sections."""
+"""The context that the benchmark passes to its sections.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An engine on a fake GPU that does nothing."""
+"""An engine on a fake GPU that does nothing.
+
+Tests: tests/perf/bench/test_host_time.py, tests/perf/bench/test_launches.py
+"""
 
 from __future__ import annotations
 

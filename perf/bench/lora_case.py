@@ -1,4 +1,7 @@
-"""The LoRA work of a decode step on synthetic adapters in pages, with a model's true shapes."""
+"""The LoRA work of a decode step on synthetic adapters in pages, with a model's true shapes.
+
+Tests: tests/perf/bench/test_sizes.py
+"""
 
 from __future__ import annotations
 

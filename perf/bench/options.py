@@ -1,4 +1,7 @@
-"""The command line of the benchmark."""
+"""The command line of the benchmark.
+
+Tests: tests/perf/bench/test_main.py
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A result is a file with a JSON object as its last line, as the benchmarks print 
 directory say which values count, and by how much they may be worse. Several results of one load count as repeats. Exits
 with 1 for a regression or a missing metric, and with 2 if something can't be compared. The last line is one JSON
 object.
+
+Tests: tests/perf/gate/test_gate.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Baselines: the values that results are compared with, one file per suite, variant and device."""
+"""Baselines: the values that results are compared with, one file per suite, variant and device.
+
+Tests: tests/perf/gate/test_gate.py
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ It measures ratios of CPU time, so neither the machine's speed nor its other loa
 steps without, and the engine's own work relative to a fixed loop that is timed next to it. Every round gives one value
 of each, from the fastest of a few tries; the gate estimates the noise from them. Time spent waiting is not measured.
 The last line is one JSON object.
+
+Tests: tests/perf/gate/test_gate.py
 """
 
 from __future__ import annotations

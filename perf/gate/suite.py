@@ -1,4 +1,7 @@
-"""The metrics of a suite, as its TOML file lists them."""
+"""The metrics of a suite, as its TOML file lists them.
+
+Tests: tests/perf/gate/test_gate.py
+"""
 
 from __future__ import annotations
 

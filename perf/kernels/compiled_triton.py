@@ -1,6 +1,8 @@
 """Compiles Triton kernels for a GPU that need not be present.
 
 A process that interprets kernels can't compile them. Import this module lazily: it needs triton.
+
+Tests: tests/perf/kernels/test_kernels.py
 """
 
 from __future__ import annotations

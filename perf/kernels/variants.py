@@ -1,4 +1,7 @@
-"""Every variant of the Triton kernels, compiled for GPUs that need not be present: its resources and limits."""
+"""Every variant of the Triton kernels, compiled for GPUs that need not be present: its resources and limits.
+
+Tests: tests/perf/kernels/test_kernels.py
+"""
 
 from __future__ import annotations
 

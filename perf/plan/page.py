@@ -1,4 +1,7 @@
-"""The page of a plan: one self-contained HTML file, readable in light and dark mode."""
+"""The page of a plan: one self-contained HTML file, readable in light and dark mode.
+
+Tests: tests/perf/plan/test_command.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A plan: the candidates tried for a load, the cheapest that meets its SLO, and the commands to start it."""
+"""A plan: the candidates tried for a load, the cheapest that meets its SLO, and the commands to start it.
+
+Tests: tests/perf/plan/test_command.py
+"""
 
 from __future__ import annotations
 

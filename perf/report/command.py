@@ -16,7 +16,7 @@ def parser(spec: ModuleSpec | None, doc: str | None) -> argparse.ArgumentParser:
     """A parser for a module's command; the docstring's first paragraph is the description, the rest follows."""
     assert spec is not None and doc is not None, "a command is a module with a docstring, run by `python -m`"
     name = spec.name.removesuffix(".__main__")
-    about, _, details = doc.partition("\n\n")
+    about, _, details = doc.partition("\n\nTests:")[0].partition("\n\n")
     return argparse.ArgumentParser(f"python -m {name}", description=about, epilog=details, formatter_class=_Format)
 
 

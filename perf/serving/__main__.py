@@ -5,6 +5,8 @@ aiperf`): requests are sent at the workload's times, however many are still unan
 file, or a few values. The built-in model is asked questions with exact answers, and its adapters' answers are checked.
 Exits with 1 if a request failed or an answer was another adapter's, with 2 if nothing could be measured. The last line
 is a JSON object.
+
+Tests: tests/perf/serving/test_load.py
 """
 
 from __future__ import annotations

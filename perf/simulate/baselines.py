@@ -1,5 +1,7 @@
 """Baseline routing policies for studies: controls of rank-aware routing, round robin, and newer routers that place
 adapters on replicas by demand.
+
+Tests: tests/perf/simulate/test_controls.py, tests/perf/simulate/test_placed.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`chorus simulate`: studies of policies in virtual time, next to published numbers."""
+"""`chorus simulate`: studies of policies in virtual time, next to published numbers.
+
+Tests: tests/perf/simulate/test_studies.py, tests/perf/simulate/test_results.py
+"""
 
 from __future__ import annotations
 

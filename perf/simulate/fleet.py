@@ -1,4 +1,7 @@
-"""A cluster like the built-in model's: real processes, and the same replicas in virtual time."""
+"""A cluster like the built-in model's: real processes, and the same replicas in virtual time.
+
+Tests: tests/perf/simulate/test_over_http.py, tests/perf/simulate/test_host_fit.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Merging in simulations: merged mode without weights, prices of a profile, and dLoRA's strawman."""
+"""Merging in simulations: merged mode without weights, prices of a profile, and dLoRA's strawman.
+
+Tests: tests/perf/simulate/test_serving.py
+"""
 
 from __future__ import annotations
 

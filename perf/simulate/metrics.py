@@ -1,4 +1,7 @@
-"""Metrics of a study's row: names, formats, and their computation from a serving simulation."""
+"""Metrics of a study's row: names, formats, and their computation from a serving simulation.
+
+Tests: tests/perf/simulate/test_results.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One replica in virtual time: its engine, its current step, and the state that routers may see."""
+"""One replica in virtual time: its engine, its current step, and the state that routers may see.
+
+Tests: tests/perf/simulate/test_cluster.py
+"""
 
 from __future__ import annotations
 

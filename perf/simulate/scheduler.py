@@ -1,6 +1,8 @@
 """The simulator's scheduler: the serving one, which also plans many equal decode steps at once.
 
 Decode steps without decisions in between run many at once, which makes simulated hours fast.
+
+Tests: tests/perf/simulate/test_engine.py, tests/perf/simulate/test_hooks.py
 """
 
 from __future__ import annotations

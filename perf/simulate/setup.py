@@ -1,4 +1,7 @@
-"""Setups: the parts of one simulation of a study or a figure, as fields of its file."""
+"""Setups: the parts of one simulation of a study or a figure, as fields of its file.
+
+Tests: tests/perf/simulate/test_serving.py
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@
     factors = [0.5, 0.7, 1.0, 1.3, 1.6]
 
 A row's name is its key; rows of one `group` are compared with each other only.
+
+Tests: tests/perf/simulate/test_studies.py
 """
 
 from __future__ import annotations

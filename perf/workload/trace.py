@@ -1,4 +1,7 @@
-"""Traces: CSV files with one request per row, and a header that names the columns."""
+"""Traces: CSV files with one request per row, and a header that names the columns.
+
+Tests: tests/perf/workload/test_traces.py
+"""
 
 from __future__ import annotations
 

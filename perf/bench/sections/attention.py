@@ -1,5 +1,7 @@
 """Decode attention alone: our kernel and FlashInfer's decode wrapper, used as in steps, compared with the bytes
 of KV.
+
+Tests: tests/perf/bench/test_sections.py
 """
 
 from __future__ import annotations

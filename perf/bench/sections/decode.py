@@ -1,5 +1,7 @@
 """Decode steps per bucket: base, a different adapter for every request, and the base model of an engine without
 LoRA.
+
+Tests: tests/perf/bench/test_sections.py
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Captured steps compared with eager ones, for decoding and for prompts: the same tokens, logprobs and KV, bit
 for bit.
+
+Tests: tests/perf/bench/test_sections.py, tests/perf/bench/test_sections_interpreted.py
 """
 
 from __future__ import annotations

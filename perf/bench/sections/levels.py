@@ -3,6 +3,8 @@
 Each is compared with the machine's limits at its level: the rate at which its threads read memory, and that of its
 products in registers. `--beside NAME=FILE.so` adds another build of the current level (`CHORUS_CPU_ISA` names another
 level), to see the cost of a change to a kernel.
+
+Tests: tests/perf/bench/test_sections.py
 """
 
 from __future__ import annotations

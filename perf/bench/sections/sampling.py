@@ -1,4 +1,7 @@
-"""Sampling alone, with the torch path's tokens, and in decode steps compared with greedy ones."""
+"""Sampling alone, with the torch path's tokens, and in decode steps compared with greedy ones.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 

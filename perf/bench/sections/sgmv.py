@@ -1,4 +1,7 @@
-"""SGMV at a model's shapes: time of a layer's LoRA work, and its share of the measured bandwidth."""
+"""SGMV at a model's shapes: time of a layer's LoRA work, and its share of the measured bandwidth.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ engine. In "calm", every tenant sends its share. Otherwise the first sends `FLOO
 the queue: tenants take turns, resident adapters go first whatever the tenant, first come first served. The next round
 has other arrivals, and the runs in another order, so drift of the machine's speed affects all runs. "alone" is one of
 the others at its share, without any other tenant. Every tenant has an adapter of its own.
+
+Tests: tests/perf/bench/test_tenants.py
 """
 
 from __future__ import annotations

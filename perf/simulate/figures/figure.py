@@ -19,6 +19,8 @@ paper = "Punica (MLSys 2024)"
     run = "batch 32"
 
 A serving run is a row of a shipped study (`row`), or the figure's own `setup`, with some fields changed (`set`).
+
+Tests: tests/perf/simulate/test_figures.py
 """
 
 from __future__ import annotations

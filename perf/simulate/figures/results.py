@@ -1,4 +1,7 @@
-"""Computes the figures: all runs with all seeds, then rows and claims seed by seed."""
+"""Computes the figures: all runs with all seeds, then rows and claims seed by seed.
+
+Tests: tests/perf/simulate/test_figures.py
+"""
 
 from __future__ import annotations
 
