@@ -302,17 +302,17 @@ def _new_sequence(request: Request, count: int) -> ScheduledSequence:
     start, token_ids = request.num_computed_tokens, request.token_ids
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
     sequence = ScheduledSequence(
-        request.id,
-        BASE_LORA_INDEX,
-        tokens,
-        start,
-        request.block_table.pages,
-        request.params,
-        request.seed,
-        samples,
-        token_ids,
-        request.num_prompt_tokens,
-        request.sampler,
+        request_id=request.id,
+        lora_index=BASE_LORA_INDEX,
+        tokens=tokens,
+        start=start,
+        pages=request.block_table.pages,
+        params=request.params,
+        seed=request.seed,
+        samples=samples,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        state=request.sampler,
     )
     if count == 1 and samples:
         request.sequence = sequence
