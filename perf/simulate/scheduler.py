@@ -106,8 +106,8 @@ class SimLifecycle(Lifecycle):
     unnoted: requests with an adapter whose need to wait is not known yet.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.unnoted: dict[Request, None] = {}
 
     def add(self, request: Request) -> None:
@@ -128,10 +128,10 @@ class SimAdmission(Admission):
     because of the requests' expected growth, which may differ in any step.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        assert isinstance(self._lifecycle, SimLifecycle)
-        self._unnoted = self._lifecycle.unnoted
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        assert isinstance(self.lifecycle, SimLifecycle)
+        self._unnoted = self.lifecycle.unnoted
         self.most_prompts: int | None = None
         self.most_rows: int | None = None
         self._most_rows = math.inf  # of the step being decided
@@ -170,7 +170,7 @@ class SimAdmission(Admission):
 
     def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
         fits = super().fits(request, blocks, builder)
-        self.awaits_growth = not fits and self._memory.fits(request, blocks)
+        self.awaits_growth = not fits and self.memory.fits(request, blocks)
         return fits
 
     def stays_shut_until(self, running: Running) -> float | None:
@@ -181,16 +181,16 @@ class SimAdmission(Admission):
         has been overtaken for long enough, or a tenant has waited too long for a turn. An adapter that has been read
         may be loaded, and known blocks may be shared. None if a request may be admitted sooner.
         """
-        limits, until = self._limits, math.inf
+        limits, until = self.limits, math.inf
         if len(running) >= limits.max_num_seqs:
-            return until if len(self._waiting.tenants.keys() | running.tenants.keys()) == 1 else None
+            return until if len(self.waiting.tenants.keys() | running.tenants.keys()) == 1 else None
         if self.most_rows is not None and len(running) >= self.most_rows:
             return until
-        if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.tenants) > 1:
+        if self.awaits_growth or self.memory.use_prefix_cache or len(self.waiting.tenants) > 1:
             return None
-        overdue_before = self._clock() - limits.max_overtake_seconds
-        for request in self._waiting:
-            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
+        overdue_before = self.clock() - limits.max_overtake_seconds
+        for request in self.waiting:
+            if request.adapter is not None and self.store.tier(request.adapter) is Tier.LOADING:
                 return None
             if request.arrival_time >= overdue_before:
                 until = min(until, request.arrival_time + limits.max_overtake_seconds)
@@ -200,9 +200,9 @@ class SimAdmission(Admission):
         """Slots are free and requests wait: count each that needs an adapter still to be read."""
         for request in list(self._unnoted):
             adapter = request.adapter
-            if request not in self._waiting:
+            if request not in self.waiting:
                 del self._unnoted[request]
-            elif adapter is not None and not adapter.pages and self._store.tier(adapter) is not Tier.HOST:
+            elif adapter is not None and not adapter.pages and self.store.tier(adapter) is not Tier.HOST:
                 del self._unnoted[request]
                 self._count_cold(request)
 
