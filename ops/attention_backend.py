@@ -63,9 +63,15 @@ class TorchBackend:
     captures = False
 
     def __init__(
-        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device, reason: str,
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        device: torch.device,
+        reason: str,
         fix: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.reason, self.fix = reason, fix
         self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
 
@@ -114,9 +120,17 @@ def choose_attention(
 
             reason, fix = theirs or Obstacle("attention is triton")
             return TritonBackend(
-                num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device),
-                reason=reason, fix=fix,
-            )  # fmt: skip
+                num_heads,
+                kv_heads,
+                head_dim,
+                block_tokens,
+                dtype,
+                device,
+                **sizes,
+                num_sms=_num_sms(device),
+                reason=reason,
+                fix=fix,
+            )
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)

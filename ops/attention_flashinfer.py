@@ -84,9 +84,12 @@ class FlashInferBackend:
         self.device = torch.device(device)
         self.group = num_heads // kv_heads
         self.plan_arguments = {
-            "num_qo_heads": num_heads, "num_kv_heads": kv_heads, "page_size": block_tokens, "q_data_type": dtype,
+            "num_qo_heads": num_heads,
+            "num_kv_heads": kv_heads,
+            "page_size": block_tokens,
+            "q_data_type": dtype,
             "kv_data_type": dtype,
-        }  # fmt: skip
+        }
         self.head_dim = head_dim
         self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()

@@ -58,10 +58,16 @@ def attention_constants(
 ) -> dict[str, int]:
     """Compile-time constants of a launch; the same for every bucket."""
     return {
-        "HEADS": num_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_TOKENS": block_tokens,
-        "BLOCK_H": BLOCK_H, "BLOCK_D": _power_of_two(head_dim), "TILE": tile_tokens(head_dim, itemsize),
-        "PARTS": PARTS, "PDL": 0,
-    }  # fmt: skip
+        "HEADS": num_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_TOKENS": block_tokens,
+        "BLOCK_H": BLOCK_H,
+        "BLOCK_D": _power_of_two(head_dim),
+        "TILE": tile_tokens(head_dim, itemsize),
+        "PARTS": PARTS,
+        "PDL": 0,
+    }
 
 
 def attention_options() -> dict[str, int | bool]:

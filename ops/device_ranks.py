@@ -117,9 +117,13 @@ def open_group(
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     meeting = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]  # it is documented there
     dist.init_process_group(
-        backend, store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=seconds),
+        backend,
+        store=meeting,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
         device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    )
     group = dist.group.WORLD
     assert group is not None
     return GroupCollectives(group)

@@ -35,9 +35,14 @@ def silu_options() -> dict[str, int | bool]:
 def rotary_constants(num_heads: int, kv_heads: int, head_dim: int, norm: bool) -> dict[str, int]:
     """Compile-time constants of a rotary and KV append launch."""
     return {
-        "HEADS": num_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "NORM": int(norm), "BLOCK_H": ROTARY_HEADS,
-        "BLOCK_D": _power_of_two(head_dim // 2), "PDL": 0,
-    }  # fmt: skip
+        "HEADS": num_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "NORM": int(norm),
+        "BLOCK_H": ROTARY_HEADS,
+        "BLOCK_D": _power_of_two(head_dim // 2),
+        "PDL": 0,
+    }
 
 
 def rotary_options() -> dict[str, int | bool]:

@@ -63,10 +63,14 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
     pages = torch.tensor(rows.pages, dtype=torch.int64)
     first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
     descriptor = AdapterDescriptor(
-        pages=pages.data_ptr(), first_elem=first_elem.data_ptr(), rank=rows.rank, scale=rows.scale,
+        pages=pages.data_ptr(),
+        first_elem=first_elem.data_ptr(),
+        rank=rows.rank,
+        scale=rows.scale,
         slab_elems=rows.slab_elems,
-        a_offset=(c_int32 * MODULES)(*rows.a_offset), b_offset=(c_int32 * MODULES)(*rows.b_offset),
-    )  # fmt: skip
+        a_offset=(c_int32 * MODULES)(*rows.a_offset),
+        b_offset=(c_int32 * MODULES)(*rows.b_offset),
+    )
     return descriptor, (pages, first_elem)
 
 
@@ -132,9 +136,10 @@ class OffloadWorker:
         count = len(rows)
         own = [described(each) for each in rows]
         tables = (
-            (c_int32 * (count + 1))(*row), (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
+            (c_int32 * (count + 1))(*row),
+            (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
             (c_void_p * count)(*images),
-        )  # fmt: skip
+        )
         descriptor = OffloadWorkerDescriptor(
             *self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables), exchanges
         )

@@ -157,12 +157,24 @@ class NativeDecoder:
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
         layers = self._layers(model.layers)
         description = ModelDescriptor(
-            hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
-            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps, layer=layers,
-            embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
-            cos=_pointer(model.cos), sin=_pointer(model.sin), arena=_pointer(model.arena),
+            hidden=model.hidden,
+            ffn=model.ffn,
+            layers=len(model.layers),
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            vocab=model.vocab,
+            block_tokens=model.block_tokens,
+            eps=model.eps,
+            layer=layers,
+            embed=_pointer(model.embed),
+            lm_head=_pointer(model.lm_head),
+            norm=_pointer(model.norm),
+            cos=_pointer(model.cos),
+            sin=_pointer(model.sin),
+            arena=_pointer(model.arena),
             page_elems=model.arena.shape[1],
-        )  # fmt: skip
+        )
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
@@ -291,9 +303,12 @@ class NativeDecoder:
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
         step.segments = SegmentsDescriptor(
-            count, ctypes.addressof(begin), ctypes.addressof(end), ctypes.addressof(adapters),
+            count,
+            ctypes.addressof(begin),
+            ctypes.addressof(end),
+            ctypes.addressof(adapters),
             None if level is None else ctypes.addressof(level),
-        )  # fmt: skip
+        )
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
         step.segment_late = ctypes.addressof(late)
         self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long

@@ -31,10 +31,14 @@ class AdapterDescriptor(Structure):
     """One part of an adapter: its pages, and where a rank-row has the A and B of each module."""
 
     _fields_ = [
-        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("pages", c_void_p),
+        ("first_elem", c_void_p),
+        ("rank", c_int32),
+        ("scale", c_float),
         ("slab_elems", c_int64),
-        ("a_offset", c_int32 * MODULES), ("b_offset", c_int32 * MODULES),
-    ]  # fmt: skip
+        ("a_offset", c_int32 * MODULES),
+        ("b_offset", c_int32 * MODULES),
+    ]
 
 
 class LayerDescriptor(Structure):
@@ -42,20 +46,36 @@ class LayerDescriptor(Structure):
 
     _fields_ = [
         (name, c_void_p)
-        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
-                     "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm")
-    ]  # fmt: skip
+        for name in (
+            "input_norm",
+            "post_attention_norm",
+            "qkv",
+            "o",
+            "gate_up",
+            "down",
+            "qkv_bias",
+            "o_bias",
+            "gate_up_bias",
+            "down_bias",
+            "q_norm",
+            "k_norm",
+        )
+    ]
 
 
 class ModelDescriptor(Structure):
     """Shapes and weights of a model."""
 
     _fields_ = [
-        *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
-        ("eps", c_float), ("layer", POINTER(LayerDescriptor)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
-    ]  # fmt: skip
+        *(
+            (name, c_int32)
+            for name in ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")
+        ),
+        ("eps", c_float),
+        ("layer", POINTER(LayerDescriptor)),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")),
+        ("page_elems", c_int64),
+    ]
 
 
 class SegmentsDescriptor(Structure):
@@ -69,21 +89,28 @@ class StepDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "prompt_logits_wanted")),
-        *((name, c_void_p) for name in
-          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
-        ("table_stride", c_int64), ("logit_tokens", c_void_p), ("segments", SegmentsDescriptor),
-        ("segment_ready", c_void_p), ("segment_late", c_void_p), ("max_stall_ns", c_int64),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")
+        ),
+        ("table_stride", c_int64),
+        ("logit_tokens", c_void_p),
+        ("segments", SegmentsDescriptor),
+        ("segment_ready", c_void_p),
+        ("segment_late", c_void_p),
+        ("max_stall_ns", c_int64),
         *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
-    ]  # fmt: skip
+    ]
 
 
 class OffloadDescriptor(Structure):
     """Segments of a step that other processes compute: see `native/offload.h`."""
 
     _fields_ = [
-        ("ranks", c_void_p), ("count", c_int64),
+        ("ranks", c_void_p),
+        ("count", c_int64),
         *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "exchanges")),
-    ]  # fmt: skip
+    ]
 
 
 class OffloadWorkerDescriptor(Structure):
@@ -91,18 +118,23 @@ class OffloadWorkerDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
-        ("count", c_int64), ("page_elems", c_int64),
+        ("count", c_int64),
+        ("page_elems", c_int64),
         *((name, c_void_p) for name in ("row", "adapters", "images", "exchanges")),
-    ]  # fmt: skip
+    ]
 
 
 class MergeDescriptor(Structure):
     """A group of a layer's projections, and what is added to it."""
 
     _fields_ = [
-        ("origin", c_void_p), ("to", c_void_p),
-        ("group", c_int32), ("layer", c_int32), ("parts", c_void_p), ("count", c_int64),
-    ]  # fmt: skip
+        ("origin", c_void_p),
+        ("to", c_void_p),
+        ("group", c_int32),
+        ("layer", c_int32),
+        ("parts", c_void_p),
+        ("count", c_int64),
+    ]
 
 
 class ReadFaultDescriptor(Structure):
@@ -140,28 +172,49 @@ def _numbers(*names: str) -> np.dtype:
 
 
 SAMPLE_ROW = np.dtype(
-    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
-     ("token", "i8")]
-)  # fmt: skip
+    [
+        ("inverse_temperature", "f8"),
+        ("u", "f8"),
+        ("top_p", "f8"),
+        ("min_p", "f8"),
+        ("top_k", "i8"),
+        ("logits", "i8"),
+        ("token", "i8"),
+    ]
+)
 LOGPROB_ROW = np.dtype(
     [("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")]
 )
-EXCHANGE = np.dtype({
-    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)], "offsets": [0, 4, 8],
-    "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
-})  # fmt: skip
+EXCHANGE = np.dtype(
+    {
+        "names": ["layer", "group", "active"],
+        "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)],
+        "offsets": [0, 4, 8],
+        "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
+    }
+)
 READ_JOB = _numbers(*ReadJob._fields)
 READ_GROUP = _numbers("spans_begin", "spans_end", "jobs_begin", "jobs_end")
 SPAN = _numbers("start", "end")
 
 #: The library's structures by their names there.
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
-    "Adapter": AdapterDescriptor, "LayerDesc": LayerDescriptor, "ModelDesc": ModelDescriptor,
-    "Segments": SegmentsDescriptor, "StepDesc": StepDescriptor, "OffloadDesc": OffloadDescriptor,
-    "OffloadWorkerDesc": OffloadWorkerDescriptor, "MergeDesc": MergeDescriptor, "ReadFault": ReadFaultDescriptor,
-    "Exchange": EXCHANGE, "SampleRow": SAMPLE_ROW, "LogprobRow": LOGPROB_ROW,
-    "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
-}  # fmt: skip
+    "Adapter": AdapterDescriptor,
+    "LayerDesc": LayerDescriptor,
+    "ModelDesc": ModelDescriptor,
+    "Segments": SegmentsDescriptor,
+    "StepDesc": StepDescriptor,
+    "OffloadDesc": OffloadDescriptor,
+    "OffloadWorkerDesc": OffloadWorkerDescriptor,
+    "MergeDesc": MergeDescriptor,
+    "ReadFault": ReadFaultDescriptor,
+    "Exchange": EXCHANGE,
+    "SampleRow": SAMPLE_ROW,
+    "LogprobRow": LOGPROB_ROW,
+    "ReadJob": READ_JOB,
+    "ReadGroup": READ_GROUP,
+    "Span": SPAN,
+}
 
 
 def layout() -> dict[str, tuple[int, int]]:

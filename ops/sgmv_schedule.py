@@ -192,7 +192,11 @@ class ExpandShape:
         constants = dict(zip(("M0", "M1", "M2"), [*self.modules, 0, 0], strict=False))
         constants |= dict(zip(("W0", "W1", "W2"), [*self.widths, 0, 0], strict=False))
         return constants | {
-            "MODULES": len(self.modules), "PAGE": self.page_elems, "VEC": max(1, 16 // self.itemsize),
-            "BLOCKS": place_blocks(self.max_rank), "PAGES": self.pages, "PARTS": self.splits,
+            "MODULES": len(self.modules),
+            "PAGE": self.page_elems,
+            "VEC": max(1, 16 // self.itemsize),
+            "BLOCKS": place_blocks(self.max_rank),
+            "PAGES": self.pages,
+            "PARTS": self.splits,
             "PART_BLOCK": 1 << (self.splits - 1).bit_length(),
-        }  # fmt: skip
+        }

@@ -102,16 +102,30 @@ def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSch
 
 
 def gemm_constants(
-    schedule: GemmSchedule, d_in: int, d_out: int, *, bias: bool = False, silu: bool = False,
+    schedule: GemmSchedule,
+    d_in: int,
+    d_out: int,
+    *,
+    bias: bool = False,
+    silu: bool = False,
     shape: ExpandShape | None = None,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Compile-time constants of a launch; d_out: columns of its result, half the weight's rows with `silu`."""
     return {
-        "D_IN": d_in, "D_OUT": d_out, "BLOCK_T": schedule.block_t, "BLOCK_N": schedule.columns(silu),
-        "BLOCK_K": schedule.block_k, "SPLITS": schedule.splits, "STAGES": schedule.stages,
-        "FETCHED": schedule.fetched, "TILES": schedule.tiles, "BIAS": int(bias), "SILU": int(silu), "PDL": 0,
+        "D_IN": d_in,
+        "D_OUT": d_out,
+        "BLOCK_T": schedule.block_t,
+        "BLOCK_N": schedule.columns(silu),
+        "BLOCK_K": schedule.block_k,
+        "SPLITS": schedule.splits,
+        "STAGES": schedule.stages,
+        "FETCHED": schedule.fetched,
+        "TILES": schedule.tiles,
+        "BIAS": int(bias),
+        "SILU": int(silu),
+        "PDL": 0,
         **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
-    }  # fmt: skip
+    }
 
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:

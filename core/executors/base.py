@@ -179,9 +179,10 @@ def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         if limit < model.max_position_embeddings:
             logger.info(
-                "max_model_len is %d, the model's sliding window, not its %d positions", limit,
+                "max_model_len is %d, the model's sliding window, not its %d positions",
+                limit,
                 model.max_position_embeddings,
-            )  # fmt: skip
+            )
         return limit
     if config.max_model_len > limit:
         raise UnsupportedModel(f"max_model_len is {config.max_model_len}, the model's {name} {limit}; lower it")

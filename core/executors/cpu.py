@@ -291,12 +291,16 @@ def _torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
     if num_bytes <= limit:
         logger.warning(
             "this processor is slow in %s: weights are kept as float32 too, in %d MiB; with the native decoder they "
-            "need not be", name, num_bytes >> 20,
-        )  # fmt: skip
+            "need not be",
+            name,
+            num_bytes >> 20,
+        )
         return torch.float32
     logger.warning(
         "this processor is slow in %s, and copies of the weights in float32, %d MiB, are more than the %d MiB that are "
         "left for them: more memory, a smaller memory_bytes or the native decoder would make steps faster",
-        name, num_bytes >> 20, max(0, limit) >> 20,
-    )  # fmt: skip
+        name,
+        num_bytes >> 20,
+        max(0, limit) >> 20,
+    )
     return dtype

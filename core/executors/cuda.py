@@ -222,11 +222,16 @@ class CudaExecutor(ModelExecutor):
         where = device.torch_device
         try:
             attention = choose_attention(
-                model.num_heads, model.num_kv_heads, model.head_dim, self.layout.block_tokens, self._dtype, where,
+                model.num_heads,
+                model.num_kv_heads,
+                model.head_dim,
+                self.layout.block_tokens,
+                self._dtype,
+                where,
                 max_rows=config.max_num_seqs,
                 max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
                 wanted=config.attention,
-            )  # fmt: skip
+            )
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
         logger.info("attention by %s: %s", attention.name, attention.reason)

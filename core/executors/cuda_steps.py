@@ -285,9 +285,15 @@ class CudaSteps:
         """A bucket's step, from static buffers to static buffers."""
         views = self._buffers.views[bucket]
         batch = StepBatch(
-            views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora, merged=merged,
+            views.token_ids,
+            views.positions,
+            views.page,
+            views.offset,
+            self._attention[bucket],
+            lora,
+            merged=merged,
             backends=self.backends[bucket],
-        )  # fmt: skip
+        )
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
@@ -337,7 +343,7 @@ class CudaSteps:
         self.lora.warm_up()
         self.backends = choose_gemm_backends(
             self._config.small_gemm, self.decoder, self.lora, self._sizes, self._device, captures=self._captures
-        )  # fmt: skip
+        )
 
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed ones, from the largest down."""

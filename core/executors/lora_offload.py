@@ -182,9 +182,11 @@ class LoraOffload:
         elems = _PROFILE_RANK * (self._shapes[0] + self._shapes[2])
         self.profile = OffloadProfile(one, max(0.0, many - one) / (elems * (_PROFILE_TOKENS - 1)))
         logger.info(
-            "%d offload workers: an exchange takes %.0f µs, a token %.2f ns per element of an adapter", self._workers,
-            1e6 * one, 1e9 * self.profile.per_elem,
-        )  # fmt: skip
+            "%d offload workers: an exchange takes %.0f µs, a token %.2f ns per element of an adapter",
+            self._workers,
+            1e6 * one,
+            1e9 * self.profile.per_elem,
+        )
 
     @property
     def pids(self) -> list[int]:
@@ -279,9 +281,13 @@ class LoraOffload:
             return None
         self._images = [coming.image.data for coming in comings]  # which stay, whatever becomes of the reads
         self.offloaded = OffloadedSegments(
-            self._ranks, entries, row, share, [coming.image.stream.address for coming in comings],
+            self._ranks,
+            entries,
+            row,
+            share,
+            [coming.image.stream.address for coming in comings],
             self._memory.exchanges,
-        )  # fmt: skip
+        )
         return self.offloaded
 
     def _begin(

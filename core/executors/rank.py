@@ -141,9 +141,15 @@ class CpuTpWorker(TpWorker):
     """A rank on processors of this machine."""
 
     def __init__(
-        self, config: EngineConfig, layout: MemoryLayout, page: PageLayout, num_pages: int, seconds: float,
-        shard: Shard, memory_fd: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig,
+        layout: MemoryLayout,
+        page: PageLayout,
+        num_pages: int,
+        seconds: float,
+        shard: Shard,
+        memory_fd: int,
+    ) -> None:
         """page: of a rank. seconds: see `Ranks`."""
         self._rank_context = CpuRankContext(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
         self._cpu = CpuExecutor(config, self._rank_context)

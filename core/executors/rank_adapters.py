@@ -58,9 +58,7 @@ class RankAdapters(ModelAdapters):
         super().__init__(share, arena, dtype)
         self.dma = Dma(copies, buffers)
         self._whole = ModelAdapters(whole, arena, dtype)
-        self._parts = [
-            {name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)
-        ]  # fmt: skip
+        self._parts = [{name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)]
         self._dims = whole.module_dims, share.module_dims
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:

@@ -86,8 +86,11 @@ class RanksExecutorBase(Generic[First]):
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
             "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
-            "%.2f)", self._size, " + ".join(f"{each / _MIB:.2f}" for each in weights), by_formula / _MIB,
-        )  # fmt: skip
+            "%.2f)",
+            self._size,
+            " + ".join(f"{each / _MIB:.2f}" for each in weights),
+            by_formula / _MIB,
+        )
 
     def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:
         """Take plans and shadows from now on. beside: see `WorkerProcesses.beside`."""
@@ -220,9 +223,11 @@ class RankShadow:
     """
 
     def __init__(
-        self, first: ShadowWeights, beside: Callable[..., tuple[Any, list[Any]]],
+        self,
+        first: ShadowWeights,
+        beside: Callable[..., tuple[Any, list[Any]]],
         entry: Callable[[Adapter], dict[str, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """beside: see `WorkerProcesses.beside`. entry: an adapter, which the TP workers know, as they receive it."""
         self._first, self._beside, self._entry = first, beside, entry
         self.sizes, self.wished_runs = first.sizes, first.wished_runs
@@ -233,9 +238,7 @@ class RankShadow:
 
     def advance(self, max_seconds: float) -> bool:
         """Have every rank do some of the work at the same time; see `ShadowBackend.advance`."""
-        is_made, others = self._beside(
-            lambda: self._first.advance(max_seconds), "advance_shadow", max_seconds
-        )  # fmt: skip
+        is_made, others = self._beside(lambda: self._first.advance(max_seconds), "advance_shadow", max_seconds)
         return is_made and all(others)
 
     @property

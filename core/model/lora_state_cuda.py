@@ -234,9 +234,13 @@ class CudaLoraState(LoraState):
         tail = self._decode(tokens - border)
         num_tiles = self.tables.plan(segments, schedule.tile_tokens, border, tail.tile_tokens)
         return LoraLaunches(
-            self, schedule, num_tiles, self.wait, self.tables.passes,
+            self,
+            schedule,
+            num_tiles,
+            self.wait,
+            self.tables.passes,
             Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
-        )  # fmt: skip
+        )
 
     def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
         """A schedule's products with each group of projections, made once."""

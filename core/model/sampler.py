@@ -41,9 +41,15 @@ class Sampling(Protocol):
 def _reshapes_logits(params: SamplingParams) -> bool:
     """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
     return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.logit_bias
-        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None or params.grammar is not None
-    )  # fmt: skip
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.logit_bias
+        or params.min_tokens
+        or params.bad_words
+        or params.allowed_token_ids is not None
+        or params.grammar is not None
+    )
 
 
 def needs_logits(row: ScheduledRow) -> bool:

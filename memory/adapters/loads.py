@@ -60,9 +60,13 @@ class AdapterLoads:
             self._costs.observe("disk_adapter_page", (self._clock() - start) / layout.num_pages)
 
         self._images.request(
-            adapter, self._size(adapter), read, label=str(manifest.path), group=str(manifest.path.parent),
+            adapter,
+            self._size(adapter),
+            read,
+            label=str(manifest.path),
+            group=str(manifest.path.parent),
             may_drop=lambda: _may_drop(adapter),
-        )  # fmt: skip
+        )
 
     def ahead(self, adapters: Iterable[Adapter]) -> None:
         """Start reading, in order, the adapters that are on disk only, as many as host memory holds together.

@@ -23,9 +23,14 @@ class Load(NamedTuple):
 
 
 def plan_load(
-    store: RegistryStore, entry: Entry, *, replace: bool = True, keep: int = 1, before: Entry | None = None,
+    store: RegistryStore,
+    entry: Entry,
+    *,
+    replace: bool = True,
+    keep: int = 1,
+    before: Entry | None = None,
     last_number: int = 0,
-) -> Load:  # fmt: skip
+) -> Load:
     """Make `entry` the newest version of its name.
 
     entry: with a version's label, or "" for the name's next number. keep: versions of the name to keep, the newest

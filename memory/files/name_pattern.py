@@ -266,8 +266,10 @@ def _parsed(pattern: str, steps: Steps) -> _Part:
     steps.take(len(pattern) // _CHARACTERS_PER_STEP)
     for each in _OPAQUE.finditer(pattern):
         if each[0].startswith("[") and (found := _AMBIGUOUS.search(each[0], 1)):
-            raise PatternError(f"{shown(found[1])} at position {each.start() + found.start(1)} stands in a character "
-                               "set; write it with a backslash")  # fmt: skip
+            raise PatternError(
+                f"{shown(found[1])} at position {each.start() + found.start(1)} stands in a character "
+                "set; write it with a backslash"
+            )
     try:
         tree = _parser.parse(pattern)
     except RecursionError:

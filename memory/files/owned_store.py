@@ -55,9 +55,15 @@ class OwnedStore(ContentStore):
     places = ("", LOST)
 
     def __init__(
-        self, root: Path, max_bytes: int, max_total_bytes: int, owner: Owner, *, grace_seconds: float = 0.0,
+        self,
+        root: Path,
+        max_bytes: int,
+        max_total_bytes: int,
+        owner: Owner,
+        *,
+        grace_seconds: float = 0.0,
         clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """grace_seconds: for which a retired directory stays unused before it is removed. OtherOwner for a directory
         that another owner has, or uses.
         """
@@ -155,8 +161,10 @@ class OwnedStore(ContentStore):
         log.warning(
             "%s is no adapter's, and nothing has retired it: it is kept in %s for %d days; load it again from there, "
             "or restore the file of names and restart",
-            self.root / name, to, LOST_SECONDS / 86400,
-        )  # fmt: skip
+            self.root / name,
+            to,
+            LOST_SECONDS / 86400,
+        )
 
     def _expire(self, now: float) -> None:
         for path in (self.root / LOST).glob("*"):

@@ -50,9 +50,14 @@ class DaemonPool(Executor):
     """
 
     def __init__(
-        self, name: str, threads: int, max_waiting: float = 1024, *, most_threads: int = 0,
+        self,
+        name: str,
+        threads: int,
+        max_waiting: float = 1024,
+        *,
+        most_threads: int = 0,
         initializer: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """most_threads: `threads` if that is more. initializer: called on each thread first."""
         self._name = name
         self._num_wanted = threads

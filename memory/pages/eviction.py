@@ -46,9 +46,16 @@ class EvictionOrder:
         return item in self._serials
 
     def add(
-        self, item: Hashable, pages: int, cost: float, uses: int, *, wanted: bool = False, depth: int = 0,
+        self,
+        item: Hashable,
+        pages: int,
+        cost: float,
+        uses: int,
+        *,
+        wanted: bool = False,
+        depth: int = 0,
         in_use: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make `item` evictable, or change its priority.
 
         cost: seconds to bring it back. wanted: a waiting request will use it, so everything else goes before it.
