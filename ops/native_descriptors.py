@@ -1,6 +1,9 @@
-"""The structures that the native library takes, as `ops/native/*.h` define them.
+"""The native library's structures, as `ops/native/*.h` define them.
 
-`layout` says where each field lies; `native_library` compares that with what a library says itself (`native/layout.h`).
+`layout` gives the position of each field; `native_library` compares it with the layout that a library reports
+(`native/layout.h`).
+
+Tests: tests/ops/test_native_layout.py
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import numpy as np
 import torch
 
 MODULES = 7
-"""Projections of a layer that adapters may change."""
+"""Number of projections of a layer that adapters may change."""
 
 
 class Element(IntEnum):
-    """An element type's number in the library, by its name in safetensors files."""
+    """Number of an element type in the library, by its name in safetensors files."""
 
     F32 = 0
     F16 = 1
@@ -28,7 +31,7 @@ ELEMENT_OF = {torch.float32: Element.F32, torch.float16: Element.F16, torch.bflo
 
 
 class AdapterDescriptor(Structure):
-    """One part of an adapter: its pages, and where a rank-row has the A and B of each module."""
+    """One part of an adapter: its pages, and the offsets of each module's A and B in a rank-row."""
 
     _fields_ = [
         ("pages", c_void_p),
@@ -42,7 +45,7 @@ class AdapterDescriptor(Structure):
 
 
 class LayerDescriptor(Structure):
-    """A layer's tensors, null where it has none."""
+    """A layer's tensors; null if it has none."""
 
     _fields_ = [
         (name, c_void_p)
@@ -104,7 +107,7 @@ class StepDescriptor(Structure):
 
 
 class OffloadDescriptor(Structure):
-    """Segments of a step that other processes compute: see `native/offload.h`."""
+    """Segments of a step that offload workers compute: see `native/offload.h`."""
 
     _fields_ = [
         ("ranks", c_void_p),
@@ -114,7 +117,7 @@ class OffloadDescriptor(Structure):
 
 
 class OffloadWorkerDescriptor(Structure):
-    """A step's segments as a process that computes a share of them knows them."""
+    """A step's segments, for an offload worker that computes a share of them."""
 
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
@@ -125,7 +128,7 @@ class OffloadWorkerDescriptor(Structure):
 
 
 class MergeDescriptor(Structure):
-    """A group of a layer's projections, and what is added to it."""
+    """A group of a layer's projections, and the adapter parts to add."""
 
     _fields_ = [
         ("origin", c_void_p),
@@ -146,8 +149,8 @@ class ReadFaultDescriptor(Structure):
 class ReadJob(NamedTuple):
     """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
 
-    a_start, b_start: bytes from the file's beginning; a_element, b_element: of `Element`. Row i of A is written at
-    element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
+    a_start, b_start: bytes from the file's beginning; a_element, b_element: values of `Element`. Row i of A is written
+    at element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
     """
 
     a_start: int
@@ -163,7 +166,7 @@ class ReadJob(NamedTuple):
     b_offset: int
 
 
-#: Most segments of a step that are handed over, and most exchanges: kLent and kHandovers in offload.h.
+#: The most offloaded segments of a step, and the most exchanges: kLent and kHandovers in offload.h.
 MAX_OFFLOADED, MAX_EXCHANGES = 1000, 1 << 12
 
 
@@ -197,7 +200,7 @@ READ_JOB = _numbers(*ReadJob._fields)
 READ_GROUP = _numbers("spans_begin", "spans_end", "jobs_begin", "jobs_end")
 SPAN = _numbers("start", "end")
 
-#: The library's structures by their names there.
+#: The library's structures, by their names there.
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor,
     "LayerDesc": LayerDescriptor,
@@ -218,9 +221,9 @@ _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
 
 
 def layout() -> dict[str, tuple[int, int]]:
-    """Where each field begins in its structure and how long it is, in bytes, by names like `StepDesc.rows`.
+    """Position and size of each field in its structure, in bytes, by names like `StepDesc.rows`.
 
-    A structure as a whole has its own name, and begins at 0.
+    A whole structure has its own name, and begins at 0.
     """
     places: dict[str, tuple[int, int]] = {}
     for name, structure in _STRUCTURES.items():

@@ -54,9 +54,9 @@ class Adapter:
 
     name: str
     version: int
+    """Counts up over all adapters; requests and the prefix cache identify a version by it."""
     manifest: AdapterManifest
     layout: AdapterLayout
-    """Counts up over all adapters; requests and the prefix cache identify a version by it."""
     label: str = ""
     """The version as clients see it; see `versions`."""
     pages: list[int] = field(default_factory=list)
