@@ -1,4 +1,7 @@
-"""The engine: builds everything from a configuration and runs the step loop."""
+"""The engine: builds everything from a configuration and runs the step loop.
+
+Tests: tests/core/test_engine.py, tests/core/test_parity.py, tests/core/test_async_steps.py, tests/simulation.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
 from .merging.modes import Modes, mode_policy
 from .policies import Policies
-from .requests.record import NotHere, from_record, to_record
+from .requests.record import NotHere, from_record
 from .requests.request import Request
-from .requests.sampling_params import InvalidRequest
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.request_memory import RequestMemory, swaps
@@ -50,7 +52,7 @@ READ_WAIT_SECONDS = 0.005
 class Engine:
     """Schedule → execute → update, one step at a time, on one thread.
 
-    The executor and the clock are injected, so that the same policy code serves and simulates. A subclass, such as the
+    The executor and the clock are injected: the same policy code serves and simulates. A subclass, such as the
     simulator's, may name its own `scheduler_type`.
     """
 
@@ -76,7 +78,15 @@ class Engine:
         images = HostImages(
             config.host_bytes, reads or ThreadReads(reading_threads()), clock, config.adapter_read_seconds
         )
-        self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
+        self.store = AdapterStore(
+            self.pool,
+            backend=executor.adapters,
+            images=images,
+            order=order,
+            costs=costs,
+            page_bytes=executor.layout.page_bytes,
+            clock=clock,
+        )
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
@@ -90,20 +100,20 @@ class Engine:
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
         self.swapped = SwappedKv(executor.swaps, images.budget, executor.layout.page_bytes)
         memory = RequestMemory(
-            self.pool,
-            self.store,
-            self.prefix,
-            self.reclaimer,
-            self.block_tokens,
-            config.prefix_cache,
-            config.share_prefix_cache,
-            self.swapped,
-            lambda: swaps(config.preemption, costs),
+            pool=self.pool,
+            store=self.store,
+            prefix=self.prefix,
+            reclaimer=self.reclaimer,
+            block_tokens=self.block_tokens,
+            use_prefix_cache=config.prefix_cache,
+            share_prefix_cache=config.share_prefix_cache,
+            swapped=self.swapped,
+            may_swap=lambda: swaps(config.preemption, costs),
         )
         self.starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
         loads = LoadPolicy(self.store, costs, self.starts, self.block_tokens, config.max_load_stall_seconds)
         policies = policies or Policies()
-        self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies.queue)
+        self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, queue=policies.queue)
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling else None
@@ -111,20 +121,21 @@ class Engine:
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )
         self.last_decode: tuple[StepPlan | None, float] = None, 0.0
-        """The last decode step and its seconds, which bound the pause for merging."""
+        """The last decode step and its seconds. They bound the time that a merge takes between two steps."""
         self.last_prefill: tuple[StepPlan | None, float] = None, 0.0
-        """The last step with at least a block of tokens for each row, and its seconds."""
+        """The last step with at least a block of tokens per sequence, and its seconds."""
         self._next_check = 0.0
 
     @classmethod
     def from_config(
         cls, config: EngineConfig, reads: Reads | None = None, modules: Sequence[tuple[str, Path]] = ()
     ) -> Engine:
-        """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
-        modules: further adapters, each a name and its directory.
+        """Load the model and register the adapters directory.
 
-        Raises UnsupportedModel for a checkpoint, what `open_executor` raises for a device, and what
-        `ServedAdapters.register_directories` does.
+        reads: runs reads of adapters; default: in threads. modules: further adapters, each a name and its directory.
+
+        Raises UnsupportedModel for a checkpoint, and the errors of `open_executor` and
+        `ServedAdapters.register_directories`.
         """
         from .executors.choice import completed, open_executor
 
@@ -134,7 +145,7 @@ class Engine:
         return engine
 
     def _modes(self, policy: ModePolicy | None) -> Modes | None:
-        """Return the chooser of step modes, None if only `merge` and `unmerge` change the mode."""
+        """Return the chooser of step modes; None if only `merge` and `unmerge` change the mode."""
         policy = policy or mode_policy(self.config.mode_policy)
         if policy is None:
             return None
@@ -144,75 +155,68 @@ class Engine:
         return Modes(policy, self.merging, self.scheduler, self.config, self._clock)
 
     def _leave(self, adapter: Adapter, is_gone: bool) -> None:
-        """Give up what is made of an adapter: its shadow, and the cached prefixes of a version that is gone."""
+        """Drop an adapter's shadow and, if the version is gone, its cached prefixes."""
         self.merging.leave(adapter)
         if is_gone:
             self.prefix.drop_version(adapter.version)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
-        when too many wait.
+        """Queue a request.
+
+        Raises InvalidRequest, naming the field, if it can't be served as asked, and Overloaded if too many wait.
         """
-        self._validate(request)
+        self._accept(request)
         self.scheduler.check_room(request.fairness_key)
         request.arrival_time = request.arrival_time or self._clock()
         self.scheduler.add(request)
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
-        """Raise Overloaded when `count` more requests would not be queued now; from any thread."""
-        self.scheduler.check_room(self._tenant(tenant, adapter_name), count)
-
-    def _tenant(self, tenant: str, adapter_name: str | None) -> str:
-        return tenant if self.config.fair_by == "tenant" else adapter_name or ""
-
-    def export_request(self, request_id: str) -> dict[str, Any]:
-        """Return a request in progress as plain data, which `resume` of another engine continues exactly.
-
-        It stays here until it is aborted. KeyError when it is unknown or done.
-        """
-        return to_record(self.scheduler.get(request_id), self._clock())
+        """Raise Overloaded if `count` more requests would not be queued now; from any thread."""
+        self.scheduler.check_room(self._servable.fairness_key(tenant, adapter_name), count)
 
     def resume(self, record: Mapping[str, Any]) -> Request | NotHere:
-        """Queue an exported request, whatever the length of the queue; it continues after its last token.
-        NotHere, and nothing queued, unless an adapter of the same content is registered, under any name.
+        """Queue a request of another engine, however long the queue is; it continues after its last token.
 
-        The request keeps its age, goes before requests without a token if it has one, and pays for no token twice.
-        Raises InvalidRequest when it can't be served here, and ValueError for a record of another version.
+        record: from `to_record`. The request keeps its age and pays for no token twice. If it has a token, it goes
+        before requests without one. Returns NotHere, and queues nothing, unless an adapter with the same content is
+        registered under any name.
+
+        Raises InvalidRequest if the request can't be served here, and ValueError for a record of another version.
         """
         request = from_record(record, self._clock())
         if request.adapter_name is not None:
             request.adapter = self.store.find(record["content_hash"])
             if request.adapter is None:
                 return NotHere(request.adapter_name, record["content_hash"])
-        self._validate(request)
+        self._accept(request)
         self.scheduler.add(request)
         return request
 
     def abort(self, request_id: str) -> bool:
-        """End a request and free its pages; it has no further output. False when it is unknown or done."""
+        """End a request and free its pages; it has no further output. False if it is unknown or done."""
         return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
     def pop_ended(self) -> list[RequestOutput]:
-        """The outputs of requests that ended outside of a step, once; for a driver that takes no step for a while."""
+        """Return the outputs of requests that ended outside of a step, once. For a driver that pauses its steps."""
         return self.scheduler.pop_failed()
 
     def wake(self) -> None:
-        """Interrupt a step that only waits for reads, because there is more to do; from any thread."""
+        """Interrupt a step that only waits for reads; from any thread."""
         self.store.images.reads.wake()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the new outputs. A failing request gets an error output; the others go on. Raises
-        ExecutorLost when no step can run any more.
+        """Run one step and return the new outputs. A failing request gets an error output; the others continue.
 
-        When nothing can run until an adapter has been read, it sleeps for a moment, or until `wake`.
+        If nothing can run until an adapter has been read, it sleeps for a moment, or until `wake`. Raises ExecutorLost
+        if no step can run any more.
         """
         return self.end_step(self.begin_step())
 
     def begin_step(self) -> StepPlan | None:
-        """Plan the next step without running it, for a driver in virtual time; or return the one that is under way."""
+        """Plan the next step without running it, for a driver in virtual time; or return the one that still runs."""
         if self.async_steps is not None and self.async_steps.plan is not None:
             return self.async_steps.plan
         merging = self.merging
@@ -251,8 +255,9 @@ class Engine:
         return outputs + self.scheduler.update(plan, result)
 
     def _note_overflows(self, plan: StepPlan, result: StepResult) -> None:
-        """Count, per adapter, requests with non-finite logits, unless another adapter was merged into the weights. A
-        request that has ended since the step was launched was counted by the step before.
+        """Count requests with non-finite logits by adapter, unless another adapter was merged into the weights.
+
+        The step before has already counted a request that has ended since this step was launched.
         """
         for request_id, error in result.errors.items():
             tells = error == NOT_FINITE and request_id in self.scheduler
@@ -269,15 +274,17 @@ class Engine:
     def check_when_idle(self) -> None:
         """Run `check_integrity` when idle, at most once a second.
 
-        A driver calls it after delivering outputs, so that a failed check loses no answer.
+        A driver calls it after it has delivered the outputs: a failed check then loses no output.
         """
         if not self.scheduler.has_work() and (now := self._clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold, and host
-        memory with the KV that waiting requests have there.
+        """Raise IntegrityError if the accounting of pages or of host memory is violated.
+
+        The page pool must agree with the pages of requests and adapters, and host memory with the KV of waiting
+        requests.
         """
         holders = self.scheduler, self.store, self.reclaimer.shadow, self.swapped
         self.pool.check_integrity(itertools.chain.from_iterable(holder.holders() for holder in holders))
@@ -302,23 +309,24 @@ class Engine:
     def merge(self, name: str) -> None:
         """Merge an adapter into shadow weights, a part between any two steps, and use them once they are complete.
 
-        The adapter's rows then have no LoRA work; rows of other adapters and of the base model add the difference. It
-        lasts until `unmerge`, or until its memory is needed. Raises UnknownAdapter, or CannotMerge when the adapter is
-        not resident, outweighs the weights, or has no room.
+        The adapter's sequences then have no LoRA work; the sequences of other adapters and of the base model add the
+        difference. It lasts until `unmerge`, or until its memory is needed.
+
+        Raises UnknownAdapter, or CannotMerge if the adapter is not resident, outweighs the weights, or has no room.
         """
         self.merging.merge(self.store.get(name))
 
     def unmerge(self) -> None:
-        """Have steps compute with the model's own weights again."""
+        """Compute steps with the model's own weights again."""
         self.merging.unmerge()
 
     def record_kv_events(self) -> KvEvents:
-        """Record from now on which blocks enter and leave the prefix cache, which must be empty."""
+        """Record the blocks that enter and leave the prefix cache from now on. The cache must be empty."""
         self.kv_events = self.prefix.listener = KvEvents(self.store)
         return self.kv_events
 
     def watch_executor(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Have `on_lost` called, from any thread, when the executor is lost between two steps, where that is known."""
+        """Call `on_lost`, from any thread, if an executor that can tell is lost between two steps."""
         if isinstance(self.executor, Watchable):
             self.executor.watch(on_lost)
 
@@ -330,30 +338,25 @@ class Engine:
         self.store.close()
         self.executor.close()
 
-    def _validate(self, request: Request) -> None:
-        """Raise InvalidRequest unless a request can be served; set its adapter, unless it has one, tenant and ends."""
-        if request.id in self.scheduler:
-            raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
-        self._servable.check_tokens(request)
-        if request.adapter_name is not None and request.adapter is None:
-            request.adapter = request.bound = self.adapters.find(request.adapter_name, request.sibling)
-        name = request.adapter_name if request.bound is None else request.bound.name
-        request.fairness_key = self._tenant(request.tenant, name)
-        self._servable.limit_output(request)
-        self._servable.check_grammar(request.params.grammar)
-        self._servable.set_ends(request)
+    def _accept(self, request: Request) -> None:
+        """Raise InvalidRequest unless a request can be served; bind it to its adapter, tenant and ends."""
+        self.scheduler.check_new(request.id)
+        self._servable.accept(request, self.adapters.find)
 
     def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Return the plan after one under way; None where the plan may depend on its tokens."""
+        """Return the plan after one that still runs; None if it may depend on its tokens."""
         if self.modes is not None or self.merging.is_under_way:
             return None
-        ahead = self.scheduler.plan_ahead(plan)
-        if ahead is not None:
-            ahead.merged = self.merging.merged
-        return ahead
+        following = self.scheduler.plan_ahead(plan)
+        if following is not None:
+            following.merged = self.merging.merged
+        return following
 
     def _execute(self, plan: StepPlan) -> StepResult | None:
-        """Execute a plan; if that raises, run its rows one by one. None: see `AsyncSteps.run`. Raises ExecutorLost."""
+        """Execute a plan; if that raises, run its sequences one by one. None: see `AsyncSteps.run`.
+
+        Raises ExecutorLost.
+        """
         try:
             return self.executor.execute(plan) if self.async_steps is None else self.async_steps.run(plan)
         except ExecutorLost:

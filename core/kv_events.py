@@ -123,4 +123,12 @@ class KvEvents:
 def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable) -> Stored:
     parent = None if block.parent is None or block.parent.page == PagePool.DUMMY else block.parent.page
     name, version = (None, BASE_VERSION) if adapter is None else (adapter.name, adapter.version)
-    return Stored(block.page, parent, block.tokens, name, version, content_hash, scope)
+    return Stored(
+        page=block.page,
+        parent=parent,
+        tokens=block.tokens,
+        adapter=name,
+        version=version,
+        content_hash=content_hash,
+        scope=scope,
+    )

@@ -1,9 +1,14 @@
-"""What a request has to be so that this engine can serve it."""
+"""Validation: the requests that this engine can serve.
+
+Tests: tests/core/test_engine.py, tests/core/test_json_schemas.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
 from ..memory.pages.pool import PagePool
 from .config import EngineConfig
@@ -15,7 +20,7 @@ from .requests.sampling_params import InvalidRequest, SamplingParams
 
 
 class Servable:
-    """Checks requests against the model, a step's budget and the arena. Every check raises InvalidRequest."""
+    """Checks requests against the model, the token budget of a step and the arena. Checks raise InvalidRequest."""
 
     def __init__(
         self, model: ModelInfo, config: EngineConfig, pool: PagePool, store: AdapterStore, block_tokens: int
@@ -23,6 +28,24 @@ class Servable:
         self._model, self._config, self._pool, self._store = model, config, pool, store
         self._block_tokens = block_tokens
         self._eos_token_ids = frozenset(model.eos_token_ids)
+
+    def accept(self, request: Request, find: Callable[[str, Request | None], Adapter]) -> None:
+        """Raise InvalidRequest unless a request can be served; set its adapter, fairness key, lengths and end tokens.
+
+        find: returns the version of an adapter's name for a new request (`ServedAdapters.find`).
+        """
+        self.check_tokens(request)
+        if request.adapter_name is not None and request.adapter is None:
+            request.adapter = request.bound = find(request.adapter_name, request.sibling)
+        name = request.adapter_name if request.bound is None else request.bound.name
+        request.fairness_key = self.fairness_key(request.tenant, name)
+        self.limit_output(request)
+        self.check_grammar(request.params.grammar)
+        self.set_ends(request)
+
+    def fairness_key(self, tenant: str, adapter_name: str | None) -> str:
+        """Return the name that shares are counted by: the tenant's, or the adapter's with `fair_by` adapter."""
+        return tenant if self._config.fair_by == "tenant" else adapter_name or ""
 
     def check_tokens(self, request: Request) -> None:
         """Check the prompt, and the token ids that its parameters name."""
@@ -41,9 +64,9 @@ class Servable:
         _check_ids(params, vocab)
 
     def limit_output(self, request: Request) -> None:
-        """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.
+        """Set `max_tokens` and `max_length` as the request asks, or to all that there is room for.
 
-        The last sampled token needs no KV, as nothing is computed from it.
+        The last sampled token needs no KV: nothing is computed from it.
         """
         count, asked, limit = request.num_prompt_tokens, request.params.max_tokens, self._model.max_model_len
         most = limit if asked is None else min(limit, count + asked)
@@ -55,7 +78,7 @@ class Servable:
             request.params = replace(request.params, max_tokens=most - count)
 
     def _within_a_step(self, count: int, asked: int | None, most: int) -> int:
-        """The most tokens where a step takes a whole prompt or none of it."""
+        """Return the most tokens if a step computes a whole prompt or none of it."""
         budget = self._config.max_num_batched_tokens
         if asked is None:
             most = min(most, budget + 1)
@@ -68,7 +91,7 @@ class Servable:
         return most
 
     def _within_the_arena(self, request: Request, asked: int | None, most: int) -> int:
-        """The most tokens that fit beside the request's adapter."""
+        """Return the most tokens that fit into the arena together with the request's adapter."""
         adapter, usable = request.adapter, self._pool.num_usable
         adapter_pages = 0 if adapter is None else adapter.num_pages
         if pinned := self._store.num_pinned_pages:
@@ -79,11 +102,11 @@ class Servable:
             most = min(most, (usable - adapter_pages) * self._block_tokens + 1)
         pages = adapter_pages - (-(max(most, request.num_prompt_tokens + 1) - 1) // self._block_tokens)
         if pages > usable:
-            mend = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
+            fix = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
             raise InvalidRequest(
                 "prompt" if asked is None else "max_tokens",
                 f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
-                f"{mend} or raise memory_bytes",
+                f"{fix} or raise memory_bytes",
             )
         return most
 
@@ -91,14 +114,14 @@ class Servable:
         if grammar is None:
             return
         if self._model.grammars is None:
-            raise InvalidRequest("grammar", "this executor draws no tokens that a grammar could be of")
+            raise InvalidRequest("grammar", "this executor samples no tokens that could match a grammar; omit it")
         try:
             self._model.grammars.compile(grammar)
         except InvalidGrammar as error:
             raise InvalidRequest("grammar", f"the grammar can't be served: {error}") from None
 
     def set_ends(self, request: Request) -> None:
-        """Set the tokens that end the request; some token must be allowed to be drawn."""
+        """Set the tokens that end the request; at least one token must be allowed."""
         params = request.params
         ends = frozenset() if params.ignore_eos and params.grammar is None else self._eos_token_ids
         request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends

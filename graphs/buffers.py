@@ -10,34 +10,35 @@ import torch
 
 from .device import Blocks, CudaDevice
 
-#: Per-token tensors of a step: `DecodeViews`' first four.
+#: Per-token tensors of a step: the first four of `DecodeViews`.
 _COLUMNS = 4
 
-#: Columns begin on 16 bytes, so that kernels which are compiled for that are right for every bucket.
+#: Columns begin at multiples of 16 bytes, so kernels compiled for that alignment are right for every bucket.
 _ALIGN = 2
 
 
 @dataclass(slots=True)
 class DecodeViews:
-    """One bucket's slices of the static buffers; every row is one token.
-
-    token_ids, positions, page, offset: `[bucket]` int64; page_table: `[bucket, max_pages]` int64;
-    kv_lens: `[bucket]` host ints, updated in place by `fill`. tables: the block table of each row, likewise.
-    """
+    """One bucket's slices of the static buffers; every entry is one token."""
 
     token_ids: torch.Tensor
+    """`[bucket]` int64, as are positions, page and offset."""
     positions: torch.Tensor
     page: torch.Tensor
     offset: torch.Tensor
     page_table: torch.Tensor
+    """`[bucket, max_pages]` int64."""
     kv_lens: list[int]
+    """`[bucket]` integers on the host, updated in place by `fill`."""
     tables: list[Sequence[int]]
+    """The block table of each entry, updated in place by `fill`."""
 
 
 class DecodeBuffers:
-    """Static decode inputs at the largest bucket's size; smaller buckets use the first rows.
+    """Static decode inputs at the largest bucket's size; smaller buckets use the first entries.
 
-    Rows beyond the step's are padding: token 0 at position 0 in the dummy page, so that they read and write only it.
+    Entries beyond the step's are padding: token 0 at position 0 in the dummy page, so they read and write only that
+    page.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class DecodeBuffers:
         self._dummy_page = dummy_page
         self._padding = [[0], [0], [dummy_page], [0]]
         self._vectors = torch.zeros(4, largest, dtype=torch.long)
-        self.columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
+        self.columns = self._vectors.numpy()  # the same memory: writing a few numbers through torch is slow
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
         self._table = self._page_table.numpy()
-        self._tables: list[Sequence[int]] = [()] * largest  # of each row, as it is in the page table
-        self._lengths = [0] * largest  # pages copied of each
+        self._tables: list[Sequence[int]] = [()] * largest  # of each entry, as in the page table
+        self._lengths = [0] * largest  # the number of pages copied for each entry
         self.views = {
             size: DecodeViews(
                 *self._vectors[:, :size].unbind(0),
@@ -70,7 +71,7 @@ class DecodeBuffers:
     def fill(
         self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> DecodeViews:
-        """Write a step's rows into `bucket`'s views and make the rest padding. Returns the views."""
+        """Write a step's entries into `bucket`'s views, pad the rest, and return the views."""
         return self.write(self.columns, bucket, token_ids, positions, block_tables)
 
     def write(
@@ -81,7 +82,7 @@ class DecodeBuffers:
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
     ) -> DecodeViews:
-        """As `fill`, but with the per-token vectors in the rows of `columns`, int64 `[4, bucket or more]`."""
+        """Like `fill`, but write the per-token vectors into the rows of `columns`, int64 `[4, bucket or more]`."""
         views, block_tokens, used = self.views[bucket], self._block_tokens, len(token_ids)
         if used < bucket:
             columns[:, used:bucket] = self._padding
@@ -103,9 +104,9 @@ class DecodeBuffers:
         return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
-        """Copy what is new of a row's block table, and reset to the dummy page what an earlier step left behind it.
+        """Copy the new pages of an entry's block table, and reset leftovers of an earlier step to the dummy page.
 
-        A block table is a list that only ever grows: the same list needs no more than its new pages.
+        A block table is a list that only grows: if it is the same list, only its new pages are copied.
         """
         used, copied = len(table), self._lengths[row]
         start = copied if self._tables[row] is table else 0
@@ -120,8 +121,8 @@ class DeviceDecodeBuffers:
     """`DecodeBuffers` with per-token tensors on `device`; block tables and lengths stay on the host, where
     `attention.plan` reads them.
 
-    A bucket's four columns lie side by side, so that they are one copy. All buckets use the same memory: a bucket's
-    views show its last `fill` until another bucket is filled.
+    The four columns of a bucket are contiguous, so one copy fills them. All buckets use the same memory: a bucket's
+    views are valid until another bucket is filled.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class DeviceDecodeBuffers:
     def fill(
         self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> DecodeViews:
-        """Write a step's rows into `bucket`'s views, in the device's turn, and make the rest padding."""
+        """Write a step's entries into `bucket`'s views, in stream order, and pad the rest."""
         target = self._columns[bucket]
         staged, event = self._blocks.next(target.shape, target.dtype)
         event.synchronize()

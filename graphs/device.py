@@ -1,4 +1,4 @@
-"""Device that steps run on: a stream, copies through pinned memory, events, graphs and numbers of bytes."""
+"""The device that steps run on: a stream, copies through pinned memory, events, graphs and memory figures."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from weakref import WeakSet
 
 import torch
 
-#: Shapes and dtypes that views of a block are kept for.
+#: The most views of a block that are cached, by shape and dtype.
 _KEPT_PARTS = 256
 
 
 class DeviceError(RuntimeError):
-    """The device that was asked for can't be used; the text names the mend."""
+    """The requested device can't be used; the message says how to fix it."""
 
 
 class CudaDevice:
-    """A GPU and one stream of it, which does its work in the order given, beside the host unless it says otherwise.
+    """A GPU and one of its streams, which runs work in order and, unless stated otherwise, asynchronously to the host.
 
-    Raises DeviceError when there is none of that index.
+    Raises DeviceError if there is no GPU with that index.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -32,45 +32,47 @@ class CudaDevice:
         if index >= (count := torch.cuda.device_count()):
             raise DeviceError(f"device is 'cuda:{index}', but there are {count} GPUs, the last is 'cuda:{count - 1}'")
         self.torch_device = torch.device("cuda", index)
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # graphs that share the pool
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # the graphs that share the pool
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Inside, work goes to this device's stream, on whatever thread."""
+        """Inside this context, work of the calling thread goes to this device's stream."""
         return torch.cuda.stream(self._stream)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory, uint8 `[num_bytes]`, that copies read and write beside the host."""
+        """Allocate host memory, uint8 `[num_bytes]`, that asynchronous copies can read and write."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)` in its turn. Host memory must be pinned, and left alone until the copy is done."""
+        """`target.copy_(source)` in stream order. Host memory must be pinned, and must not change until the copy is
+        done.
+        """
         target.copy_(source, non_blocking=True)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Run `work` once, capture it, and return the replay function. `work` must write its results into static
-        tensors; tensors that it allocates are invalid after the next replay of any graph.
+        """Run `work` once, capture it, and return the replay function.
 
-        All graphs share one memory pool as long as one of them lives. The first run compiles kernels and makes
-        workspaces, which must not happen in a capture. Other threads may allocate meanwhile, as the threads that read
-        adapters into pinned memory do.
+        `work` must write its results into static tensors; tensors that it allocates are invalid after the next replay
+        of any graph. All graphs share one memory pool as long as one of them lives. The first run compiles kernels and
+        allocates workspaces, which must not happen during capture. Other threads may allocate during capture, as the
+        threads that read adapters into pinned memory do.
         """
         with self.scope():
             work()
             torch.cuda.synchronize(self.torch_device)
-            if not self._graphs:  # torch forgets a pool with its last graph, and refuses to capture into it
+            if not self._graphs:  # torch drops a pool with its last graph, and refuses to capture into it
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
-                with suppress(RuntimeError):  # the stream must leave capture mode; the first error is the telling one
+                with suppress(RuntimeError):  # the stream must leave capture mode; the first error is the useful one
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -78,7 +80,7 @@ class CudaDevice:
         return graph.replay
 
     def seconds(self, work: Callable[[], object], count: int = 5) -> float:
-        """Device time of `work`, captured, between events: the median of `count` replays after one."""
+        """Measure the device time of `work`, captured: the median of `count` replays after one warm-up, by events."""
         replay = self.capture(work)
         with self.scope():
             replay()
@@ -91,11 +93,11 @@ class CudaDevice:
         return median(before.elapsed_time(after) / 1e3 for before, after in pairwise(events))
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """Return (free, total) bytes."""
         return torch.cuda.mem_get_info(self.torch_device)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Peak bytes allocated by `work`, beyond the bytes allocated before it."""
+        """Return the peak of the bytes that `work` allocates, beyond the bytes allocated before it."""
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_allocated(self.torch_device)
@@ -104,7 +106,7 @@ class CudaDevice:
         return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def is_done(self) -> bool:
-        """True if all work of the stream is done; does not wait. RuntimeError when the device is in error."""
+        """True if all work of the stream is done, without waiting. Raises RuntimeError if the device is in error."""
         return self._stream.query()
 
     def synchronize(self) -> None:
@@ -112,11 +114,11 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def failure(self) -> str | None:
-        """Reason why the device is lost to this process; None while it works.
+        """Return the reason why the device is lost to this process; None while it works.
 
         Fatal errors (an illegal address, a failed assertion in a kernel, an ECC error, …) are reported by every later
-        call until the process ends, by any library and under any name. An error left behind by an earlier call is
-        reported once, so only one that is reported twice counts.
+        call until the process ends, by any library and under any name. A leftover error of an earlier call is reported
+        once, so only an error that is reported twice counts.
         """
         found = None
         for _ in range(2):
@@ -129,14 +131,14 @@ class CudaDevice:
         return found
 
     def release(self) -> None:
-        """Give memory that nothing refers to back to the device. Graphs captured before share none with later ones."""
+        """Return unreferenced memory to the device. Graphs captured earlier share no memory with later ones."""
         self.synchronize()
         torch.cuda.empty_cache()
         self._graphs.clear()  # later graphs share no pool with these
 
 
 class Blocks:
-    """Two pinned blocks that take turns, each guarded by an event: neither is written again before its copy is done."""
+    """Two pinned blocks used in turn, each guarded by an event: no block is overwritten before its copy is done."""
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         self._blocks = [(device.pinned(num_bytes), device.event()) for _ in range(2)]
@@ -144,14 +146,16 @@ class Blocks:
         self._parts: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def next(self, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """The beginning of the next block as a tensor, and the block's event, to be recorded behind each copy."""
+        """Return the beginning of the next block as a tensor, and the block's event; record the event after each
+        copy.
+        """
         self._turn = 1 - self._turn
         block, event = self._blocks[self._turn]
         key = self._turn, shape, dtype
         if (part := self._parts.get(key)) is None:
             num_bytes = shape.numel() * dtype.itemsize
             if num_bytes > len(block):
-                raise ValueError(f"{num_bytes} bytes are to be copied through a block of {len(block)}")
+                raise ValueError(f"a copy of {num_bytes} bytes does not fit in a block of {len(block)} bytes")
             if len(self._parts) >= _KEPT_PARTS:
                 self._parts.clear()
             part = self._parts[key] = block[:num_bytes].view(dtype).view(shape)
@@ -159,17 +163,17 @@ class Blocks:
 
 
 class DeviceUpload:
-    """Copies host values into device tensors, beside the host, through `Blocks`."""
+    """Copies host values into device tensors asynchronously, through `Blocks`."""
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
-        """num_bytes: of the largest copy."""
+        """num_bytes: size of the largest copy."""
         self._device = device
         self._blocks = Blocks(device, num_bytes)
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)`, in the device's turn; source may change as soon as this returns.
+        """`target.copy_(source)` in stream order; source may change as soon as this returns.
 
-        target: contiguous, of source's shape and dtype. ValueError when source is larger than the blocks.
+        target: contiguous, with source's shape and dtype. Raises ValueError if source is larger than the blocks.
         """
         staged, event = self._blocks.next(source.shape, source.dtype)
         event.synchronize()
@@ -179,20 +183,20 @@ class DeviceUpload:
 
 
 class Download:
-    """Fetches device values: begun in the device's turn, waited for later, the host asleep until they are there.
+    """Fetches device values: a fetch begins in stream order, and the host sleeps when it waits for it later.
 
-    By `Blocks`, so that one fetch may begin before the one before it is waited for.
+    It uses `Blocks`, so a fetch may begin before the previous one has been waited for.
     """
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
-        """num_bytes: of the largest fetch."""
+        """num_bytes: size of the largest fetch."""
         self._device = device
         self._blocks = Blocks(device, num_bytes)
 
     def __call__(self, source: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to fetch the contiguous source's values; what is returned waits for them.
+        """Begin to fetch the values of a contiguous source; the returned function waits for them.
 
-        They lie in memory that is overwritten when the next fetch but one begins.
+        Their memory is overwritten when the next fetch but one begins.
         """
         staged, event = self._blocks.next(source.shape, source.dtype)
         self._device.copy(staged, source)

@@ -13,7 +13,7 @@ Output = TypeVar("Output")
 
 
 def padded(num_rows: int) -> int:
-    """Return the bucket of more than 64 rows, without the limit of `max_num_seqs`."""
+    """Return the bucket for more than 64 sequences, without the limit of `max_num_seqs`."""
     step = 1 << (num_rows - 1).bit_length() - 4
     return -(-num_rows // step) * step
 
@@ -21,8 +21,8 @@ def padded(num_rows: int) -> int:
 class DecodeBuckets:
     """1, 2, 4, 8, 16, 24, … 128, 144, … 256, 288, … ending exactly at `max_num_seqs`.
 
-    A step is 8, or from 64 on an eighth of the power of two below it: at most an eighth is padding, and the number of
-    graphs, with the time and memory that they take, grows by the logarithm.
+    Buckets are 8 apart, and from 64 on an eighth of the power of two below. Therefore at most an eighth is padding, and
+    the number of graphs, with their time and memory, grows logarithmically.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -35,29 +35,28 @@ class DecodeBuckets:
         self.sizes = tuple(sorted({size for size in [*ladder, max_num_seqs] if size <= max_num_seqs}))
 
     def pick(self, num_rows: int) -> int:
-        """The smallest bucket that holds `num_rows` rows. ValueError above the largest."""
+        """Return the smallest bucket that holds `num_rows` sequences. Raises ValueError above the largest."""
         index = bisect_left(self.sizes, num_rows)
         if num_rows < 1 or index == len(self.sizes):
-            raise ValueError(f"no bucket holds {num_rows} rows; buckets end at {self.sizes[-1]}")
+            raise ValueError(f"no bucket holds {num_rows} sequences; the largest holds {self.sizes[-1]}")
         return self.sizes[index]
 
 
 class StepMode(StrEnum):
-    """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on.
-
-    merged: one adapter is merged into a copy of the weights, and rows of other adapters add the difference. mixture:
-    where launches are captured, merged steps with such rows; a captured `merged` step then has no LoRA work.
-    """
+    """How a step applies adapters."""
 
     BASE = "base"
+    """No sequence has an adapter: no LoRA work is captured, so base traffic pays nothing for LoRA."""
     LORA = "lora"
     MERGED = "merged"
+    """One adapter is merged into a copy of the weights; sequences of other adapters add the difference."""
     MIXTURE = "mixture"
+    """For captured launches only: a merged step with such sequences. A captured `MERGED` step then has no LoRA work."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """Cost of capturing a step: seconds, and bytes of device memory."""
+    """The cost of capturing a step: seconds, and bytes of device memory."""
 
     bucket: int
     mode: StepMode
@@ -68,14 +67,14 @@ class CapturedStep:
 class GraphRunner(Generic[Output]):
     """Captures a step function once per key over static buffers, then replays it.
 
-    `capture(bucket, mode)` returns the replayable step. On a CPU capturing is closing over the bucket's buffers and
-    a replay is a call, so padding and staleness mistakes show there as they would with CUDA graphs.
+    `capture(bucket, mode)` returns the replayable step. On a CPU, capturing is a closure over the bucket's buffers and
+    a replay is a call. Therefore mistakes of padding and staleness show there as they would with CUDA graphs.
     """
 
     def __init__(
         self, capture: Callable[[int, StepMode], Callable[[], Output]], free_bytes: Callable[[], int] = lambda: 0
     ) -> None:
-        """free_bytes: of device memory, to tell what a capture took."""
+        """free_bytes: returns free device memory, to measure the memory of a capture."""
         self._capture = capture
         self._free_bytes = free_bytes
         self._captured: dict[tuple[int, StepMode], Callable[[], Output]] = {}
@@ -86,25 +85,27 @@ class GraphRunner(Generic[Output]):
         return tuple(self._captured)
 
     def capture(self, bucket: int, mode: StepMode) -> CapturedStep:
-        """Capture the step of (bucket, mode) now. Largest buckets first, so that smaller ones fit their memory."""
+        """Capture the step of (bucket, mode) now. Capture the largest buckets first, so smaller ones reuse their
+        memory.
+        """
         self._new(bucket, mode)
         return self.report[-1]
 
     def replay(self, bucket: int, mode: StepMode) -> Output:
-        """Run the step of (bucket, mode), capturing it first when it is new."""
+        """Run the step of (bucket, mode), capturing it first if it is new."""
         step = self._captured.get((bucket, mode))
         if step is None:
             step = self._new(bucket, mode)
         return step()
 
     def clear(self) -> None:
-        """Give up every captured step and its report."""
+        """Drop every captured step and the report."""
         self._captured.clear()
         self.report.clear()
 
     def close(self) -> None:
-        """Give up every captured step and the function that captures: its owner, which has this runner, can then be
-        freed without waiting for the garbage collector.
+        """Drop every captured step and the capturing function. Without that cycle the owner of this runner is freed at
+        once, instead of by the garbage collector.
         """
         self.clear()
         self._capture = _closed
@@ -118,4 +119,4 @@ class GraphRunner(Generic[Output]):
 
 
 def _closed(bucket: int, mode: StepMode) -> NoReturn:
-    raise RuntimeError(f"the step of bucket {bucket} ({mode}) is asked for after the executor was closed")
+    raise RuntimeError(f"the step of bucket {bucket} ({mode}) was requested after the executor was closed")

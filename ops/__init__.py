@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: every operator behind one signature, with a plain reference."""
+"""Operators on tensors: each has one signature for all its backends, and a plain reference."""

@@ -1,4 +1,4 @@
-"""Choice of attention: FlashInfer where it can serve, else our decode kernel, else torch's; and why."""
+"""Chooses the attention backend: FlashInfer if it can serve, else the Triton decode kernel, else PyTorch."""
 
 from __future__ import annotations
 
@@ -23,50 +23,57 @@ _BUILD = (
 
 
 class AttentionUnavailable(RuntimeError):
-    """The backend that was asked for can't serve."""
+    """The configured attention backend can't serve this model on this device."""
 
 
 class Obstacle(NamedTuple):
-    """Reason why a backend can't serve, and what to install or set so that it does, empty where nothing helps."""
+    """Why a backend can't serve."""
 
     reason: str
     fix: str = ""
+    """What to install or set to fix it; empty if nothing helps."""
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.fix}" if self.fix else self.reason
 
 
 class AttentionBackend(Protocol):
-    """Makes the attention objects of one executor.
-
-    name: for logs. reason: why this one serves. fix: what to do so that a faster one does, empty where nothing is to
-    be done. captures: whether `decode` may be captured in a CUDA graph; if not, every step is run eagerly.
-    """
+    """Makes the attention objects of one executor."""
 
     name: str
+    """Name for logs."""
     reason: str
+    """Why this backend was chosen."""
     fix: str
+    """How to get a faster one; empty if that is impossible."""
     captures: bool
+    """True if `decode` may be captured in a CUDA graph; otherwise every step runs eagerly."""
 
     def ragged(self) -> Attention:
-        """For steps of any rows: prefill chunks first, then rows of one token."""
+        """Attention for steps of any sequences: prefill chunks first, then sequences of one token."""
         ...
 
     def decode(self, bucket: int) -> Attention:
-        """For exactly `bucket` rows of one token."""
+        """Attention for exactly `bucket` sequences of one token."""
         ...
 
 
 class TorchBackend:
-    """`PagedAttention`: on any device, in any dtype, eager."""
+    """`PagedAttention`: runs on any device, in any dtype, eagerly."""
 
     name = "torch"
     captures = False
 
     def __init__(
-        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device, reason: str,
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        device: torch.device,
+        reason: str,
         fix: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.reason, self.fix = reason, fix
         self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
 
@@ -90,10 +97,10 @@ def choose_attention(
     wanted: Wanted = "auto",
     scores: Collection[Scores] = (PLAIN,),
 ) -> AttentionBackend:
-    """The backend for a model's heads on a device.
+    """Return the backend for a model's heads on a device.
 
-    max_rows: most rows of a step. max_pages_per_row: most pages of a row. wanted: AttentionUnavailable where it names
-    one that can't serve. scores: of the model's layers.
+    max_rows: the most sequences of a step. max_pages_per_row: the most pages of a sequence. wanted: raises
+    AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers.
     """
     device = torch.device(device)
     if wanted == "torch":
@@ -117,9 +124,17 @@ def choose_attention(
 
             reason, fix = theirs or Obstacle("attention is triton")
             return TritonBackend(
-                num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device),
-                reason=reason, fix=fix,
-            )  # fmt: skip
+                num_heads,
+                kv_heads,
+                head_dim,
+                block_tokens,
+                dtype,
+                device,
+                **sizes,
+                num_sms=_num_sms(device),
+                reason=reason,
+                fix=fix,
+            )
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
@@ -144,16 +159,16 @@ def _num_sms(device: torch.device) -> int:
 
 
 def triton_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Obstacle | None:
-    """Reason why our decode kernel cannot serve, None if it can. group: heads that share a KV head."""
+    """Return why the Triton decode kernel can't serve; None if it can. group: heads that share a KV head."""
     if device.type != "cuda":
         return Obstacle(f"the decode kernel needs a CUDA device, this one is {device}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return Obstacle(f"the decode kernel takes no {str(dtype).removeprefix('torch.')}")
+        return Obstacle(f"the decode kernel does not support {str(dtype).removeprefix('torch.')}")
     if not 16 <= head_dim <= largest_head(dtype.itemsize):
         sizes = f"16 to {largest_head(dtype.itemsize)} elements in {str(dtype).removeprefix('torch.')}"
-        return Obstacle(f"the decode kernel takes heads of {sizes}, the model's have {head_dim}")
+        return Obstacle(f"the decode kernel supports heads of {sizes}, the model's have {head_dim}")
     if group > BLOCK_H:
-        return Obstacle(f"the decode kernel takes up to {BLOCK_H} heads of a KV head, the model has {group}")
+        return Obstacle(f"the decode kernel supports up to {BLOCK_H} heads per KV head, the model has {group}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return Obstacle(f"the decode kernel needs compute capability 8.0, {device} has {_dotted(capability)}")
     if find_spec("triton") is None:
@@ -166,16 +181,16 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Obstacle | None:
-    """Reason why FlashInfer cannot serve, None if it can. group: heads that share a KV head."""
+    """Return why FlashInfer can't serve; None if it can. group: heads that share a KV head."""
     from .attention_flashinfer import DTYPES, HEAD_DIMS, unavailable_modules
 
     if device.type != "cuda":
         return Obstacle(f"FlashInfer needs a CUDA device, this one is {device}")
     if dtype not in DTYPES:
-        return Obstacle(f"FlashInfer takes bfloat16 and float16, the model is in {str(dtype).removeprefix('torch.')}")
+        return Obstacle(f"FlashInfer needs bfloat16 or float16, the model is in {str(dtype).removeprefix('torch.')}")
     if head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
-        return Obstacle(f"FlashInfer takes heads of {sizes} elements, the model's have {head_dim}")
+        return Obstacle(f"FlashInfer supports heads of {sizes} elements, the model's have {head_dim}")
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return Obstacle(f"FlashInfer needs compute capability 8.0, {device} has {_dotted(capability)}")
     try:

@@ -1,23 +1,32 @@
-"""Paged attention by FlashInfer, eager for ragged steps and captured for decode buckets.
+"""Paged attention by FlashInfer: eager for ragged steps, captured for decode buckets.
 
-What was read in FlashInfer 0.6.4 (`csrc/batch_prefill*.cu`, `csrc/batch_decode.cu`, `page.cuh`, `scheduler.cuh`) and
-what follows from it here:
+These facts from the source of FlashInfer 0.6.4 (`csrc/batch_prefill*.cu`, `csrc/batch_decode.cu`, `page.cuh`,
+`scheduler.cuh`) explain the code below:
 
-- K and V may have any strides over pages, tokens and heads, as long as they are the same for both and a head's elements
-  lie side by side; offsets are 64 bits wide. A layer of the page-outermost arena is taken as it is.
-- A plan reads `indptr` and `last_page_len` on the host, and only passes `indices` on. So page ids go to the device in
-  one copy of our own, and nothing is ever read back.
-- A plan writes page-locked memory of the wrapper's and starts a copy from it, just as we do with our staging buffer:
-  neither may be written again before that copy is done. An event after every plan guards both.
-- The integer workspace holds what the last plan said until `run` is over: a wrapper has its own. The float workspace is
-  scratch of a single `run`: all wrappers share one.
-- `max_token_per_sequence` and `max_sequence_kv` of a prefill plan are not for us: with them, the plan of 0.6.4 makes no
-  host copies of the lengths, and then reads them. `fast_decode_plan` outside graph mode would have the kernel read the
-  host's `indptr`.
-- In graph mode the launch grid depends on the number of rows alone, so a replay after any other plan is right.
+- K and V may have any strides over pages, tokens and heads, if both have the same strides and a head's elements are
+  contiguous; offsets have 64 bits. So a layer of the page-outermost arena is passed as it is.
+
+- A plan reads `indptr` and `last_page_len` on the host, and only passes `indices` on. So we send page ids to the device
+  in one copy of our own, and nothing is ever read back.
+
+- A plan writes the wrapper's page-locked memory and starts a copy from it, as we do with our staging buffer. Neither
+may
+  be written again before that copy is done. An event after every plan guards both.
+
+- The integer workspace holds the last plan until `run` has finished, so each wrapper has its own. The float workspace
+is
+  scratch for a single `run`, so all wrappers share one.
+
+- `max_token_per_sequence` and `max_sequence_kv` of a prefill plan must not be used. With them, the plan of 0.6.4 makes
+  no host copies of the lengths, and then reads them. `fast_decode_plan` outside graph mode would make the kernel read
+  the host's `indptr`.
+
+- In graph mode the launch grid depends only on the number of sequences, so a replay is correct after any other plan.
+
 - The Hopper prefill kernel (fa3) neither splits a long KV over processors nor packs the heads that share it, and every
-  row takes a tile of 128 queries. A decode row would be slow there, so decode rows of a mixed step have a wrapper of
-  their own, which splits and packs. fa2 could take both kinds in one launch, but picks its tile from the rows' mean.
+  sequence takes a tile of 128 queries. A decoding sequence would be slow there, so decoding sequences of a mixed step
+  have their own wrapper, which splits and packs. fa2 could take both kinds in one launch, but chooses its tile from the
+  mean length.
 
 FlashInfer itself is imported when the first backend is made.
 """
@@ -39,25 +48,25 @@ from .attention_plan import PlanBuffers
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 
-#: Decode takes the tensor-core kernel if at least this many heads share a KV head: it multiplies tiles of 16 rows, one
-#: row per head. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
+#: Decode uses the tensor-core kernel if at least this many heads share a KV head: it multiplies tiles of 16 rows, one
+#: row per head. The other kernel is compiled only for groups of 1, 2, 3, 4 and 8.
 TENSOR_CORE_GROUP = 4
 
-#: Tensor-core kernel of decode, said rather than left to a version's choice: the others neither split a long KV nor
-#: pack heads, and `unavailable_modules` asks for this one.
+#: The tensor-core kernel of decode, named explicitly because a version's own choice may differ. The others neither
+#: split a long KV nor pack heads, and `unavailable_modules` checks for this one.
 DECODE_KERNEL = "fa2"
 
-#: Least float workspace, what FlashInfer's authors recommend.
+#: The least float workspace, as FlashInfer's authors recommend.
 FLOAT_WORKSPACE_BYTES = 128 << 20
 
-#: A decode plan needs some tens of bytes per row; FlashInfer's own 8 MiB for each of many buckets would add up.
+#: A decode plan needs tens of bytes per sequence; FlashInfer's own 8 MiB for each of many buckets would add up.
 DECODE_INT_WORKSPACE_BYTES = 1 << 20
 
 
 class FlashInferBackend:
-    """Makes the attention objects of one executor; they share buffers.
+    """Makes the attention objects of one executor, which share buffers.
 
-    A plan holds until the next plan of any of them, and all run on one stream.
+    A plan is valid until any of them plans again, and all run on one stream.
     """
 
     captures = True
@@ -78,8 +87,8 @@ class FlashInferBackend:
         module: ModuleType | Any | None = None,
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """max_rows: most rows of a step. num_sms: processors of the device. scale: of scores, see `Scores`. module,
-        new_event: for tests.
+        """max_rows: the most sequences of a step. num_sms: multiprocessors of the device. scale: see `Scores`.
+        module, new_event: for tests.
         """
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
@@ -87,9 +96,13 @@ class FlashInferBackend:
         self.device = torch.device(device)
         self.group = num_heads // kv_heads
         self.plan_arguments = {
-            "num_qo_heads": num_heads, "num_kv_heads": kv_heads, "page_size": block_tokens, "q_data_type": dtype,
-            "kv_data_type": dtype, **({} if scale is None else {"sm_scale": scale}),
-        }  # fmt: skip
+            "num_qo_heads": num_heads,
+            "num_kv_heads": kv_heads,
+            "page_size": block_tokens,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+            **({} if scale is None else {"sm_scale": scale}),
+        }
         self.head_dim = head_dim
         self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
@@ -97,21 +110,21 @@ class FlashInferBackend:
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def ragged(self) -> FlashInferRaggedAttention:
-        """For steps of any rows, run eagerly."""
+        """Attention for steps of any sequences, run eagerly."""
         return FlashInferRaggedAttention(self)
 
     def decode(self, bucket: int) -> FlashInferDecodeAttention:
-        """For `bucket` rows of one token; `run` may be captured once `plan` has been called."""
+        """Attention for `bucket` sequences of one token; `run` may be captured after `plan` has been called."""
         return FlashInferDecodeAttention(self, bucket)
 
     @property
     def tensor_cores(self) -> bool:
-        """True if decode takes the tensor-core kernel."""
+        """True if decode uses the tensor-core kernel."""
         return self.group >= TENSOR_CORE_GROUP
 
 
 class FlashInferRaggedAttention:
-    """Rows of any lengths: prefill chunks first, then decode rows of one token. Eager."""
+    """Eager attention for sequences of any length: prefill chunks first, then sequences of one token."""
 
     def __init__(self, backend: FlashInferBackend) -> None:
         self._backend = backend
@@ -132,7 +145,7 @@ class FlashInferRaggedAttention:
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Prepare a step, as `PagedAttention.plan`; page_table is in host memory."""
+        """Prepare a step, as `PagedAttention.plan` does; page_table is in host memory."""
         backend, buffers = self._backend, self._backend.buffers
         num_prefills = count_prefills(qo_indptr, len(kv_lens))
         backend.event.synchronize()
@@ -167,7 +180,7 @@ class FlashInferRaggedAttention:
         out: torch.Tensor | None = None,
         scores: Scores = PLAIN,
     ) -> torch.Tensor:
-        """Attend with one layer's cache, as `PagedAttention.run`."""
+        """Attend with one layer's cache, as `PagedAttention.run` does."""
         out = torch.empty_like(q) if out is None else out
         split = self._prefill_tokens
         if split:
@@ -178,7 +191,10 @@ class FlashInferRaggedAttention:
 
 
 class FlashInferDecodeAttention:
-    """A bucket's rows of one token each over static buffers: `plan` before every replay, `run` inside the graph."""
+    """Attention for a bucket of sequences with one token each, over static buffers.
+
+    Call `plan` before every replay; `run` is captured in the graph.
+    """
 
     def __init__(self, backend: FlashInferBackend, bucket: int) -> None:
         self._backend = backend
@@ -212,7 +228,9 @@ class FlashInferDecodeAttention:
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
+        """Prepare a step of exactly as many sequences as the bucket has, padding included; page_table is in host
+        memory.
+        """
         backend, buffers = self._backend, self._backend.buffers
         check_bucket(self._bucket, qo_indptr, kv_lens)
         backend.event.synchronize()
@@ -220,7 +238,7 @@ class FlashInferDecodeAttention:
         buffers.upload()
         arguments = {**self._arguments, "indices": buffers.indices[: buffers.num_indices]}
         if self._planned:
-            # the same plan without copies, which `upload` has made, and without a Python loop over the rows
+            # The same plan without copies, which `upload` has made, and without a Python loop over the sequences.
             backend.module.decode.fast_decode_plan(self._wrapper, **arguments)
         else:
             self._wrapper.plan(**arguments)
@@ -240,15 +258,17 @@ class FlashInferDecodeAttention:
 
 
 def prefill_kernel(head_dim: int) -> str:
-    """FlashInfer's kernel for prefill chunks: the device's best for heads of 128 elements. For others fa2, since fa3's
-    tile of 192 queries at a head size of 64 suits chunks badly, and it is seldom built ahead.
+    """FlashInfer's kernel for prefill chunks: the device's best for heads of 128 elements, else fa2.
+
+    At a head size of 64, fa3's tile of 192 queries does not suit chunks, and that kernel is seldom built ahead.
     """
     return "auto" if head_dim == 128 else "fa2"
 
 
 def unavailable_modules(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[list[str], str]:
-    """Compiled modules that serving such heads takes, as far as they are neither built ahead nor can be built here; and
-    the reason why they can't be built. RuntimeError or ImportError where FlashInfer itself says that it can't.
+    """Return the compiled modules that are missing and can't be built here, and why they can't be built.
+
+    Raises RuntimeError or ImportError if FlashInfer itself reports that it can't serve.
     """
     jit = import_module("flashinfer.jit")
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
@@ -271,7 +291,7 @@ def unavailable_modules(group: int, head_dim: int, dtype: torch.dtype, device: t
 
 
 def _has_nvcc() -> bool:
-    """True if FlashInfer finds the compiler that its modules are built with."""
+    """True if FlashInfer finds the compiler that builds its modules."""
     try:
         home = import_module("flashinfer.jit.cpp_ext").get_cuda_path()
     except RuntimeError:
@@ -280,8 +300,10 @@ def _has_nvcc() -> bool:
 
 
 def float_workspace_bytes(num_heads: int, kv_heads: int, head_dim: int, max_rows: int, num_sms: int) -> int:
-    """Most bytes of partial results that `PrefillPlan` and `DecodePlan` of `scheduler.cuh` lay out: an output and a sum
-    in float32 per head and row of a tile, for two tiles per processor, or in graph mode for every row of the batch.
+    """Upper bound for the partial results of `PrefillPlan` and `DecodePlan` in `scheduler.cuh`, in bytes.
+
+    They have an output and a sum in float32 per head and row of a tile. There are two tiles per processor, or, in graph
+    mode, tiles for every sequence of the batch.
     """
     group, split_tiles = num_heads // kv_heads, max(2 * num_sms // kv_heads, 1)
     decode_tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128

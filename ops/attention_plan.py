@@ -1,5 +1,5 @@
-"""A step's page lists as FlashInfer reads them: written on the host without a loop over pages, sent in one copy, and
-kept from step to step where rows only grow.
+"""A step's page lists in FlashInfer's form: written without a loop over pages, sent in one copy, and kept between steps
+if sequences only grow.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_ALIGN = 32  # int32 elements: parts begin on 128 bytes
+_ALIGN = 32  # int32 elements: parts begin at multiples of 128 bytes
 
 
 class PlanBuffers:
-    """Static int32 buffers, once in page-locked memory (`on_host`) and once on the device (`on_device`).
+    """Static int32 buffers, in page-locked host memory (`on_host`) and on the device (`on_device`).
 
-    On both: `indptr [max_rows + 1]`, `last_page_len [max_rows]` and `indices`: row i's pages are
-    `indices[indptr[i]:indptr[i+1]]`. On the host alone: `qo_indptr` and `prefill_indptr`, of a step's prefill rows;
-    `host_indptr` then covers the rows after them, with pages after the prefill rows' pages.
+    On both: `indptr [max_rows + 1]`, `last_page_len [max_rows]` and `indices`; the pages of sequence i are
+    `indices[indptr[i]:indptr[i+1]]`. Only on the host: `qo_indptr` and `prefill_indptr`, for the prefill chunks of a
+    step; then `host_indptr` covers the sequences after them, whose pages follow those of the chunks.
     """
 
     def __init__(self, max_rows: int, max_pages_per_row: int, block_tokens: int, device: torch.device) -> None:
@@ -37,10 +37,10 @@ class PlanBuffers:
             view.numpy() for view in (self.host_indptr, self.host_last_page_len, self.on_host[2 * part :])
         )
         self.num_indices = 0
-        self._tables: list[Sequence[int]] | None = None  # of the rows that the list holds, where they are known
-        self._counts, self._count_bytes = np.zeros(0, np.int64), b""  # pages of each row
-        self._head = self.on_device[: self._first], self.on_host[: self._first]  # all but the list
-        self._is_new = False  # True while the device does not have the list
+        self._tables: list[Sequence[int]] | None = None  # of the sequences in the list, if known
+        self._counts, self._count_bytes = np.zeros(0, np.int64), b""  # pages of each sequence
+        self._head = self.on_device[: self._first], self.on_host[: self._first]  # everything except the list
+        self._is_new = False  # True until the device has the list
 
     def write(
         self,
@@ -50,32 +50,33 @@ class PlanBuffers:
         qo_indptr: Sequence[int] = (),
         tables: Sequence[Sequence[int]] | None = None,
     ) -> int:
-        """Write a step's rows into host memory; its last copy must have ended. Return the prefill rows' page count.
+        """Write a step's sequences into host memory, whose last copy must have ended; return the page count of the
+        prefill chunks.
 
-        page_table: `[rows, max_pages]` int64 in host memory. tables: the block tables that its rows hold, lists that
-        only ever grow: if they are the last step's, only new pages are written. ValueError if a row has no token or too
-        many pages, or the step too many rows.
+        page_table: `[rows, max_pages]` int64 in host memory. tables: the block tables of its rows, lists that only
+        grow. If they are the same lists as in the last step, only new pages are written. Raises ValueError if a
+        sequence has no token or too many pages, or if the step has too many sequences.
         """
         last = np.array(kv_lens, dtype=np.int64) - 1
         counts = last // self._block_tokens + 1
         is_same = tables is not None and tables == self._tables
-        if is_same and counts.tobytes() == self._count_bytes:  # as in most steps: no row has got a page
+        if is_same and counts.tobytes() == self._count_bytes:  # the usual case: no sequence got a page
             self._last[: len(last)] = last - (counts - 1) * self._block_tokens + 1
             return 0
         rows, width = len(kv_lens), page_table.shape[1]
         if page_table.device.type != "cpu":
-            raise ValueError(f"page_table is on {page_table.device}; a plan reads it in host memory")
+            raise ValueError(f"page_table is on {page_table.device}; it must be in host memory")
         if rows > self._max_rows:
-            raise ValueError(f"the step has {rows} rows, the buffers have room for {self._max_rows}")
+            raise ValueError(f"the step has {rows} sequences, but the buffers have room for {self._max_rows}")
         least, most = min(kv_lens, default=1), max(kv_lens, default=1)
         if least < 1 or most > width * self._block_tokens:
-            raise ValueError(f"rows have {least} to {most} tokens, a page table row {width} pages")
+            raise ValueError(f"sequences have {least} to {most} tokens, but must fit in {width} pages")
         self._last[:rows] = last - (counts - 1) * self._block_tokens + 1
         if tables is not None and is_same and self._grow(counts, tables):
             return 0
         total = int(counts.sum())
         if total > len(self._indices):
-            raise ValueError(f"the step has {total} pages, the buffers have room for {len(self._indices)}")
+            raise ValueError(f"the step has {total} pages, but the buffers have room for {len(self._indices)}")
         self._tables = None if tables is None else list(tables)
         self._keep(counts)
         ends = np.cumsum(counts)
@@ -92,16 +93,16 @@ class PlanBuffers:
         return split
 
     def _grow(self, counts: np.ndarray, tables: Sequence[Sequence[int]]) -> bool:
-        """Add to the list the pages that the same rows have got since the last step; False where it can't be."""
+        """Insert the pages that the same sequences got since the last step; return False if that is impossible."""
         more = counts - self._counts
         grown = more.nonzero()[0]
         if not len(grown):
             return True
         end, shift = self.num_indices, int(more.sum())
-        if more.min() < 0 or end + shift > len(self._indices):  # a former step's plan, or too many
+        if more.min() < 0 or end + shift > len(self._indices):  # the plan of an earlier step, or too many pages
             return False
         self.num_indices += shift
-        for row in grown[::-1].tolist():  # from the last to the first, so that nothing is written over
+        for row in grown[::-1].tolist():  # last to first, so nothing is overwritten
             behind, added, had = int(self._indptr[row + 1]), int(more[row]), int(self._counts[row])
             self._indices[behind + shift : end + shift] = self._indices[behind:end]
             self._indices[behind + shift - added : behind + shift] = tables[row][had : had + added]
@@ -114,7 +115,7 @@ class PlanBuffers:
         self._counts, self._count_bytes, self._is_new = counts, counts.tobytes(), True
 
     def upload(self) -> None:
-        """Start the one copy to the device of what is written; page lists that are there already are left out."""
+        """Start the single copy of the new data to the device; page lists that are already there are left out."""
         on_device, on_host = self._head
         if self._is_new:
             used = self._first + self.num_indices

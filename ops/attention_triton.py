@@ -1,13 +1,11 @@
-"""Paged attention of decode rows in Triton: one launch a layer, captured with its bucket; prompts are torch's.
+"""Paged attention for decoding sequences in Triton: one launch per layer, captured in the graph of its bucket.
 
-For query heads h of KV head g, over the row's tokens t in the pages of its list:
+PyTorch computes prefill chunks. For the query heads h of KV head g, over the tokens t in the sequence's pages:
     out[h] = Σ_t softmax_t(q[h] · k[t, g] / √head_dim) · v[t, g]
-
-How a row is cut is `attention_schedule`'s. Import this module lazily: it needs triton.
+`attention_schedule` divides the tokens of a sequence among programs. Import this module lazily: it needs triton.
 """
 
-# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from .launch_triton import KernelLauncher
 
 @triton.jit
 def _joined(top, total, value, part_top, part_total, part_value):
-    """Sums of two stretches of a softmax: the largest score, the sum of weights and the weighted sum of values."""
+    """Merge two partial softmaxes: the largest score, the sum of weights and the weighted sum of values."""
     highest = tl.maximum(top, part_top)
     own, other = tl.exp2(top - highest), tl.exp2(part_top - highest)
     return highest, total * own + part_total * other, value * own[:, None] + part_value * other[:, None]
@@ -37,24 +35,48 @@ def _joined(top, total, value, part_top, part_total, part_value):
 
 @triton.jit(do_not_specialize=["least"])
 def attend_rows(
-    out, q, k_cache, v_cache, indptr, last_page_len, indices, values, tops, totals, arrived, scale, least,
-    page_stride, token_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (KV_HEADS, rows, programs that share a row at most).
+    out,
+    q,
+    k_cache,
+    v_cache,
+    indptr,
+    last_page_len,
+    indices,
+    values,
+    tops,
+    totals,
+    arrived,
+    scale,
+    least,
+    page_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attention of one token per sequence over its pages; see the module for the equation.
 
-    out, q: [rows, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, BLOCK_TOKENS, KV_HEADS, HEAD_DIM], …_stride
-    apart. indptr, last_page_len, indices: int32, as `PlanBuffers` has them. scale: of scores, times log2(e). least:
-    tiles that a program has at least.
+    Grid (KV_HEADS, rows, the most programs that share a row); a row is one sequence.
 
-    values: [rows, KV_HEADS, PARTS, GROUP, BLOCK_D], tops and totals: [rows, KV_HEADS, PARTS, GROUP], float32, and
-    arrived: [rows, KV_HEADS] int32, which is 0 between launches, are of rows that several programs share.
-    Each writes its parts and then counts itself in `arrived`; the last one, which sees all that was written before,
-    adds them up in order.
+    out, q: [rows, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, BLOCK_TOKENS, KV_HEADS, HEAD_DIM] with the
+    given strides. indptr, last_page_len, indices: int32, as in `PlanBuffers`. scale: scale of the scores, times
+    log2(e). least: the least number of tiles of a program.
 
-    A key that is not finite is NaN in whole and its value 0 (`rotate_and_write_heads`), so heads that see it are NaN.
-    Behind a row's last token nothing is loaded, as what an earlier owner left there may be NaN.
+    Rows that several programs share use values [rows, KV_HEADS, PARTS, GROUP, BLOCK_D], tops and totals [rows,
+    KV_HEADS, PARTS, GROUP], all float32, and arrived [rows, KV_HEADS] int32, which is 0 between launches. Each program
+    writes its parts and then adds 1 to `arrived`. The program that arrives last sees all earlier writes and adds the
+    parts in a fixed order.
+
+    A key with a non-finite element is stored as NaN, with a value of 0 (`rotate_and_write_heads`), so heads that see it
+    become NaN. Nothing is loaded after a row's last token, because an earlier owner of the page may have left NaN
+    there.
     """
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -63,7 +85,7 @@ def attend_rows(
     tiles = tl.cdiv(length, TILE)
     per_part = tl.cdiv(tiles, PARTS)
     parts = tl.cdiv(tiles, per_part)
-    run = tl.maximum(tl.cdiv(parts, tl.num_programs(2)), tl.cdiv(least, per_part))  # parts of a program
+    run = tl.maximum(tl.cdiv(parts, tl.num_programs(2)), tl.cdiv(least, per_part))  # the number of parts per program
     sharing = tl.cdiv(parts, run)
     if PDL:
         cuda.gdc_launch_dependents()
@@ -117,7 +139,7 @@ def attend_rows(
         tl.store(arrived + slot, 0)
         for index in range(parts):
             at_part = (slot * PARTS + index) * GROUP + group
-            # not from a multiprocessor's own cache, which others' writes don't reach
+            # bypass the multiprocessor's own cache, which does not see the writes of others
             part_top = tl.load(tops + at_part, mask=is_group, other=0.0, cache_modifier=".cg")
             part_total = tl.load(totals + at_part, mask=is_group, other=1.0, cache_modifier=".cg")
             at = at_part[:, None] * BLOCK_D + column[None, :]
@@ -127,9 +149,9 @@ def attend_rows(
 
 
 class TritonBackend:
-    """Makes the attention objects of one executor; they share buffers.
+    """Makes the attention objects of one executor, which share buffers.
 
-    A plan holds until the next plan of any of them, and all run on one stream.
+    A plan is valid until any of them plans again. All of them run on one stream.
     """
 
     captures = True
@@ -152,8 +174,8 @@ class TritonBackend:
         fix: str = "",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """max_rows: most rows of a step. num_sms: processors of the device. scale: of scores, see `Scores`. new_event:
-        for tests.
+        """max_rows: the most sequences of a step. num_sms: multiprocessors of the device. scale: see `Scores`.
+        new_event: for tests.
         """
         self.reason, self.fix = reason, fix
         self.device = torch.device(device)
@@ -165,7 +187,8 @@ class TritonBackend:
         tile, max_tokens = tile_tokens(head_dim, dtype.itemsize), max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
-        parts = shared * num_heads * PARTS or 4  # each begins on 16 bytes, or Triton takes it for unaligned
+        # each tensor starts at a multiple of 16 bytes, else Triton treats it as unaligned
+        parts = shared * num_heads * PARTS or 4
         self._values = torch.zeros(parts * constants["BLOCK_D"], dtype=torch.float32, device=self.device)
         self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
         self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)
@@ -173,39 +196,50 @@ class TritonBackend:
         self._launch = KernelLauncher(attend_rows, constants | attention_options() | early)
 
     def ragged(self) -> TritonRaggedAttention:
-        """For steps of any rows, run eagerly."""
+        """Attention for steps with sequences of any length, run eagerly."""
         return TritonRaggedAttention(self)
 
     def decode(self, bucket: int) -> TritonDecodeAttention:
-        """For `bucket` rows of one token; `run` may be captured."""
+        """Attention for `bucket` sequences of one token each; `run` may be captured."""
         return TritonDecodeAttention(self, bucket)
 
     def plan(
         self, page_table: torch.Tensor, kv_lens: Sequence[int], tables: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Send rows of one token to the device; see `PlanBuffers.write`."""
+        """Upload the plan of sequences with one token each; see `PlanBuffers.write`."""
         self.event.synchronize()
         self.buffers.write(page_table, kv_lens, tables=tables)
         self.buffers.upload()
         self.event.record()
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend with the rows that were planned. q, out: `[rows, heads, head_dim]`."""
+        """Attend with the planned sequences. q, out: `[rows, heads, head_dim]`."""
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or not q.is_contiguous():
-            raise ValueError("K and V have the same strides; q and heads of the cache are contiguous")
+            raise ValueError("K and V must have the same strides; q and the heads of the cache must be contiguous")
         splits, least = self._splits[len(q) - 1]
         buffers = self.buffers
         self._launch(
             (self.shape[1], len(q), splits),
-            (out, q, k_cache, v_cache, buffers.indptr, buffers.last_page_len, buffers.indices, self._values, self._tops,
-             self._totals, self._arrived),
+            (
+                out,
+                q,
+                k_cache,
+                v_cache,
+                buffers.indptr,
+                buffers.last_page_len,
+                buffers.indices,
+                self._values,
+                self._tops,
+                self._totals,
+                self._arrived,
+            ),
             (self._scale, least),
             k_cache.stride()[:3],
-        )  # fmt: skip
+        )
 
 
 class TritonRaggedAttention:
-    """Rows of any lengths: prefill chunks first, by torch, then decode rows of one token. Eager."""
+    """Eager attention for sequences of any length: prefill chunks first, by PyTorch, then sequences of one token."""
 
     def __init__(self, backend: TritonBackend) -> None:
         self._backend = backend
@@ -219,7 +253,7 @@ class TritonRaggedAttention:
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Prepare a step, as `PagedAttention.plan`; page_table is in host memory."""
+        """Prepare a step, as `PagedAttention.plan` does; page_table is in host memory."""
         split = count_prefills(qo_indptr, len(kv_lens))
         self._prefill_tokens, self._num_tokens = qo_indptr[split], qo_indptr[-1]
         if split:
@@ -235,7 +269,7 @@ class TritonRaggedAttention:
         out: torch.Tensor | None = None,
         scores: Scores = PLAIN,
     ) -> torch.Tensor:
-        """Attend with one layer's cache, as `PagedAttention.run`."""
+        """Attend with one layer's cache, as `PagedAttention.run` does."""
         split = self._prefill_tokens
         out = torch.empty_like(q) if out is None else out
         if split:
@@ -246,7 +280,10 @@ class TritonRaggedAttention:
 
 
 class TritonDecodeAttention:
-    """A bucket's rows of one token each over static buffers: `plan` before every replay, `run` inside the graph."""
+    """Attention for a bucket of sequences with one token each, over static buffers.
+
+    Call `plan` before every replay; `run` is captured in the graph.
+    """
 
     def __init__(self, backend: TritonBackend, bucket: int) -> None:
         self._backend = backend
@@ -259,7 +296,9 @@ class TritonDecodeAttention:
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
+        """Prepare a step of exactly as many sequences as the bucket has, padding included; page_table is in host
+        memory.
+        """
         check_bucket(self._bucket, qo_indptr, kv_lens)
         self._backend.plan(page_table, kv_lens, tables)
 

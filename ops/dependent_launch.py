@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel begins while the one before it on its stream ends.
+"""Programmatic dependent launch: a kernel begins while the previous one on its stream ends.
 
-CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 and later. A
-kernel launched so may read data that no earlier kernel writes, and waits before it reads or writes anything else. Every
-path through it has to wait: a kernel that waits for it assumes that all earlier kernels have ended, too.
+See the CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 and
+later. Such a kernel may read data that no earlier kernel writes, and must wait before it reads or writes anything else.
+Every path through it must wait, because a kernel that waits for it assumes that all earlier kernels have ended, too.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: Least major compute capability on which launches begin early by default.
+#: The least major compute capability on which launches begin early by default.
 LEAST_MAJOR = 9
 
-#: Options of a launch that begins early; the kernel's constant PDL is 1 then.
+#: Options of a launch that begins early; the kernel's constant PDL is then 1.
 OPTIONS = {"launch_pdl": True}
 
 _allowed = True
 
 
 def allow(wanted: bool) -> None:
-    """Have launches from now on begin early where they can, or never; what is captured stays as it is."""
+    """Let launches begin early where they can, or never, from now on; captured launches stay as they are."""
     global _allowed
     _allowed = wanted
     begins_early.cache_clear()
@@ -32,7 +32,7 @@ def allow(wanted: bool) -> None:
 
 @cache
 def begins_early(device: torch.device) -> bool:
-    """Return if launches on a device begin early; asked by every launch, so the answer is kept."""
+    """True if launches on a device begin early; cached, because every launch asks."""
     return _allowed and device.type == "cuda" and is_supported(_capability(device))
 
 
@@ -43,7 +43,7 @@ def _capability(device: torch.device) -> int:
 
 @cache
 def is_supported(capability: int) -> bool:
-    """Return if a GPU can do it and this Triton compiles it."""
+    """True if a GPU supports it and this Triton compiles it."""
     if capability // 10 < LEAST_MAJOR:
         return False
     import triton
@@ -55,7 +55,7 @@ def is_supported(capability: int) -> bool:
     try:
         target = GPUTarget("cuda", capability, 32)
         triton.compile(ASTSource(wait_alone, {}, {}), target=target, options={"enable_fp_fusion": True, **OPTIONS})
-    except Exception as error:  # of any part of the compiler
+    except Exception as error:  # from any part of the compiler
         reason = type(error.__cause__ or error).__name__
         logger.warning("no kernel begins before another ends: Triton %s: %s", triton.__version__, reason)
         return False

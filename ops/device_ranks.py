@@ -1,7 +1,7 @@
-"""Sums over ranks that are GPUs, one process each, by NCCL.
+"""Collectives over TP ranks that are GPUs, one process each, by NCCL.
 
-A sum is launched on the current stream like a kernel and may be captured with it. Nothing but `lose` ends one that a
-rank does not come to.
+A collective is launched on the current stream like a kernel and may be captured with it. If a rank does not join it,
+only `lose` ends it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch.distributed as dist
 
 from .ranks import RanksLost
 
-#: Seconds that `close` waits for the group's end: NCCL's takes milliseconds once no captured step refers to it.
+#: Seconds that `close` waits for the group to end: NCCL takes milliseconds once no captured step refers to it.
 ABORT_SECONDS = 5.0
 
-#: Its name since torch 2.13, and before.
+#: The name since torch 2.13, and the one before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RanksUnavailable(RuntimeError):
-    """These ranks can't be joined by this torch, or in this process; the text names the reason."""
+    """This torch or this process can't join the ranks; the message names the reason."""
 
 
 class GroupCollectives:
-    """See `Collectives`, of this process's group; NCCL's on GPUs. What can't be launched raises RanksLost."""
+    """The collectives of this process's group; NCCL on GPUs. A failed launch raises RanksLost. See `Collectives`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -39,15 +39,13 @@ class GroupCollectives:
         self._abort: threading.Thread | None = None
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """See `Collectives.add_up`; in part's dtype, in its place."""
+        """See `Collectives.add_up`; computed in part's dtype, in place."""
         part = part.contiguous()
         self._launch(dist.all_reduce, part)
         return part
 
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """See `Collectives.gather`. Shares differ by a column at most, and are sent as if they were all of the
-        widest.
-        """
+        """See `Collectives.gather`. Shares differ by at most one column, and are sent padded to the widest."""
         rows, most = len(part), -(-width // self.size)
         sent = part.new_zeros(rows, most, dtype=torch.float32)
         sent[:, : part.shape[1]] = part
@@ -64,8 +62,10 @@ class GroupCollectives:
         self._launch(dist.broadcast, values, 0)
 
     def lose(self) -> None:
-        """Abort the group: its kernels end, wherever they wait; from any thread. The abort itself ends only when all
-        captured steps with its sums are gone, which the caller may have, so that it has a thread of its own.
+        """Abort the group: its kernels end, wherever they wait; thread-safe.
+
+        The abort itself returns only when all captured steps with its collectives are gone. The caller may own those,
+        so the abort has its own thread.
         """
         with self._lock:
             if self._group is None:
@@ -75,7 +75,7 @@ class GroupCollectives:
             self._abort.start()
 
     def close(self) -> None:
-        """End the group, of which no captured step has sums any more: this process may then have another one."""
+        """End the group; no captured step may use it any more. Then this process may join another one."""
         self.lose()
         assert self._abort is not None
         self._abort.join(ABORT_SECONDS)
@@ -84,22 +84,22 @@ class GroupCollectives:
                 dist.destroy_process_group()
 
     def _launch(self, collective: Callable[..., Any], *arguments: Any) -> None:
-        """Raises RanksLost."""
+        """Launch a collective. Raises RanksLost."""
         if (group := self._group) is None:
-            raise RanksLost("the ranks have been given up")
+            raise RanksLost("the ranks were aborted")
         try:
             collective(*arguments, group=group)
         except RuntimeError as error:
-            raise RanksLost(f"a sum with the other ranks failed: {error}") from error
+            raise RanksLost(f"a collective with the other ranks failed: {error}") from error
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(Exception):  # of a group that failed by itself, or a backend that has no abort
+    with suppress(Exception):  # a group that failed by itself, or a backend without abort
         group.abort()
 
 
 def check_nccl() -> None:
-    """Raise RanksUnavailable where GPUs can't be joined."""
+    """Raise RanksUnavailable if GPUs can't be joined."""
     if not (dist.is_available() and dist.is_nccl_available()):
         raise RanksUnavailable("this PyTorch was built without NCCL; install one for Linux that has CUDA")
     if dist.is_initialized():
@@ -109,17 +109,21 @@ def check_nccl() -> None:
 def open_group(
     backend: str, rank: int, size: int, device: torch.device, store: str, seconds: float
 ) -> GroupCollectives:
-    """Join the ranks whose processes name the same file, `store`, which does not exist before and stays for as long.
+    """Join the ranks whose processes name the same file, `store`, which must not exist before and is kept.
 
-    seconds: to wait for them.
+    seconds: how long to wait for them.
     """
-    # a rank that ends is the executor's to notice: torch would end the process
+    # the executor handles ranks that end: torch would end the process
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    meeting = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]  # it is documented there
+    meeting = dist.FileStore(store, size)  # pyright: ignore[reportPrivateImportUsage]  # documented there
     dist.init_process_group(
-        backend, store=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=seconds),
+        backend,
+        store=meeting,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
         device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    )
     group = dist.group.WORLD
     assert group is not None
     return GroupCollectives(group)

@@ -1,8 +1,8 @@
-"""Schedules of the fused elementwise launches, by shapes alone."""
+"""Schedules of the fused elementwise launches; they depend only on shapes."""
 
 from __future__ import annotations
 
-#: Elements of an activation's output that a program computes.
+#: Elements of an activation's output per program.
 SILU_BLOCK = 1024
 
 #: Heads that a program rotates.
@@ -14,7 +14,7 @@ def _power_of_two(least: int) -> int:
 
 
 def norm_constants(width: int, add: bool) -> dict[str, int]:
-    """Compile-time constants of an RMSNorm launch: a program has a row."""
+    """Compile-time constants of an RMSNorm launch, with one program per row."""
     return {"WIDTH": width, "BLOCK": _power_of_two(width), "ADD": int(add), "PDL": 0}
 
 
@@ -35,13 +35,18 @@ def silu_options() -> dict[str, int | bool]:
 def rotary_constants(num_heads: int, kv_heads: int, head_dim: int, norm: bool) -> dict[str, int]:
     """Compile-time constants of a rotary and KV append launch."""
     return {
-        "HEADS": num_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "NORM": int(norm), "BLOCK_H": ROTARY_HEADS,
-        "BLOCK_D": _power_of_two(head_dim // 2), "PDL": 0,
-    }  # fmt: skip
+        "HEADS": num_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "NORM": int(norm),
+        "BLOCK_H": ROTARY_HEADS,
+        "BLOCK_D": _power_of_two(head_dim // 2),
+        "PDL": 0,
+    }
 
 
 def rotary_options() -> dict[str, int | bool]:
-    # x · cos + y · sin is rounded after each product, as torch rounds it
+    # x · cos + y · sin is rounded after each multiplication, as torch rounds it
     return {"num_warps": 2, "enable_fp_fusion": False}
 
 

@@ -1,11 +1,10 @@
 """Elementwise parts of a decoder layer on a GPU, each in one pass over its values.
 
-They round where the torch path of `elementwise` rounds: sums, normalised values and products, each to the model's
-dtype. Import this module lazily: it needs triton.
+They round sums, normalised values and products to the model's dtype exactly where the PyTorch code of `elementwise`
+does. Import this module lazily: it needs triton.
 """
 
-# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
 from __future__ import annotations
 
@@ -32,18 +31,28 @@ from .rotation import HeadNorms, Rotation
 
 
 def _early(early: bool) -> dict[str, int | bool]:
-    """Constants and options of a launch that may begin while the one before it ends."""
+    """Constants and options of a launch that may begin before the previous launch has ended."""
     return {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
 
 
 @triton.jit
 def rms_norm_rows(
-    y, x, residual, weight, eps, x_stride, y_stride, residual_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with ADD of residual[t] += x[t] instead of x[t].
+    y,
+    x,
+    residual,
+    weight,
+    eps,
+    x_stride,
+    y_stride,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with ADD, residual[t] += x[t] first and is normalised instead.
 
-    Grid (tokens,). y, x, residual: [tokens, WIDTH], rows …_stride apart; weight: [WIDTH].
+    Grid (tokens,). y, x, residual: [tokens, WIDTH] with the given row strides; weight: [WIDTH].
     """
     row = tl.program_id(0).to(tl.int64)
     dtype = y.dtype.element_ty
@@ -65,12 +74,12 @@ def rms_norm_rows(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `elementwise.rms_norm`."""
+    """The same as `elementwise.rms_norm`."""
     return _launch_norm(x, None, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `elementwise.add_rms_norm`."""
+    """The same as `elementwise.add_rms_norm`."""
     return _launch_norm(x, residual, weight, eps)
 
 
@@ -81,7 +90,7 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
         return y
     stream = x if residual is None else residual
     if x.stride(1) != 1 or stream.stride(1) != 1:
-        raise ValueError("rows of x and of the residual are contiguous")
+        raise ValueError("rows of x and of the residual must be contiguous")
     launch = _norm(width, residual is not None, dependent_launch.begins_early(x.device))
     launch((tokens, 1, 1), (y, x, stream, weight), (eps,), (x.stride(0), width, stream.stride(0)))
     return y
@@ -94,7 +103,7 @@ def _norm(width: int, add: bool, early: bool) -> KernelLauncher:
 
 @triton.jit
 def _normed(low, high, weight, column, own, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm of heads given as their halves, float32 `[heads, half]`."""
+    """RMSNorm of heads given as two halves, float32 `[heads, half]`."""
     mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
     scale = tl.rsqrt(mean + eps)[:, None]
     for_low = tl.load(weight + column, mask=own, other=0.0).to(tl.float32)[None, :]
@@ -106,7 +115,7 @@ def _normed(low, high, weight, column, own, eps, HEAD_DIM: tl.constexpr, dtype: 
 
 @triton.jit
 def _rotated(low, high, cos, sin, dtype: tl.constexpr):
-    """low · cos - high · sin and high · cos + low · sin."""
+    """Return low · cos - high · sin and high · cos + low · sin."""
     first = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
     second = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
     return first.to(dtype), second.to(dtype)
@@ -114,16 +123,38 @@ def _rotated(low, high, cos, sin, dtype: tl.constexpr):
 
 @triton.jit
 def rotate_and_write_heads(
-    q, k_cache, v_cache, qkv, cos, sin, rows, page, offset, q_norm, k_norm, eps,
-    qkv_stride, table_stride, page_stride, token_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (tokens, blocks of query heads and behind them of KV heads).
+    q,
+    k_cache,
+    v_cache,
+    qkv,
+    cos,
+    sin,
+    rows,
+    page,
+    offset,
+    q_norm,
+    k_norm,
+    eps,
+    qkv_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rotate the heads of Q and K, and write K and V into their pages.
 
-    q: [tokens, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, block_tokens, KV_HEADS, HEAD_DIM], …_stride
-    apart. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], both halves equal. rows,
-    page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read with NORM.
+    Grid (tokens, blocks of query heads followed by blocks of KV heads).
+
+    q: [tokens, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, block_tokens, KV_HEADS, HEAD_DIM] with the given
+    strides. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], both halves equal. rows,
+    page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read if NORM.
 
     A head with a non-finite k or v is written as a key of NaN and a value of 0. Attention kernels mask scores and weigh
     masked values by 0, and 0 · NaN is NaN. With a value of 0 only tokens that attend to this one get NaN (by the key),
@@ -173,7 +204,7 @@ def rotate_and_write_heads(
         slot = slot + head[:, None] * head_stride + column[None, :]
         tl.store(k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
         tl.store(k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
-        # once more, from the cache: kept in registers meanwhile, v would spill
+        # load v again: kept in registers since the first load, it would spill
         sound = mask & is_sound
         tl.store(v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
         tl.store(v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
@@ -189,7 +220,7 @@ def rotate_and_write(
     offset: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `elementwise.rotate_and_write`; the rotation is a table and its rows."""
+    """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows."""
     tokens = len(qkv)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -197,14 +228,15 @@ def rotate_and_write(
     if not tokens:
         return q
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
-        raise ValueError("K and V have the same strides; rows of qkv and heads of the cache are contiguous")
+        raise ValueError("K and V must have the same strides; rows of qkv and heads of the cache must be contiguous")
     q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     launch = _rotary(num_heads, kv_heads, head_dim, norms is not None, dependent_launch.begins_early(qkv.device))
     launch(
         (tokens, rotary_blocks(num_heads, kv_heads), 1),
-        (q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm), (eps,),
+        (q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm),
+        (eps,),
         (qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3]),
-    )  # fmt: skip
+    )
     return q
 
 
@@ -215,12 +247,10 @@ def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: boo
 
 
 @triton.jit
-def silu_and_mul_rows(
-    y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """y[t, i] = silu(gate_up[t, i]) · gate_up[t, FFN + i], silu rounded to y's dtype as the torch path rounds it.
+def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """y[t, i] = silu(gate_up[t, i]) · gate_up[t, FFN + i], with silu rounded to y's dtype as PyTorch rounds it.
 
-    Grid (tokens, blocks of FFN). gate_up: [tokens, 2 · FFN], y: [tokens, FFN], rows …_stride apart.
+    Grid (tokens, blocks of FFN). gate_up: [tokens, 2 · FFN], y: [tokens, FFN], with the given row strides.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -237,13 +267,13 @@ def silu_and_mul_rows(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `elementwise.silu_and_mul`."""
+    """The same as `elementwise.silu_and_mul`."""
     tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(tokens, ffn, dtype=gate_up.dtype, device=gate_up.device)
     if not tokens:
         return y
     if gate_up.stride(1) != 1:
-        raise ValueError("rows of gate_up are contiguous")
+        raise ValueError("rows of gate_up must be contiguous")
     launch = _silu(ffn, dependent_launch.begins_early(gate_up.device))
     launch((tokens, -(-ffn // SILU_BLOCK), 1), (y, gate_up), (), (gate_up.stride(0), ffn))
     return y

@@ -1,10 +1,9 @@
-"""Launches of Triton kernels that are made again and again, with what does not change between them looked up once.
+"""Repeated launches of Triton kernels, with everything that stays the same between launches looked up once.
 
 Import this module lazily: it needs triton.
 """
 
-# The base class of drivers names nothing of what they have.
-# pyright: reportAttributeAccessIssue=false
+# The base class of drivers does not declare its drivers' attributes.
 
 from __future__ import annotations
 
@@ -18,39 +17,43 @@ import triton
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-#: Triton takes it that an address is a multiple of so many bytes once one was, and compiles anew for another.
+#: Triton compiles for addresses that are multiples of 16 bytes, and compiles anew for other addresses.
 _ALIGN = 16
 
-_LARGEST = (1 << 31) - 1  # of an integer that Triton takes as 32 bits wide
+_LARGEST = (1 << 31) - 1  # the largest integer that Triton passes as 32 bits
 
 
 class KernelLauncher:
     """A kernel with its constants and options.
 
-    A launch by Triton itself asks for the options, for every argument's type and for what else the kernel is compiled
-    for: about 20 µs of Python. Here the compiled kernel is kept by what it depends on, and launched as Triton launches
-    it (`JITFunction.run`, of one form from 3.4 to 3.9). That is: the device, the tensors' types and alignment, and the
-    very values of integers that it may have been compiled for. Tensors that are not all aligned, integers beyond 32
-    bits, hooks of a profiler, and interpreted kernels go Triton's way.
+    A launch by Triton itself looks up the options, the type of every argument and the values that the kernel is
+    specialized for: about 20 µs of Python. This class keeps the compiled kernel by everything that it depends on, and
+    launches it as Triton does (`JITFunction.run`, which is the same from 3.4 to 3.9). A kernel depends on the device,
+    on the types and alignment of the tensors, and on the values of integers that it may be specialized for. Launches go
+    through Triton itself if a tensor is not aligned, if an integer needs more than 32 bits, if a profiler has hooks, or
+    if the kernel is interpreted.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
-        """kernel: takes tensors first, then numbers, then constants. constants: with the options of the launch."""
+        """kernel: takes tensors first, then numbers, then constants. constants: together with the launch options."""
         self._kernel = kernel
         self._constants = constants
         self._found: dict[Hashable, _Found] = {}
-        self._values = ()  # of the constants, in the kernel's order
+        self._values = ()  # values of the constants, in the kernel's order
         if isinstance(kernel, JITFunction):
             self._values = tuple(constants[param.name] for param in kernel.params if param.is_constexpr)
 
     def __call__(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], free: tuple[float, ...],
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[torch.Tensor, ...],
+        free: tuple[float, ...],
         strides: tuple[int, ...],
-    ) -> None:  # fmt: skip
-        """Launch on the current stream of the tensors' device, which is the current device.
+    ) -> None:
+        """Launch on the current stream of the tensors' device, which must be the current device.
 
-        free: numbers that the kernel is not specialized for, floats or `do_not_specialize`. strides: numbers that it
-        may be specialized for.
+        free: numbers that the kernel is not specialized for: floats, or integers in `do_not_specialize`. strides:
+        numbers that it may be specialized for.
         """
         kind = tensors[0].get_device(), strides, *[tensor.dtype for tensor in tensors]
         found = self._found.get(kind)
@@ -68,16 +71,20 @@ class KernelLauncher:
         stream = driver.active.get_current_stream(kind[0])
         found.run(
             *grid, stream, found.function, found.metadata, None, None, None, *addresses, *free, *strides, *self._values
-        )  # fmt: skip
+        )
 
     def compile(self, tensors: tuple[torch.Tensor, ...], free: tuple[float, ...], strides: tuple[int, ...]) -> None:
-        """Have it compiled for such arguments, and launch nothing."""
+        """Compile the kernel for these arguments without launching it."""
         self._kernel.warmup(*tensors, *free, *strides, grid=(1, 1, 1), **self._constants)
 
     def _launch_first(
-        self, kind: Hashable, grid: tuple[int, int, int], tensors: tuple[torch.Tensor, ...], free: tuple[float, ...],
+        self,
+        kind: Hashable,
+        grid: tuple[int, int, int],
+        tensors: tuple[torch.Tensor, ...],
+        free: tuple[float, ...],
         strides: tuple[int, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         kernel = self._kernel[grid](*tensors, *free, *strides, **self._constants)
         if not isinstance(self._kernel, JITFunction) or kernel is None:
             return
@@ -88,9 +95,10 @@ class KernelLauncher:
 
 @contextmanager
 def compiling(threads: int) -> Iterator[None]:
-    """Inside, what is only compiled is so on `threads` threads; leaving waits for all of it, and raises what failed.
+    """Compile on `threads` threads all kernels that are only compiled inside this context.
 
-    The compiler's parts run outside Python. Before triton 3.5, kernels are compiled one after another.
+    Leaving it waits for all of them and raises the error of any that failed. The compiler's parts run outside Python.
+    Before triton 3.5, kernels are compiled one after another.
     """
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None:
@@ -101,7 +109,7 @@ def compiling(threads: int) -> Iterator[None]:
 
 
 class _Found(NamedTuple):
-    """A compiled kernel, which lives as long as its handles are used."""
+    """A compiled kernel, kept as long as its handles are used."""
 
     kernel: Any
     run: Any

@@ -1,7 +1,9 @@
-"""LoRA products of a step that other processes of the machine compute (`native/offload.h`), from adapters' images.
+"""CPU LoRA offload: LoRA terms of a step that offload workers compute (`native/offload.h`), from adapters' images.
 
-The process of the base model hands rows over in memory that all share, layer by layer; an offload worker computes a
-share of them until the step ends.
+The base model's process sends rows through shared memory, layer by layer; each offload worker computes a share of them
+until the step ends.
+
+Tests: tests/core/executors/test_lora_offload.py
 """
 
 from __future__ import annotations
@@ -27,54 +29,58 @@ from .native_library import library
 from .ranks import Ranks
 from .sgmv import AdapterRows, Segments
 
-#: Bytes of what says of a step's exchanges what is to be computed.
+#: Bytes of the descriptions of a step's exchanges.
 EXCHANGES_BYTES = MAX_EXCHANGES * EXCHANGE.itemsize
 
 
 @dataclass(slots=True)
 class OffloadedSegments:
-    """What of a step is lent.
-
-    entries: indices of its segments. row: where the rows of each begin in what is handed over, and where the last's
-    end. share: the same of each offload worker's rows. image_ready: address of an int32 for each entry, the number of
-    layers that are in host memory. layers: set by the step: how many layers of each were lent.
-    exchanges: address of `EXCHANGES_BYTES`.
-    """
+    """The offloaded segments of a step."""
 
     ranks: Ranks
     entries: Sequence[int]
+    """Indices of the segments."""
     row: Sequence[int]
+    """The first row of each segment among the offloaded rows, and the end of the last one."""
     share: Sequence[int]
+    """The same for each offload worker's rows."""
     image_ready: Sequence[int]
+    """For each entry the address of an int32, the number of layers in host memory."""
     exchanges: int
+    """Address of `EXCHANGES_BYTES`."""
     layers: Sequence[int] = ()
+    """Set by the step: the number of layers offloaded for each entry."""
 
 
 class Offloading(Protocol):
-    """Chooses what of a step is lent, and has the offload workers begin with it."""
+    """Chooses the segments of a step to offload, and starts the offload workers on them."""
 
     def begin(self, segments: Segments, /) -> OffloadedSegments | None:
-        """Called before a step with segments that have adapters on their way; None where nothing is lent."""
+        """Called before a step whose segments have adapters in transit; returns None if nothing is offloaded."""
         ...
 
 
 def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, torch.Tensor]]:
-    """A part of an adapter as the library takes it, and what that points to."""
+    """Return a part of an adapter in the library's form, and the tensors to which it points."""
     pages = torch.tensor(rows.pages, dtype=torch.int64)
     first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
     descriptor = AdapterDescriptor(
-        pages=pages.data_ptr(), first_elem=first_elem.data_ptr(), rank=rows.rank, scale=rows.scale,
+        pages=pages.data_ptr(),
+        first_elem=first_elem.data_ptr(),
+        rank=rows.rank,
+        scale=rows.scale,
         slab_elems=rows.slab_elems,
-        a_offset=(c_int32 * MODULES)(*rows.a_offset), b_offset=(c_int32 * MODULES)(*rows.b_offset),
-    )  # fmt: skip
+        a_offset=(c_int32 * MODULES)(*rows.a_offset),
+        b_offset=(c_int32 * MODULES)(*rows.b_offset),
+    )
     return descriptor, (pages, first_elem)
 
 
 class OffloadTables:
-    """A step's lent segments as the library takes them. adapters: descriptors of the step's segments."""
+    """A step's offloaded segments in the library's form. adapters: descriptors of the step's segments."""
 
     def __init__(self, offloaded: OffloadedSegments, rows: Sequence[AdapterRows], adapters: Any) -> None:
-        """Gives each lent segment a descriptor of its own, in which the step marks the layers that it lends."""
+        """Give each offloaded segment its own descriptor, in which the step marks the offloaded layers."""
         count = len(offloaded.entries)
         own = [described(rows[entry]) for entry in offloaded.entries]
         for entry, (descriptor, _) in zip(offloaded.entries, own, strict=True):
@@ -88,7 +94,7 @@ class OffloadTables:
             (c_void_p * count)(*offloaded.image_ready),
             self._layers,
         )
-        self._kept = own, tables  # what the descriptor points to
+        self._kept = own, tables  # the descriptor points to these
         self._descriptor = OffloadDescriptor(
             offloaded.ranks.handle, count, *map(ctypes.addressof, tables), offloaded.exchanges
         )
@@ -98,12 +104,12 @@ class OffloadTables:
         return ctypes.addressof(self._descriptor)
 
     def note_offloaded(self) -> None:
-        """Note how many layers were lent, after the step."""
+        """Record the number of offloaded layers, after the step."""
         self._offloaded.layers = list(self._layers)
 
 
 class OffloadWorker:
-    """Computes a share of what a step lends, in a process of its own.
+    """Computes a share of the offloaded rows of each step, in its own process.
 
     shapes: hidden size, MLP size, widths of q and of k.
     """
@@ -125,16 +131,18 @@ class OffloadWorker:
         page_elems: int,
         exchanges: int,
     ) -> None:
-        """Compute until rank 0 gives the step up. row: see `OffloadedSegments`; share: the first row, and the one
-        behind the last; images: address of each adapter's image, into which its `pages` are indices. exchanges: see
-        `OffloadedSegments`.
+        """Compute until rank 0 ends the step.
+
+        row, exchanges: see `OffloadedSegments`. share: its first row and the end of its rows. images: address of each
+        adapter's image, into which `pages` are indices.
         """
         count = len(rows)
         own = [described(each) for each in rows]
         tables = (
-            (c_int32 * (count + 1))(*row), (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
+            (c_int32 * (count + 1))(*row),
+            (c_void_p * count)(*(ctypes.addressof(each) for each, _ in own)),
             (c_void_p * count)(*images),
-        )  # fmt: skip
+        )
         descriptor = OffloadWorkerDescriptor(
             *self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables), exchanges
         )
@@ -147,7 +155,7 @@ class OffloadWorker:
 
 
 def exchange_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
-    """Float32 values of memory that a process needs for `tokens` rows, of x or of the products. See `Ranks`."""
+    """Float32 values of memory that a process needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
     found = library()
     if found is None:
         return 0
@@ -155,7 +163,7 @@ def exchange_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
 
 
 def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
-    """Inputs and outputs of the groups of projections, as `Groups` of the library has them. shapes: see
+    """Inputs and outputs of the groups of projections, in the order of the library's `Groups`. shapes: see
     `OffloadWorker`.
     """
     hidden, ffn, q, kv = shapes
@@ -163,23 +171,23 @@ def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
 
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What rows are handed over in, of a model in `dtype`."""
+    """The dtype in which rows are sent, for a model in `dtype`."""
     found = library()
     is_wide = found is None or found.chorus_offload_input(ELEMENT_OF[dtype]) == torch.float32.itemsize
     return torch.float32 if is_wide else dtype
 
 
 def row_elems(dtype: torch.dtype, width: int) -> int:
-    """Elements from row to row of `width` of them in what is handed over."""
+    """Elements from one sent row of `width` elements to the next."""
     found = library()
     return width if found is None else found.chorus_offload_row(ELEMENT_OF[dtype], width)
 
 
 def post_exchange(ranks: Ranks, exchanges: int, x: torch.Tensor, dtype: torch.dtype) -> None:
-    """Hand rows of the first layer's input over, as a step with one lent segment does, to measure what that takes.
+    """Send rows of the first layer's input, as a step with one offloaded segment does, to measure the time.
 
-    dtype: of the model. exchanges: see `OffloadedSegments`. The products are in the offload workers' parts after
-    `ranks.meet`.
+    dtype: of the model. exchanges: see `OffloadedSegments`. After `ranks.meet` the LoRA terms are in the workers'
+    parts.
     """
     found = library()
     if found is None:

@@ -1,4 +1,4 @@
-"""An adapter in a copy of a projection's weights, by torch: `W + Σ scale·B·A`."""
+"""Merging an adapter into a copy of a projection's weights, by torch: `W + Σ scale·B·A`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from .sgmv import AdapterRows
 
-#: Elements that are added up at once: on a GPU 64 MiB of float32, whatever the matrix.
+#: Elements that are summed at once: on a GPU 64 MiB of float32, for any matrix.
 _CHUNK_ELEMS = 1 << 24
 
 
@@ -20,11 +20,11 @@ def merge(
     parts: Sequence[AdapterRows],
     modules: Sequence[tuple[int, int, int]],
 ) -> float:
-    """Write the sum into out, added up in float32 and rounded once.
+    """Write the sum into out, computed in float32 and rounded once.
 
     origin, out: `[outputs, inputs]`, the weights of projections that share an input. modules: (module id, first row,
-    number of rows) of each. Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
-    The device's result is waited for once, and what is made beside out does not grow with the matrix.
+    number of rows) of each. Returns the largest factor by which the norm of a row grows; infinity if a sum is not
+    finite. The host waits for the device once, and temporary memory does not grow with the matrix.
     """
     num_rows, width = origin.shape
     terms = []

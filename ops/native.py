@@ -1,6 +1,6 @@
 """The native CPU decoder: a whole step of a model in one call.
 
-Where the library is not available (`native_library`) the torch operators serve; both give the same tokens.
+If the library is not available (`native_library`), torch operators serve; both give the same tokens.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .sgmv import AdapterRows, Segments
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 
 CHECKS_STEPS = os.environ.get("CHORUS_CHECK_STEPS") == "1"
-"""True if `check_step` sees every step, as in tests: a wrong index is an error then, and else any memory's bytes."""
+"""True if `check_step` checks every step, as in tests. Without the check, a wrong index reads arbitrary memory."""
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Reorder a weight `[n, k]` into panels `[⌈n/32⌉, k/pair, 32, pair]`; pair is 2 in bf16, 1 in float32.
 
-    out: where to write, of `packed_shape`'s shape and the weight's dtype.
+    out: optional output, with the shape of `packed_shape` and the weight's dtype.
     """
     n, k = weight.shape
     shape = packed_shape(n, k, weight.dtype)
@@ -116,9 +116,12 @@ class NativeModel:
     values: Sequence[LayerValues]
     positions: int
     embed: torch.Tensor
+    """`[vocab, hidden]`."""
     lm_head: torch.Tensor
+    """Packed."""
     norm: torch.Tensor
     arena: torch.Tensor
+    """`[pages, elems]`."""
 
     centered: bool = False
     """Norms subtract the mean: LayerNorm without bias."""
@@ -131,12 +134,12 @@ class NativeModel:
 
 
 class NativeRows:
-    """A step's rows for the native decoder, with the `plan` signature of `PagedAttention`."""
+    """A step's sequences for the native decoder, with the `plan` signature of `PagedAttention`."""
 
     __slots__ = ("kv_lens", "page_table", "qo_indptr")
 
     def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
-        """See `PagedAttention.plan`; rows may come in any order here."""
+        """See `PagedAttention.plan`; here sequences may come in any order."""
         self.qo_indptr = array("i", qo_indptr)  # int32; making a tensor of a few numbers takes ten times as long
         self.kv_lens = array("i", kv_lens)
         self.page_table = page_table
@@ -151,7 +154,7 @@ def check_step(
     rows: NativeRows,
     logit_tokens: torch.Tensor,
 ) -> None:
-    """Raise IndexError where a step would read or write outside the model's tensors, the arena or its own tokens."""
+    """Raise IndexError if a step would read or write outside the model's tensors, the arena or its own tokens."""
     block, table = model.block_tokens, rows.page_table
     last = torch.tensor(rows.kv_lens, dtype=torch.long) - 1
     read = table[torch.arange(table.shape[1]) <= (last // block)[:, None]]
@@ -169,14 +172,14 @@ def check_step(
 
 
 class _LogitsRoom:
-    """Memory for rows of `width` values, as many as have been asked for at once so far."""
+    """Memory for rows of `width` values, as many as were needed at once so far."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._whole = torch.empty(0)
 
     def first(self, rows: int) -> torch.Tensor:
-        """The first `rows` of it, with whatever they hold; made anew where it has too few."""
+        """Return its first `rows` rows, uninitialized; reallocates if there are too few."""
         count = rows * self._width
         if len(self._whole) < count:
             self._whole = torch.empty(count)
@@ -184,10 +187,12 @@ class _LogitsRoom:
 
 
 class NativeDecoder:
-    """Runs steps on its own team of threads, the caller's included. One step at a time."""
+    """Runs steps on its own team of threads, including the caller's. One step at a time."""
 
     def __init__(self, model: NativeModel, threads: int, ranks: Ranks | None = None) -> None:
-        """ranks: the ranks that compute a layer's shares with this one; the model's vocabulary is a share, too."""
+        """ranks: the TP ranks that compute shares of each layer with this one; then the model's vocabulary is a share,
+        too.
+        """
         found = library()
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
@@ -219,7 +224,7 @@ class NativeDecoder:
             ELEMENT_OF[model.embed.dtype], ctypes.addressof(description), threads
         )
         self.sampling = NativeSampling(self._library, self._handle)
-        self._ranks = ranks  # which lives as long
+        self._ranks = ranks  # kept alive
         if ranks is not None:
             self._library.chorus_decoder_join(self._handle, ranks.handle, len(model.embed))
 
@@ -236,15 +241,18 @@ class NativeDecoder:
         prompt_logprob_tokens: torch.Tensor | None = None,
         merged: bool = False,
     ) -> torch.Tensor:
-        """Compute a step and write its KV; logits `[kept, vocab]` float32, in memory that the next step overwrites.
+        """Compute a step and write its KV; return logits `[kept, vocab]` float32, in memory that the next step
+        overwrites.
 
         token_ids, positions, page, offset: `[tokens]` int64. logit_tokens: `[logits]` int64, the tokens to compute
-        logits for; `kept` names the ones to return, None: all. prompt_logprob_tokens: `[logprobs]` int64, the tokens
-        that `prompt_logits` computes logits for afterwards. max_stall: seconds to wait in all for adapters being
-        loaded. merged: with the weights of `use_merged`. `best` then holds per logit token the most likely token (the
-        first of equal ones; -1 if a logit is NaN or +inf) or, for tokens in `row_params`, a drawn one; logits needed
-        for a draw and not kept are computed again. Of several ranks the logits are this one's columns, and `best`, on
-        the first rank, is of all; they draw none.
+        logits for; `kept` names those to return, None: all. prompt_logprob_tokens: `[logprobs]` int64, the tokens for
+        which `prompt_logits` computes logits afterwards. max_stall: total seconds to wait for adapters being loaded.
+        merged: use the weights of `use_merged`.
+
+        Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
+        +inf) or, for tokens in `row_params`, a sampled one. Logits that sampling needs and that were not kept are
+        recomputed. With several TP ranks, the logits are this rank's columns, `best` on the first rank is over all
+        ranks, and none samples.
         """
         step = self._step
         offloaded = None
@@ -291,9 +299,9 @@ class NativeDecoder:
         return logits
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` of some of the last step's prompt-logprob tokens, until the next call.
+        """Logits `[end - begin, vocab]` of some of the last step's prompt-logprob tokens, valid until the next call.
 
-        RuntimeError when the step had fewer.
+        Raises RuntimeError if the step had fewer.
         """
         if end > self._step.prompt_logits_wanted:
             raise RuntimeError(f"the last step had {self._step.prompt_logits_wanted} prompt-logprob tokens, not {end}")
@@ -304,9 +312,9 @@ class NativeDecoder:
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
-        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed like it; not during a step.
+        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed alike; not during a step.
 
-        Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+        Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
         merge = MergeDescriptor(_pointer(origin), _pointer(out), group, layer, ctypes.addressof(parts), len(rows))
@@ -317,7 +325,7 @@ class NativeDecoder:
         self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model.values), layers)
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
-        """Describe a step's segments; steps with the same ones need not do it again. What of them is lent."""
+        """Describe a step's segments, once for all steps with the same ones; return the offloaded ones."""
         step, count = self._step, len(segments.rows)
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
@@ -325,18 +333,22 @@ class NativeDecoder:
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
         step.segments = SegmentsDescriptor(
-            count, ctypes.addressof(begin), ctypes.addressof(end), ctypes.addressof(adapters),
+            count,
+            ctypes.addressof(begin),
+            ctypes.addressof(end),
+            ctypes.addressof(adapters),
             None if level is None else ctypes.addressof(level),
-        )  # fmt: skip
+        )
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
         step.segment_late = ctypes.addressof(late)
-        self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long
+        # kept alive as long as the step points to them
+        self._segments = segments, (adapters, begin, end, level, ready, late)
         offloaded = None if ready is None or self.offloading is None else self.offloading.begin(segments)
         return None if offloaded is None else OffloadTables(offloaded, segments.rows, adapters)
 
     @property
     def threads(self) -> int:
-        """Number of threads that the next step takes: all, or fewer while others keep the processors busy."""
+        """Number of threads that the next step uses: all, or fewer while other processes keep the processors busy."""
         return self._library.chorus_decoder_threads(self._handle)
 
     def close(self) -> None:
@@ -355,14 +367,16 @@ class NativeDecoder:
 
 
 class NativeSampling:
-    """Draws and log-probabilities from rows of logits, on a decoder's threads, between its steps: as `sampling`'s."""
+    """Samples and computes log-probabilities from rows of logits, on a decoder's threads, between its steps; see
+    `sampling`.
+    """
 
     def __init__(self, library: ctypes.CDLL, decoder: int) -> None:
         self._run = library.chorus_decoder_sample
         self._decoder = decoder
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]) -> list[int]:
-        """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
+        """Sample a token for each of `rows` of the logits; -1 if no logit is above -inf, or one is NaN or +inf."""
         first, stride = _rows_of(logits)
         rows_to_sample = _sample_rows(row_params)
         rows_to_sample["logits"] = first + np.asarray(rows) * stride
@@ -372,7 +386,7 @@ class NativeSampling:
     def row_logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
     ) -> RowLogprobs:
-        """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
+        """Log-probability of a token for each of `rows`, and of as many of its most likely tokens as `counts` says."""
         most = min(max(counts), logits.shape[1])
         logprobs = np.empty(len(rows), LOGPROB_ROW)
         ids, values = np.empty((len(rows), most), np.int64), np.empty((len(rows), most))
@@ -386,7 +400,7 @@ class NativeSampling:
 
 
 def _sample_rows(row_params: Collection[RowSamplingParams]) -> np.ndarray:
-    """Descriptors of draws, without logits."""
+    """Descriptors of samples, without logits."""
     rows_to_sample = np.zeros(len(row_params), SAMPLE_ROW)
     temperature, rows_to_sample["u"], rows_to_sample["top_k"], rows_to_sample["top_p"], rows_to_sample["min_p"] = zip(
         *row_params, strict=True
@@ -398,7 +412,7 @@ def _sample_rows(row_params: Collection[RowSamplingParams]) -> np.ndarray:
 def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
     """Address of the first row, and bytes from row to row."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
-        raise ValueError("the native library takes rows of float32")
+        raise ValueError("logits must be contiguous rows of float32")
     return logits.data_ptr(), 4 * logits.stride(0)
 
 
@@ -422,5 +436,5 @@ def _pointer_or_null(tensor: torch.Tensor | None) -> int | None:
 
 def _pointer(tensor: torch.Tensor) -> int:
     if not tensor.is_contiguous():
-        raise ValueError("the native decoder takes contiguous tensors")
+        raise ValueError("the native decoder needs contiguous tensors")
     return tensor.data_ptr()

@@ -1,6 +1,9 @@
-"""The structures that the native library takes, as `ops/native/*.h` define them.
+"""The native library's structures, as `ops/native/*.h` define them.
 
-`layout` says where each field lies; `native_library` compares that with what a library says itself (`native/layout.h`).
+`layout` gives the position of each field; `native_library` compares it with the layout that a library reports
+(`native/layout.h`).
+
+Tests: tests/ops/test_native_layout.py
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import numpy as np
 import torch
 
 MODULES = 7
-"""Projections of a layer that adapters may change."""
+"""Number of projections of a layer that adapters may change."""
 
 
 class Element(IntEnum):
-    """An element type's number in the library, by its name in safetensors files."""
+    """Number of an element type in the library, by its name in safetensors files."""
 
     F32 = 0
     F16 = 1
@@ -28,13 +31,17 @@ ELEMENT_OF = {torch.float32: Element.F32, torch.float16: Element.F16, torch.bflo
 
 
 class AdapterDescriptor(Structure):
-    """One part of an adapter: its pages, and where a rank-row has the A and B of each module."""
+    """One part of an adapter: its pages, and the offsets of each module's A and B in a rank-row."""
 
     _fields_ = [
-        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("pages", c_void_p),
+        ("first_elem", c_void_p),
+        ("rank", c_int32),
+        ("scale", c_float),
         ("slab_elems", c_int64),
-        ("a_offset", c_int32 * MODULES), ("b_offset", c_int32 * MODULES),
-    ]  # fmt: skip
+        ("a_offset", c_int32 * MODULES),
+        ("b_offset", c_int32 * MODULES),
+    ]
 
 
 class Activation(IntEnum):
@@ -99,40 +106,52 @@ class StepDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "prompt_logits_wanted")),
-        *((name, c_void_p) for name in
-          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
-        ("table_stride", c_int64), ("logit_tokens", c_void_p), ("segments", SegmentsDescriptor),
-        ("segment_ready", c_void_p), ("segment_late", c_void_p), ("max_stall_ns", c_int64),
+        *(
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")
+        ),
+        ("table_stride", c_int64),
+        ("logit_tokens", c_void_p),
+        ("segments", SegmentsDescriptor),
+        ("segment_ready", c_void_p),
+        ("segment_late", c_void_p),
+        ("max_stall_ns", c_int64),
         *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
-    ]  # fmt: skip
+    ]
 
 
 class OffloadDescriptor(Structure):
-    """Segments of a step that other processes compute: see `native/offload.h`."""
+    """Segments of a step that offload workers compute: see `native/offload.h`."""
 
     _fields_ = [
-        ("ranks", c_void_p), ("count", c_int64),
+        ("ranks", c_void_p),
+        ("count", c_int64),
         *((name, c_void_p) for name in ("segment", "row", "share", "first_elem", "image_ready", "layers", "exchanges")),
-    ]  # fmt: skip
+    ]
 
 
 class OffloadWorkerDescriptor(Structure):
-    """A step's segments as a process that computes a share of them knows them."""
+    """A step's segments, for an offload worker that computes a share of them."""
 
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
-        ("count", c_int64), ("page_elems", c_int64),
+        ("count", c_int64),
+        ("page_elems", c_int64),
         *((name, c_void_p) for name in ("row", "adapters", "images", "exchanges")),
-    ]  # fmt: skip
+    ]
 
 
 class MergeDescriptor(Structure):
-    """A group of a layer's projections, and what is added to it."""
+    """A group of a layer's projections, and the adapter parts to add."""
 
     _fields_ = [
-        ("origin", c_void_p), ("to", c_void_p),
-        ("group", c_int32), ("layer", c_int32), ("parts", c_void_p), ("count", c_int64),
-    ]  # fmt: skip
+        ("origin", c_void_p),
+        ("to", c_void_p),
+        ("group", c_int32),
+        ("layer", c_int32),
+        ("parts", c_void_p),
+        ("count", c_int64),
+    ]
 
 
 class ReadFaultDescriptor(Structure):
@@ -144,8 +163,8 @@ class ReadFaultDescriptor(Structure):
 class ReadJob(NamedTuple):
     """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
 
-    a_start, b_start: bytes from the file's beginning; a_element, b_element: of `Element`. Row i of A is written at
-    element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
+    a_start, b_start: bytes from the file's beginning; a_element, b_element: values of `Element`. Row i of A is written
+    at element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
     """
 
     a_start: int
@@ -161,7 +180,7 @@ class ReadJob(NamedTuple):
     b_offset: int
 
 
-#: Most segments of a step that are handed over, and most exchanges: kLent and kHandovers in offload.h.
+#: The most offloaded segments of a step, and the most exchanges: kLent and kHandovers in offload.h.
 MAX_OFFLOADED, MAX_EXCHANGES = 1000, 1 << 12
 
 
@@ -170,34 +189,55 @@ def _numbers(*names: str) -> np.dtype:
 
 
 SAMPLE_ROW = np.dtype(
-    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
-     ("token", "i8")]
-)  # fmt: skip
+    [
+        ("inverse_temperature", "f8"),
+        ("u", "f8"),
+        ("top_p", "f8"),
+        ("min_p", "f8"),
+        ("top_k", "i8"),
+        ("logits", "i8"),
+        ("token", "i8"),
+    ]
+)
 LOGPROB_ROW = np.dtype(
     [("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")]
 )
-EXCHANGE = np.dtype({
-    "names": ["layer", "group", "active"], "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)], "offsets": [0, 4, 8],
-    "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
-})  # fmt: skip
+EXCHANGE = np.dtype(
+    {
+        "names": ["layer", "group", "active"],
+        "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)],
+        "offsets": [0, 4, 8],
+        "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
+    }
+)
 READ_JOB = _numbers(*ReadJob._fields)
 READ_GROUP = _numbers("spans_begin", "spans_end", "jobs_begin", "jobs_end")
 SPAN = _numbers("start", "end")
 
-#: The library's structures by their names there.
+#: The library's structures, by their names there.
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
-    "Adapter": AdapterDescriptor, "LayerDesc": LayerDescriptor, "ModelDesc": ModelDescriptor,
-    "Segments": SegmentsDescriptor, "StepDesc": StepDescriptor, "OffloadDesc": OffloadDescriptor,
-    "OffloadWorkerDesc": OffloadWorkerDescriptor, "MergeDesc": MergeDescriptor, "ReadFault": ReadFaultDescriptor,
-    "Exchange": EXCHANGE, "SampleRow": SAMPLE_ROW, "LogprobRow": LOGPROB_ROW,
-    "ReadJob": READ_JOB, "ReadGroup": READ_GROUP, "Span": SPAN,
-}  # fmt: skip
+    "Adapter": AdapterDescriptor,
+    "LayerDesc": LayerDescriptor,
+    "ModelDesc": ModelDescriptor,
+    "Segments": SegmentsDescriptor,
+    "StepDesc": StepDescriptor,
+    "OffloadDesc": OffloadDescriptor,
+    "OffloadWorkerDesc": OffloadWorkerDescriptor,
+    "MergeDesc": MergeDescriptor,
+    "ReadFault": ReadFaultDescriptor,
+    "Exchange": EXCHANGE,
+    "SampleRow": SAMPLE_ROW,
+    "LogprobRow": LOGPROB_ROW,
+    "ReadJob": READ_JOB,
+    "ReadGroup": READ_GROUP,
+    "Span": SPAN,
+}
 
 
 def layout() -> dict[str, tuple[int, int]]:
-    """Where each field begins in its structure and how long it is, in bytes, by names like `StepDesc.rows`.
+    """Position and size of each field in its structure, in bytes, by names like `StepDesc.rows`.
 
-    A structure as a whole has its own name, and begins at 0.
+    A whole structure has its own name, and begins at 0.
     """
     places: dict[str, tuple[int, int]] = {}
     for name, structure in _STRUCTURES.items():

@@ -1,8 +1,10 @@
-"""The compiled native library: its functions, and the levels of instructions that it is compiled for.
+"""The compiled native library: its functions, and the ISA levels for which it is compiled.
 
-`ops/native/` is compiled when the package is built and a C++ compiler is there, once for each level of instructions in
-`LEVELS`; the best that the processor has is used. `CHORUS_CPU_ISA` names another one, or `none`. Without any,
-`available` is False and callers use the torch operators.
+If a C++ compiler is present when the package is built, `ops/native/` is compiled for each ISA level in `LEVELS`; the
+best level that the processor supports is used. `CHORUS_CPU_ISA` names another one, or `none`. Without any, `available`
+is False and callers use torch operators.
+
+Tests: tests/ops/test_native_levels.py, tests/ops/test_native_best.py, tests/ops/test_native_build.py
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from .native_descriptors import layout
 logger = logging.getLogger(__name__)
 
 LEVELS = ("amx", "avx512bf16", "avx512", "avx2", "neon")
-"""Levels of instructions that the library is compiled for, the best first."""
+"""ISA levels for which the library is compiled, best first."""
 
 ISA = "CHORUS_CPU_ISA"
-"""The environment variable that chooses among them."""
+"""The environment variable that selects a level."""
 
 
 class _Field(Structure):
     _fields_ = [("name", c_char_p), ("offset", c_int64), ("bytes", c_int64)]
 
 
-#: Of each function of the library its name, what it returns and what it takes.
+#: Name, result and argument types of each function of the library.
 _FUNCTIONS = (
     ("layout", POINTER(_Field), POINTER(c_int64)),
     ("supported", c_int),
@@ -77,7 +79,7 @@ _FUNCTIONS = (
 
 @cache
 def built(level: str) -> ctypes.CDLL | None:
-    """The library compiled for a level, None where it was not built. `levels` says what this processor can run."""
+    """The library compiled for a level; None if it was not built. `levels` lists those that this processor can run."""
     for path in sorted(Path(__file__).parent.glob(f"_native_{level}.*so")):
         try:
             found = opened(path)
@@ -90,7 +92,7 @@ def built(level: str) -> ctypes.CDLL | None:
 
 
 def opened(path: Path) -> ctypes.CDLL:
-    """A library, with the types of its functions. OSError where it was built from other sources."""
+    """Open a library and set its functions' types. Raises OSError if it was built from other sources."""
     found = ctypes.CDLL(str(path))
     if hasattr(found, "chorus_supported"):
         for name, result, *arguments in _FUNCTIONS:
@@ -104,7 +106,8 @@ def opened(path: Path) -> ctypes.CDLL:
 
 
 def differing_fields(found: ctypes.CDLL) -> list[str]:
-    """The structures and fields that a library has elsewhere or in another size than this module, as `StepDesc.rows`.
+    """Return the structures and fields that have another position or size in a library than here, such as
+    `StepDesc.rows`.
 
     A field that only one of them has differs, too.
     """
@@ -115,14 +118,14 @@ def differing_fields(found: ctypes.CDLL) -> list[str]:
 
 
 def levels() -> list[str]:
-    """The levels that were built and that this processor can run, the best first."""
+    """The levels that were built and that this processor can run, best first."""
     return [level for level in LEVELS if (found := built(level)) is not None and found.chorus_supported()]
 
 
 def level() -> str | None:
-    """The level that is used: `CHORUS_CPU_ISA` if it is set, else the best. None where there is none.
+    """The level in use: `CHORUS_CPU_ISA` if it is set, else the best; None if there is none.
 
-    ValueError for a level that is unknown, or that this processor or this installation does not have.
+    Raises ValueError for a level that is unknown, or that this processor or this installation lacks.
     """
     wanted, here = os.environ.get(ISA), levels()
     if not wanted:
@@ -136,7 +139,7 @@ def level() -> str | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library of the level that is used, None where there is none."""
+    """The library of the level in use; None if there is none."""
     chosen = level()
     return None if chosen is None else built(chosen)
 
@@ -147,13 +150,13 @@ def available(dtype: torch.dtype) -> bool:
 
 
 def why_unavailable(dtype: torch.dtype) -> str | None:
-    """Return the reason why the library can't be used with `dtype`; None if it can."""
+    """Return why the library can't be used with `dtype`; None if it can."""
     if library() is None:
         if os.environ.get(ISA) == "none":
             return f"{ISA} is 'none'"
         if not any(built(level) for level in LEVELS):
             return "it is not built: install a C++ compiler, then Chorus again"
-        return f"this processor has none of the instruction sets that it is for: {', '.join(LEVELS)}"
+        return f"this processor has none of its instruction sets: {', '.join(LEVELS)}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     return None

@@ -1,7 +1,7 @@
-"""Products on a CPU with weights that are packed for them.
+"""GEMMs on a CPU with weights packed for them.
 
-oneDNN packs a weight into the blocks that its kernels read, once, for products of any number of rows; a plain weight is
-reordered by the library, or read against its grain, in every product. Packed weights take no more memory.
+oneDNN packs a weight once into the blocks that its kernels read, for GEMMs of any number of rows. With a plain weight,
+every GEMM reorders it or reads it inefficiently. Packed weights take no more memory.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 
 _PACKS = torch.backends.mkldnn.is_available()
-_OPS = torch.ops.mkldnn  # torch's compiler calls these; they have no names of their own
+_OPS = torch.ops.mkldnn  # torch's compiler calls these; they have no public names
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a float32 weight `[out, in]` in oneDNN's own layout; as it is where torch was built without oneDNN."""
+    """Return a float32 weight `[out, in]` in oneDNN's own layout; unchanged if torch was built without oneDNN."""
     return _OPS._reorder_linear_weight(weight, None) if _PACKS else weight  # noqa: SLF001
 
 
 def unpack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight row by row: a copy of a packed one."""
+    """Return a weight in row-major order: a copy if it was packed."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 

@@ -1,7 +1,7 @@
-"""Ranks: processes of one machine that compute shares of the same layers, and add up what these give.
+"""TP ranks on a CPU: processes of one machine that compute shares of the same layers, and sum the results.
 
-The sums are made in memory that the processes share, by the native library (`native/ranks.h`): in the order of the
-ranks, so that no bit depends on which of them was first.
+The native library computes the sums in shared memory (`native/ranks.h`), in the order of the ranks. So no bit depends
+on which rank was first.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .native_library import library
 
 MOST_RANKS = 64
 
-#: About as long as waking a rank takes.
+#: About the time that waking a rank takes.
 SPINNING_SECONDS = 50e-6
 
-#: What `Ranks::State` of the library says.
+#: Values of the library's `Ranks::State`.
 _FAILED, _LOST = 1, 2
 
 
 class StepGivenUp(RuntimeError):
-    """Another rank has given up the step."""
+    """Another rank has aborted the step."""
 
 
 class RanksLost(RuntimeError):
-    """A rank has ended, or kept the others waiting for too long: these ranks compute nothing any more."""
+    """A rank has ended, or kept the others waiting for too long: these ranks no longer compute anything."""
 
 
 class Collectives(Protocol):
-    """What one rank of `size` computes together with the others: each calls the same, in the same order."""
+    """Collective operations of one rank of `size`; all ranks call the same ones, in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -40,30 +40,31 @@ class Collectives(Protocol):
     def size(self) -> int: ...
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, the same bits on each, maybe in place."""
+        """Sum all ranks' parts; every rank gets the same bits, perhaps in place."""
         ...
 
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """The rows `[rows, width]` float32 of which every rank has columns, from `width · rank / size` on, on the first
-        rank; on others no rows.
+        """Gather `[rows, width]` float32 on the first rank; other ranks get no rows.
+
+        Every rank has columns, beginning at `width · rank / size`.
         """
         ...
 
     def lead(self, values: torch.Tensor) -> None:
-        """Have the first rank's integers, from 0 to 2^24, on all ranks, in place."""
+        """Copy the first rank's integers, from 0 to 2^24, to all ranks, in place."""
         ...
 
     def lose(self) -> None:
-        """Have this rank never wait for the others again; from any thread."""
+        """Stop this rank from ever waiting for the others again; thread-safe."""
         ...
 
 
 class Ranks:
-    """One rank of `size`, with memory that all of them have.
+    """One rank of `size`, with memory that all ranks share.
 
-    memory: as `num_bytes` says, zeroed at first. floats: the most that are added up at once, at least a rank's columns
-    of a row that is gathered. seconds: how long a rank waits for the others; then all are lost. spinning: seconds after
-    which a rank that waits sleeps, and has to be woken.
+    memory: of `num_bytes`, initially zeroed. floats: the most values summed at once, at least a rank's columns of a
+    gathered row. seconds: how long a rank waits for the others before all are lost. spinning: seconds after which a
+    waiting rank sleeps, and must be woken.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Ranks:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
         self.rank, self.size = rank, size
         self._library = found
-        self._memory = ctypes.c_char.from_buffer(memory)  # which stays mapped for as long
+        self._memory = ctypes.c_char.from_buffer(memory)  # stays mapped as long
         self.handle = found.chorus_ranks_create(ctypes.addressof(self._memory), rank, size, floats, seconds, spinning)
 
     @staticmethod
@@ -83,17 +84,17 @@ class Ranks:
         return 0 if found is None else found.chorus_ranks_bytes(size, floats)
 
     def begin(self, step: int) -> None:
-        """Begin a step, whose number grows, after all ranks have left the one before."""
+        """Begin a step after all ranks have left the previous one; step numbers grow."""
         self._library.chorus_ranks_begin(self.handle, step)
 
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, added up in float32, maybe in place. Raises StepGivenUp and RanksLost."""
+        """Sum all ranks' parts in float32, perhaps in place. Raises StepGivenUp and RanksLost."""
         total = part.to(torch.float32).contiguous()
         self._check(self._library.chorus_ranks_add_up(self.handle, total.data_ptr(), total.numel()))
         return total.to(part.dtype)
 
     def gather(self, part: torch.Tensor, width: int) -> torch.Tensor:
-        """The rows `[rows, width]` float32 of which every rank has columns, on the first rank; on others no rows.
+        """Gather `[rows, width]` float32 from every rank's columns on the first rank; other ranks get no rows.
 
         Raises StepGivenUp and RanksLost.
         """
@@ -104,58 +105,59 @@ class Ranks:
         return rows
 
     def lead(self, values: torch.Tensor) -> None:
-        """See `Collectives.lead`; float32 holds such integers. Raises StepGivenUp and RanksLost."""
+        """See `Collectives.lead`; float32 can represent such integers. Raises StepGivenUp and RanksLost."""
         values.copy_(self.add_up(torch.zeros(values.shape) if self.rank else values.to(torch.float32)))
 
     def meet(self) -> None:
-        """Wait until all ranks have written their parts of a sum. Raises StepGivenUp and RanksLost."""
+        """Wait until all ranks have written their parts of a collective. Raises StepGivenUp and RanksLost."""
         self._check(self._library.chorus_ranks_meet(self.handle))
 
     def post(self) -> None:
-        """Say that this rank's part is written, and wait for none of the others'."""
+        """Announce that this rank's part is written, without waiting for the others."""
         self._library.chorus_ranks_post(self.handle)
 
     def count(self) -> int:
-        """Count the next sum of a rank that a device is, which says itself, in `word`, that its part is written, and
-        waits for the others' words. Returns the number of the sum.
+        """Count the next collective of a rank that is a device, and return its number.
+
+        The device itself announces, in `word`, that its part is written, and waits for the others' words.
         """
         return self._library.chorus_ranks_count(self.handle)
 
     def word(self, rank: int) -> int:
-        """Address of an int64: the last sum that a rank has written its part of."""
+        """Address of an int64: the last collective for which a rank has written its part."""
         return self._library.chorus_ranks_word(self.handle, rank)
 
     @property
     def num_sums(self) -> int:
-        """Sums so far in the step."""
+        """Number of collectives so far in the step."""
         return self._library.chorus_ranks_sums(self.handle)
 
     @property
     def mine(self) -> int:
-        """Address of this rank's part of the next sum."""
+        """Address of this rank's part of the next collective."""
         return self._library.chorus_ranks_mine(self.handle)
 
     def part(self, rank: int) -> int:
-        """Address of a rank's part of the sum that `meet` was for."""
+        """Address of a rank's part of the collective that `meet` waited for."""
         return self._library.chorus_ranks_part(self.handle, rank)
 
     def check(self) -> None:
-        """Raise StepGivenUp or RanksLost if a sum of this step may be none."""
+        """Raise StepGivenUp or RanksLost if a collective of this step may be incomplete."""
         self._check(self._library.chorus_ranks_state(self.handle))
 
     def fail(self, step: int) -> None:
-        """Have all ranks leave a step; from any thread."""
+        """Make all ranks leave a step; thread-safe."""
         self._library.chorus_ranks_fail(self.handle, step)
 
     def lose(self) -> None:
-        """Have all ranks leave this step and never wait again; from any thread."""
+        """Make all ranks leave this step and never wait again; thread-safe."""
         self._library.chorus_ranks_lose(self.handle)
 
     def _check(self, state: int) -> None:
         if state == _LOST:
             raise RanksLost("a rank has ended or kept the others waiting for too long")
         if state == _FAILED:
-            raise StepGivenUp("another rank has given up the step")
+            raise StepGivenUp("another rank has aborted the step")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

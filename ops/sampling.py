@@ -1,4 +1,4 @@
-"""Sample tokens from logits."""
+"""Samples tokens from logits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SLICE_BYTES = 32 << 20
 
 _MASK64 = (1 << 64) - 1
 _MOST_INVERSE = 1e300
-_NO_MASS = -700.0  # e^x below that is taken as 0, here and in the native library
-_BLOCK = 128  # masses that are added up before a running sum; vocabularies are often padded to a multiple of it
+_NO_MASS = -700.0  # e^x below that counts as 0, here and in the native library
+_BLOCK = 128  # masses that are summed before a running sum; vocabularies are often padded to a multiple of it
 
-#: Number of the largest logits that top_p looks at first, and the factor by which it grows where they are not enough.
+#: Number of largest logits that top_p examines first, and the factor by which it grows if they are not enough.
 FIRST_WIDTH, WIDER = 512, 16
 
-#: Instead of a token: `sample` was given too small a width.
+#: Returned instead of a token if `sample` was given too small a width.
 UNDECIDED = -2
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) only: SplitMix64 of the pair.
+    """A number in [0, 1) that depends only on (seed, position): SplitMix64 of the pair.
 
     A stateless generator makes a sampled token independent of batch neighbours, of preemption and of the executor.
     """
@@ -42,7 +42,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class RowSamplingParams(NamedTuple):
-    """Sampling of one row's token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens."""
+    """Sampling parameters of one row. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens."""
 
     temperature: float
     u: float
@@ -52,30 +52,29 @@ class RowSamplingParams(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """True if some tokens may be kept out."""
+        """True if some tokens may be excluded."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class RowLogprobs(NamedTuple):
-    """Log-probabilities, an entry per row: of the row's token, and of its most likely tokens, best first.
-
-    own: NaN where a logit is NaN or +inf. ids, values: as many as any row asks for; of equal ones the first come first.
-    """
+    """Log-probabilities of each row: of its token, and of its most likely tokens, best first."""
 
     own: list[float]
+    """NaN if a logit is NaN or +inf."""
     ids: list[list[int]]
+    """As many as any row asks for; among equal ones, the first come first."""
     values: list[list[float]]
 
 
 def inverse_temperature(temperature: float) -> float:
-    """Factor of the logits: finite even where 1 / temperature is not, 0 for greedy rows."""
+    """Factor for the logits: finite even if 1 / temperature is not; 0 for greedy rows."""
     return min(1.0 / temperature, _MOST_INVERSE) if temperature else 0.0
 
 
 def greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row; -1 where there is none: a logit is NaN or +inf, or all are -inf.
+    """The argmax of each row; -1 if it is undefined: a logit is NaN or +inf, or all are -inf.
 
-    logits: `[rows, vocab]` float32. On a CPU numpy's vectorised search is ten times faster than torch's.
+    logits: `[rows, vocab]` float32. On a CPU, numpy's vectorised search is ten times faster than torch's.
     """
     if logits.device.type == "cpu":
         values = logits.numpy()
@@ -86,15 +85,17 @@ def greedy(logits: torch.Tensor) -> list[int]:
 
 
 def logprob_rows(vocab: int) -> int:
-    """Rows of logits that are scored at a time, so that a long prompt takes no more memory than a short one."""
+    """Rows of logits processed at a time for log-probabilities, so a long prompt takes no more memory than a short
+    one.
+    """
     return max(1, SLICE_BYTES // (vocab * 4))
 
 
 class TorchSampling:
-    """Samples from rows of logits, and computes log-probabilities, where they are, a slice of rows at a time."""
+    """Samples and computes log-probabilities on the logits' own device, a slice of rows at a time."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]) -> list[int]:
-        """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
+        """Sample a token for each of `rows` of the logits; -1 if no logit is above -inf, or one is NaN or +inf."""
         tokens, left, width = [UNDECIDED] * len(rows), range(len(rows)), FIRST_WIDTH
         while left:
             found = sample(pick(logits, [rows[i] for i in left]), [row_params[i] for i in left], width).tolist()
@@ -106,7 +107,7 @@ class TorchSampling:
     def row_logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
     ) -> RowLogprobs:
-        """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
+        """Log-probability of a token for each of `rows`, and of as many of its most likely tokens as `counts` says."""
         own = on_device(torch.tensor(tokens), logits.device)
         return read_logprobs(row_logprobs(pick(logits, rows), own, max(counts)).tolist())
 
@@ -114,9 +115,10 @@ class TorchSampling:
 def sample_into(
     tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[int], row_params: Sequence[RowSamplingParams]
 ) -> None:
-    """Into tokens `[2, …]` int64: the token of each of `rows` of the logits, see `sample`; and the same, 0 for -1.
+    """Write the token of each of `rows` of the logits to tokens `[2, …]` int64, see `sample`; the second row has 0 for
+    -1.
 
-    On a GPU by the kernels of `sampling_triton`: the host makes one upload and three launches, and waits for nothing.
+    On a GPU the kernels of `sampling_triton` do it: the host makes one upload and three launches, and never waits.
     """
     if _on_host(logits):
         sampled = torch.tensor(TorchSampling().sample(logits, rows, row_params))
@@ -129,7 +131,7 @@ def sample_into(
 def ban(logits: torch.Tensor, masks: np.ndarray) -> None:
     """Set the logits `[rows, vocab]` float32 to -inf where a token's bit is 0; on a GPU by one upload and one launch.
 
-    masks: `[n, 1 + words]` int32: a row of the logits, then a bit for each token, the lowest first.
+    masks: `[n, 1 + words]` int32: a row of the logits, then a bit for each token, lowest first.
     """
     if _on_host(logits):
         vocab = logits.shape[1]
@@ -161,7 +163,7 @@ def _launch(tokens: torch.Tensor, logits: torch.Tensor, entries: torch.Tensor, n
 
 
 def sampling_rows(rows: Sequence[int], row_params: Sequence[RowSamplingParams], vocab: int) -> tuple[np.ndarray, int]:
-    """Entries as `sampling_triton` takes them, `[rows, FIELDS]` float64, and the number with top_k or top_p."""
+    """Entries for `sampling_triton`, `[rows, FIELDS]` float64, and the number of those with top_k or top_p."""
     entries, num_limited = np.empty((len(rows), FIELDS)), 0
     for entry, row, (temperature, u, top_k, top_p, min_p) in zip(entries, rows, row_params, strict=True):
         inverse, top_p, floor, reach, top_k = _limits(temperature, top_k, top_p, min_p, vocab)
@@ -181,20 +183,23 @@ def _limits(
     floor = max(_NO_MASS, math.log(min_p)) if min_p > 0.0 else _NO_MASS
     limit = float(top_k) if 0 < top_k < vocab else 0.0
     reach = -floor
-    if top_p < 1.0 and not limit:  # all tokens further down than that weigh less than what top_p leaves out
+    if top_p < 1.0 and not limit:  # tokens further below than that weigh less than the mass that top_p excludes
         reach = min(reach, math.log(vocab / (1.0 - top_p)))
     return inverse, top_p, floor, reach / inverse, limit
 
 
 def sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width: int = FIRST_WIDTH) -> torch.Tensor:
-    """One token id per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is sorted.
+    """Sample one token per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is
+    sorted.
 
-    logits: `[rows, vocab]` float32. The host waits for nothing on their device.
-    temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
-    renormalised (as vLLM does); of equal logits the first are kept. Vocabulary order, not probability order, so that
-    two nearly equal logits can't swap places between batches. Masses are float64, so that an exponential that differs
-    in its last bit, as other devices' do, still gives the same token. -1 where no logit is above -inf, or one
-    is NaN or +inf. UNDECIDED where top_p keeps `width` tokens or more: ask again with WIDER times as many.
+    logits: `[rows, vocab]` float32. The host never waits for their device. temperature 0 is greedy. min_p applies to
+    the tempered distribution, then top_k, then top_p to the renormalised rest (as in vLLM); among equal logits the
+    first are kept. Vocabulary order is used instead of probability order, so nearly equal logits can't swap places
+    between batches. Masses are float64, so an exponential that differs in its last bit, as on other devices, still
+    gives the same token.
+
+    Returns -1 if no logit is above -inf, or one is NaN or +inf. Returns UNDECIDED if top_p keeps `width` tokens or
+    more: then call it again with WIDER times as many.
     """
     step = _slice_rows(logits.shape[1])
     parts = [_sample(part, row_params[i * step : (i + 1) * step], width) for i, part in enumerate(logits.split(step))]
@@ -202,17 +207,17 @@ def sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width:
 
 
 def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """`[rows, 1 + 2 · count]` float64: the token's log-probability, the most likely tokens, theirs; see
+    """`[rows, 1 + 2 · count]` float64: log-probability of the token, the most likely tokens, and theirs; see
     `read_logprobs`.
 
-    logits: `[rows, vocab]` float32. tokens: `[rows]` int64. The host waits for nothing on their device.
+    logits: `[rows, vocab]` float32. tokens: `[rows]` int64. The host never waits for their device.
     """
     step, count = _slice_rows(logits.shape[1]), min(count, logits.shape[1])
     return torch.cat([_score(*part, count) for part in zip(logits.split(step), tokens.split(step), strict=True)])
 
 
 def read_logprobs(rows: Sequence[Sequence[float]]) -> RowLogprobs:
-    """Return what `row_logprobs` has computed, from its rows on the host."""
+    """Convert the rows of `row_logprobs`, now on the host."""
     count = len(rows[0]) // 2
     return RowLogprobs(
         [row[0] for row in rows],
@@ -222,7 +227,7 @@ def read_logprobs(rows: Sequence[Sequence[float]]) -> RowLogprobs:
 
 
 def pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of `values`; the same tensor when they are all of them in order, a view when they are the first."""
+    """Return some rows of `values`: the same tensor if they are all of them in order, a view if they are the first."""
     if len(rows) == (rows[-1] + 1 if rows else 0) and list(rows) == list(range(len(rows))):
         return values[: len(rows)]
     return values[on_device(torch.tensor(rows, dtype=torch.long), values.device)]
@@ -257,9 +262,11 @@ def _sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width
 
 
 def first_above(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Each row's first token at which the running sum of mass `[rows, vocab]` exceeds the share u `[rows]` of all.
+    """Each row's first token at which the running sum of mass `[rows, vocab]` exceeds the share u `[rows]` of the
+    total.
 
-    By the sums of blocks, then within one: a sum over blocks is spread over a device, a running sum is not.
+    It uses sums of blocks, then a running sum within one block: sums of blocks are spread over a device, a running sum
+    is not.
     """
     rows, vocab = mass.shape
     if tail := -vocab % _BLOCK:
@@ -274,8 +281,8 @@ def first_above(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _first_index(upto: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index `[rows, 1]` of the first of rising sums above the target; of the last that adds to them if rounding left
-    none.
+    """Index `[rows, 1]` of the first of rising sums above the target; if rounding leaves none, of the last that adds to
+    them.
     """
     last = torch.searchsorted(upto, upto[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(upto, target, right=True), last).clamp_(max=upto.shape[1] - 1)
@@ -295,10 +302,10 @@ def _kept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask `[rows, vocab]` of tokens that may be sampled, and whether `width` was enough to tell, `[rows]`.
 
-    scaled: the logits below their largest, tempered, float64. top_p, min_p: as in `row_params`, on the device.
+    scaled: the logits minus their largest, tempered, float64. top_p, min_p: as in `row_params`, on the device.
     """
     device, vocab = logits.device, logits.shape[1]
-    kept = scaled >= min_p.log()[:, None]  # all where it is 0
+    kept = scaled >= min_p.log()[:, None]  # all tokens if min_p is 0
     enough = torch.ones(len(row_params), dtype=torch.bool, device=device)
     if limited := [i for i, row in enumerate(row_params) if 0 < row.top_k < vocab]:
         at = on_device(torch.tensor(limited), device)
@@ -319,7 +326,7 @@ def _kept(
 
 
 def _largest(values: torch.Tensor, largest: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Mask of each row's `counts` largest `values`, of equal ones the first.
+    """Mask of each row's `counts` largest `values`; among equal ones, the first.
 
     largest: each row's largest values, at least `counts` of them, best first.
     """
@@ -331,7 +338,7 @@ def _largest(values: torch.Tensor, largest: torch.Tensor, counts: torch.Tensor) 
 
 
 def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """`[rows, 1 + 2 · count]` float64: the token's log-probability, the most likely tokens, theirs."""
+    """`[rows, 1 + 2 · count]` float64: log-probability of the token, the most likely tokens, and theirs."""
     vocab = logits.shape[1]
     most = logits.amax(-1, keepdim=True).double()
     norm = most + logits.double().sub_(most).exp_().sum(-1, keepdim=True).log_()
@@ -342,11 +349,11 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tens
     counts = torch.full((len(logits),), count, device=logits.device)
     kept = _largest(logits, largest, counts)
     ids = torch.arange(vocab, device=logits.device).where(kept, vocab).topk(count, largest=False, sorted=True).values
-    ids.clamp_(max=vocab - 1)  # of rows that hold a NaN
+    ids.clamp_(max=vocab - 1)  # rows that contain a NaN
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return torch.cat((own, ids.gather(-1, order).double(), values.double() - norm), -1)
 
 
 def _slice_rows(vocab: int) -> int:
-    """Rows that are sampled at a time: each takes some 32 bytes per token of the vocabulary."""
+    """Rows that are sampled at a time: each takes about 32 bytes per token of the vocabulary."""
     return max(1, SLICE_BYTES * 2 // (vocab * 32))

@@ -1,17 +1,17 @@
-"""Schedule of the launches that draw tokens, by the size of the vocabulary alone."""
+"""Schedule of the sampling launches; it depends only on the size of the vocabulary."""
 
 from __future__ import annotations
 
-#: Logits that a program of the first two launches weighs: sums are cut there, whatever else is in the step.
+#: Logits per program of the first two launches: sums are split there, whatever else is in the step.
 BLOCK = 4096
 
-#: Float64 values that describe a draw, see `sampling_triton`.
+#: Float64 values of an entry, see `sampling_triton`.
 FIELDS = 8
 
-#: Logits at which the mass above them is summed up, so that few are left among which a limit may fall.
+#: Number of pivot logits above which the mass is summed, so that few candidates remain for a limit.
 _PIVOTS = 32
 
-#: Elements of a tile [pivots or blocks, candidates], which is kept in registers: 16 of float64 for each thread.
+#: Elements of a tile [pivots or blocks, candidates], which is kept in registers: 16 float64 values per thread.
 _TILE = 4096
 
 
@@ -46,7 +46,7 @@ def pick_constants(vocab: int) -> dict[str, int]:
 
 
 def sum_shape(entries: int, vocab: int) -> tuple[int, int, int]:
-    """Shape of the sums that the second launch leaves for the third."""
+    """Shape of the sums that the second launch writes for the third."""
     return entries, blocks(vocab), _PIVOTS
 
 

@@ -1,20 +1,19 @@
-"""Draws of tokens on a GPU: the tokens that `sampling.sample` draws, by three launches and one upload; and a launch
-that bans tokens before them.
+"""Token sampling on a GPU: the same tokens as `sampling.sample`, by three launches and one upload; and a kernel that
+bans tokens before them.
 
-Masses and their sums are float64. A row's sums are cut by the vocabulary alone and added in one order, whatever else is
-in the step. What top_k and top_p keep is a prefix of the tokens in the order of their logits, of equal ones the first:
-each token has a key in that order, and a limit is the key of the last token kept.
+Masses and their sums are float64. The sums of a row are split by the vocabulary alone and added in one order, whatever
+else is in the step: sampling is batch-invariant. top_k and top_p keep a prefix of the tokens in the order of their
+logits; among equal logits the lower token comes first. Each token has a key in that order, and a limit is the key of
+the last token that is kept.
 
-An entry is FIELDS float64: row of the logits, inverse temperature (0: greedy), u, top_p, floor (least logit below the
-largest, tempered, that has a mass), reach (how far below the largest logit top_p may keep one), top_k (0: all), and
-among the entries with top_k or top_p its number.
+An entry has FIELDS float64 values: row of the logits, inverse temperature (0: greedy), u, top_p, floor (the least
+tempered logit, relative to the largest, that has a mass), reach (how far below the largest logit top_p may keep one),
+top_k (0: all), and its number among the entries with top_k or top_p.
 
 Import this module lazily: it needs triton.
 """
 
-# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ from .sampling_schedule import (
 
 _INF = tl.constexpr(float("inf"))
 _MOST_KEY = tl.constexpr((1 << 63) - 1)
-_TOKENS = tl.constexpr(1 << 24)  # more than any vocabulary has
+_TOKENS = tl.constexpr(1 << 24)  # more than the tokens of any vocabulary
 
 
 @triton.jit(do_not_specialize=["width"])
 def ban_tokens(logits, masks, width, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """logits[masks[m, 0], t] = -inf where bit t of masks[m, 1:] is 0.
+    """Ban tokens: logits[masks[m, 0], t] = -inf where bit t of masks[m, 1:] is 0.
 
     Grid (blocks, masks). logits: [rows, VOCAB] float32, rows row_stride apart. masks: [masks, width] int32.
     """
@@ -61,10 +60,18 @@ def ban_tokens(logits, masks, width, row_stride, VOCAB: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def find_peaks(
-    peaks, lows, logits, entries, row_stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """peaks[d, b], lows[d, b]: the largest and the least finite logit of block b of entry d's row; +inf for NaN.
+    peaks,
+    lows,
+    logits,
+    entries,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """peaks[d, b], lows[d, b]: the largest and the least finite logit in block b of entry d's row; +inf if it has a
+    NaN.
 
     Grid (BLOCKS, entries). logits: [rows, VOCAB] float32, rows row_stride apart. entries: [entries, FIELDS].
     """
@@ -80,7 +87,7 @@ def find_peaks(
 
 @triton.jit
 def _pivot(most, low, reach, index, PIVOTS: tl.constexpr):
-    """Logit number `index` of PIVOTS that fall from the largest to the least that matters; the last is -inf."""
+    """Pivot `index` of PIVOTS logits that fall from the largest to the least relevant one; the last is -inf."""
     low = tl.maximum(low.to(tl.float64), most - reach)
     value = most - (most - low) * ((index + 1) * (1.0 / PIVOTS))
     return tl.where(index == PIVOTS - 1, -_INF, value.to(tl.float32))
@@ -88,7 +95,7 @@ def _pivot(most, low, reach, index, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _key(x, token):
-    """int64 that rises with the logit, and falls with the token where logits are equal."""
+    """Key of a token, int64: it rises with the logit, and falls with the token number where logits are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return bits.to(tl.int64) * _TOKENS + (_TOKENS - 1 - token)
@@ -96,13 +103,22 @@ def _key(x, token):
 
 @triton.jit
 def weigh_blocks(
-    sums, peaks, lows, logits, entries, row_stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
+    sums,
+    peaks,
+    lows,
+    logits,
+    entries,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PADDED: tl.constexpr,
     PIVOTS: tl.constexpr,
-):  # fmt: skip
-    """sums[d, b, j]: mass of block b's tokens with logits not below pivot j; with top_k their number.
+):
+    """sums[d, b, j]: mass of the tokens of block b with logits not below pivot j; with top_k, their number.
 
-    Grid (BLOCKS, entries). Of entries without limits only the last, which is of all tokens.
+    Grid (BLOCKS, entries). Entries without limits get only the last sum, which counts all tokens.
     """
     block, entry = tl.program_id(0), tl.program_id(1)
     fields = entries + entry * FIELDS
@@ -126,12 +142,11 @@ def weigh_blocks(
 
 
 @triton.jit
-def _collect(
-    out, tokens, count, row, most, inverse, floor, least, above, LISTED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Into `out` the tokens that have a mass and keys from `least` on, below `above`; returns their number.
+def _collect(out, tokens, count, row, most, inverse, floor, least, above, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write into `out` the tokens that have a mass and keys from `least` up to but excluding `above`; return their
+    number.
 
-    tokens: of a list, `out` itself perhaps; or all.
+    tokens: a list, possibly `out` itself; not LISTED: all tokens.
     """
     found = 0
     for begin in range(0, count, BLOCK):
@@ -144,7 +159,7 @@ def _collect(
         key = _key(x, token)
         own = own & (key >= least) & (key < above) & ((x.to(tl.float64) - most) * inverse >= floor)
         rank = tl.cumsum(own.to(tl.int32), axis=0) - 1
-        tl.debug_barrier()  # all have read what is overwritten now
+        tl.debug_barrier()  # all have read the values that are now overwritten
         tl.store(out + found + rank, token, mask=own)
         found += tl.sum(own.to(tl.int32), axis=0)
     tl.debug_barrier()
@@ -153,7 +168,7 @@ def _collect(
 
 @triton.jit
 def _weigh(tokens, count, row, most, inverse, by_mass, keys, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """Mass of a list's tokens from each of `keys` on; or their number."""
+    """Mass of a list's tokens with keys from each of `keys` on; without by_mass, their number."""
     total = tl.zeros([KEYS, CHUNK], tl.float64)
     for begin in range(0, count, CHUNK):
         place = begin + tl.arange(0, CHUNK)
@@ -168,12 +183,26 @@ def _weigh(tokens, count, row, most, inverse, by_mass, keys, KEYS: tl.constexpr,
 
 @triton.jit
 def _last_kept(
-    spare, tokens, count, row, most, inverse, floor, least, above, weight, target, by_mass,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The largest key from which on tokens weigh `target`, between `least` and `above`; those from there on `weight`.
+    spare,
+    tokens,
+    count,
+    row,
+    most,
+    inverse,
+    floor,
+    least,
+    above,
+    weight,
+    target,
+    by_mass,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Find the largest key such that the tokens from it on weigh at least `target`.
 
-    tokens: a list that has all in between. The tokens themselves are the pivots, so that each round leaves fewer.
+    The key lies between `least` and `above`; the tokens from `above` on weigh `weight`. tokens: a list with all tokens
+    in between. The tokens themselves are the pivots, so each round leaves fewer of them.
     """
     left = _collect(spare, tokens, count, row, most, inverse, floor, least, above, True, BLOCK)
     found = least
@@ -195,8 +224,8 @@ def _last_kept(
 @triton.jit
 def _weigh_blocks(
     tokens, count, row, most, inverse, least, BLOCK: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Mass of a list's tokens from the key `least` on, by blocks of the vocabulary."""
+):
+    """Mass of a list's tokens with keys from `least` on, by blocks of the vocabulary."""
     block = tl.arange(0, PADDED)
     total = tl.zeros([PADDED, CHUNK], tl.float64)
     for begin in range(0, count, CHUNK):
@@ -211,8 +240,9 @@ def _weigh_blocks(
 
 @triton.jit
 def _first_above(mass, target, SIZE: tl.constexpr):
-    """Index of the first mass whose running sum is above the target, of the last one if rounding left none; the sum
-    before it.
+    """Index of the first mass whose running sum is above the target, and the sum before it.
+
+    If rounding leaves none above the target, the index is that of the last positive mass.
     """
     index = tl.arange(0, SIZE)
     upto = tl.cumsum(mass, axis=0)
@@ -224,14 +254,27 @@ def _first_above(mass, target, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def pick_tokens(
-    tokens, lists, sums, peaks, lows, logits, entries, columns, row_stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, FIELDS: tl.constexpr, PADDED: tl.constexpr,
-    PIVOTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
-):  # fmt: skip
-    """tokens[0, row]: the row's token, -1 where there is none. tokens[1, row]: the same, 0 there.
+    tokens,
+    lists,
+    sums,
+    peaks,
+    lows,
+    logits,
+    entries,
+    columns,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+):
+    """Sample: tokens[0, row] is the row's token, -1 if it has none; tokens[1, row] is the same, but 0 if it has none.
 
-    Grid (entries,). tokens: [2, columns] int64. lists: [entries with limits, 2, VOCAB] int32, where candidates are
-    kept.
+    Grid (entries,). tokens: [2, columns] int64. lists: [entries with limits, 2, VOCAB] int32, scratch for candidates.
     """
     entry = tl.program_id(0)
     fields = entries + entry * FIELDS
@@ -265,7 +308,7 @@ def pick_tokens(
                 least = _key(_pivot(most, low, reach, at, PIVOTS), _TOKENS - 1)
                 above = tl.full([], _MOST_KEY, tl.int64)
                 weight = tl.full([], 0.0, tl.float64)
-                before = index == tl.where(limited, -1, at - 1)  # with top_k, all from the pivot on is in the list
+                before = index == tl.where(limited, -1, at - 1)  # with top_k, the list has all tokens from the pivot on
                 if (at > 0) & (top_k == 0.0):
                     above = _key(_pivot(most, low, reach, at - 1, PIVOTS), _TOKENS - 1)
                     weight = tl.sum(tl.where(before, upto, 0.0), axis=0)
@@ -273,16 +316,29 @@ def pick_tokens(
                 first = lists + tl.load(fields + 7).to(tl.int64) * (2 * VOCAB)
                 second = first + VOCAB
                 count = _collect(first, first, VOCAB, row, most, inverse, floor, least, above, False, BLOCK)
-                for by_mass in range(2):  # one after the other, and the code once
+                for by_mass in range(2):  # a loop, so that the code exists only once
                     if (by_mass == 0) & limited | (by_mass == 1) & (top_p < 1.0):
                         if (by_mass == 1) & limited:
                             key = tl.full([1], 0, tl.int64) + least
                             kept = _weigh(first, count, row, most, inverse, by_mass == 1, key, 1, BLOCK)
                             target = top_p * tl.sum(kept, axis=0)
                         least = _last_kept(
-                            second, first, count, row, most, inverse, floor, least, above, weight, target, by_mass == 1,
-                            BLOCK, PIVOTS, CHUNK,
-                        )  # fmt: skip
+                            second,
+                            first,
+                            count,
+                            row,
+                            most,
+                            inverse,
+                            floor,
+                            least,
+                            above,
+                            weight,
+                            target,
+                            by_mass == 1,
+                            BLOCK,
+                            PIVOTS,
+                            CHUNK,
+                        )
                 masses += _weigh_blocks(first, count, row, most, inverse, least, BLOCK, PADDED, BLOCK_CHUNK)
             else:
                 masses = tl.load(place + PIVOTS - 1, mask=each < BLOCKS, other=0.0)
@@ -299,13 +355,13 @@ def pick_tokens(
 
 
 def sample(tokens: torch.Tensor, logits: torch.Tensor, entries: torch.Tensor, num_limited: int) -> None:
-    """Into `tokens` `[2, rows]` int64 the tokens of rows of logits `[rows, vocab]` float32; see the module.
+    """Sample into `tokens` `[2, rows]` int64 from logits `[rows, vocab]` float32; see the module.
 
     entries: `[entries, FIELDS]` float64, on the device. num_limited: entries with top_k or top_p.
     """
     count, vocab = len(entries), logits.shape[1]
     if logits.stride(1) != 1 or not tokens.is_contiguous():
-        raise ValueError("rows of logits are contiguous, and so are tokens")
+        raise ValueError("rows of logits and all of tokens must be contiguous")
     peaks, lows = (torch.empty(count, blocks(vocab), dtype=torch.float32, device=logits.device) for _ in range(2))
     sums = torch.empty(sum_shape(count, vocab), dtype=torch.float64, device=logits.device)
     lists = torch.empty(max(1, num_limited), 2, vocab, dtype=torch.int32, device=logits.device)
@@ -317,11 +373,9 @@ def sample(tokens: torch.Tensor, logits: torch.Tensor, entries: torch.Tensor, nu
 
 
 def ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
-    """Set logits `[rows, vocab]` float32 to -inf where masks `[n, 1 + words]` int32, on the device, say so; see
-    `sampling.ban`.
-    """
+    """Set logits `[rows, vocab]` float32 to -inf where masks `[n, 1 + words]` int32 ban them; see `sampling.ban`."""
     if logits.stride(1) != 1 or not masks.is_contiguous():
-        raise ValueError("rows of logits are contiguous, and so are masks")
+        raise ValueError("rows of logits and all of masks must be contiguous")
     vocab = logits.shape[1]
     grid = blocks(vocab), len(masks), 1
     _ban_launcher(vocab)(grid, (logits, masks), (masks.shape[1],), (logits.stride(0),))

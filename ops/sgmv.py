@@ -1,11 +1,11 @@
-"""Segmented gather matrix-vector multiplication (Punica §4) over adapters that lie in pages.
+"""Segmented gather matrix-vector multiplication (SGMV, Punica §4) over adapters stored in pages.
 
     y[s:e] += scale · (x[s:e] @ Aᵀ) @ Bᵀ      for every segment [s, e) of tokens that share an adapter
 
-A and B are read through the adapter's page table, any mix of ranks in one call, no padding. This is the CPU
-implementation, where calls cost more than products of a few rows: neighbouring segments of few tokens are multiplied
-with all their adapters' rows at once, and what is not a token's own is masked. `sgmv_ref` is the plain one that tests
-compare with.
+A and B are read through the adapter's page table; one call takes any mix of ranks, without padding. This is the CPU
+implementation. Calls cost more here than GEMMs of a few rows. Therefore it multiplies neighbouring short segments with
+the rows of all their adapters at once, and masks the terms of other tokens' adapters. Tests compare it with the plain
+implementation in `sgmv_ref`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Tokens that are multiplied at once with the rows of all adapters that they have; a longer segment is multiplied with
-#: its own alone. With as many a product still takes about as long as reading its rows.
+#: Most tokens that are multiplied at once with the rows of all their adapters; a longer segment is multiplied with its
+#: own adapter alone. Up to this many, a GEMM takes about as long as reading its rows.
 TILE_TOKENS = 16
 
 #: Consecutive rank-rows: one strided view `[n, width]` in a page, or the pieces `[1, …]` of a row over several pages.
@@ -25,11 +25,11 @@ Block = list[torch.Tensor]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterRows:
-    """Places of an adapter's rank-rows in the arena, for all its modules and layers of one rank and scale.
+    """Locations of an adapter's rank-rows in the arena, for all its modules and layers with one rank and scale.
 
-    The adapter's elements run over its `pages`: element v is in `pages[v // page_elems]`, at `v % page_elems`.
-    Rank-row i of a layer begins at `first_elem[layer] + i · slab_elems`, -1 where there is none; row i of module m's A
-    is `a_offset[m]` elements further, row i of its Bᵀ `b_offset[m]`; -1 where the module is not targeted.
+    The adapter's elements are spread over its `pages`: element v is in `pages[v // page_elems]`, at `v % page_elems`.
+    Rank-row i of a layer begins at `first_elem[layer] + i · slab_elems`. In it, row i of module m's A begins at
+    `a_offset[m]` and row i of its Bᵀ at `b_offset[m]`.
     """
 
     pages: Sequence[int]
@@ -37,14 +37,16 @@ class AdapterRows:
     scale: float
     slab_elems: int
     a_offset: Sequence[int]
+    """-1 if the module is not targeted; likewise `b_offset`."""
     b_offset: Sequence[int]
     first_elem: Sequence[int]
+    """-1 if the layer has no rank-rows."""
     _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict, init=False)
     _places: int = field(default=-1, init=False)
 
     @property
     def places(self) -> int:
-        """The modules that it changes in each layer, a bit for each: two that have none in common never meet."""
+        """Bit set of the modules that it changes in each layer; two adapters without a common bit never interact."""
         if self._places < 0:
             modules = sum(1 << module for module, offset in enumerate(self.a_offset) if offset >= 0)
             layers = enumerate(self.first_elem)
@@ -54,9 +56,9 @@ class AdapterRows:
     def blocks(
         self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int
     ) -> tuple[list[Block], list[Block]]:
-        """The layer's rows of the module's A and of its Bᵀ, in order of rank. No copy; made once.
+        """The layer's rows of the module's A and of its Bᵀ, in order of rank, as views that are made once.
 
-        Empty where the layer or the module has no rows.
+        Empty if the layer or the module has no rows.
         """
         key = (layer, module)
         found = self._blocks.get(key)
@@ -72,7 +74,7 @@ class AdapterRows:
     def matrices(
         self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """A `[rank, d_in]` and Bᵀ `[rank, d_out]`, copied; None where the layer or the module has no rows."""
+        """Copy A `[rank, d_in]` and Bᵀ `[rank, d_out]`; None if the layer or the module has no rows."""
         a, b = self.blocks(arena, layer, module, d_in, d_out)
         return (_stack(a), _stack(b)) if a else (None, None)
 
@@ -102,26 +104,26 @@ class AdapterRows:
 class Segments:
     """A step's runs of tokens that share an adapter: tokens `begin[i]:end[i]` use `rows[i]`.
 
-    An adapter with rows of several ranks or scales has an entry for each; tokens may have several adapters, one of
-    them with its scale negated, for instance. Tokens of the base model have none. What the entries of a token add to
-    the same module is summed in the order in which they were added.
-
-    level: 0, or above the level of every earlier entry that shares tokens, and a module of a layer, with this one.
-    Entries of one level can be computed side by side, a level after all lower ones.
-    ready: address of an int32, the number of its layers that have arrived; 0 when all have. late: the entries that
-    `forward` waited for in vain.
+    An adapter with several ranks or scales has an entry for each. Tokens may have several adapters, for example one
+    with its scale negated. Tokens of the base model have none. The terms that the entries of a token add to one module
+    are summed in the order in which the entries were added.
     """
 
     begin: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
     rows: list[AdapterRows] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
+    """Address of an int32, the number of layers that have arrived; 0 if all have."""
     late: list[int] = field(default_factory=list)
+    """The entries for which `forward` waited in vain."""
     level: list[int] = field(default_factory=list)
+    """0, or above the level of every earlier entry that shares tokens, and a module of a layer, with this one. Entries
+    of one level can be computed in parallel, each level after all lower ones.
+    """
     _tiles: list[Tile] = field(default_factory=list, init=False)
     _end: int = 0  # of all entries
     _tokens: tuple[int, int] | None = None  # of the last entries, if no other entry has any of them
-    _taken: list[int] = field(default_factory=list)  # places taken by these entries, of each level
+    _taken: list[int] = field(default_factory=list)  # `places` taken by these entries, by level
 
     def add(self, begin: int, end: int, rows: AdapterRows, ready: int = 0) -> None:
         self.level.append(self._level(begin, end, rows.places))
@@ -151,7 +153,7 @@ class Segments:
         return zip(self.begin, self.end, self.rows, strict=True)
 
     def without(self, indices: Collection[int]) -> Segments:
-        """Return the other entries, in their order."""
+        """Return the other entries, in order."""
         kept = Segments()
         for index, (begin, end, rows) in enumerate(self):
             if index not in indices:
@@ -159,7 +161,7 @@ class Segments:
         return kept
 
     def tiles(self) -> list[Tile]:
-        """Neighbouring entries that are multiplied together; made once all entries are there."""
+        """Neighbouring entries that are multiplied together; made once all entries are added."""
         if not self._tiles:
             for begin, end, rows in self:
                 last = self._tiles[-1] if self._tiles else None
@@ -182,7 +184,7 @@ class Tile:
         self.entries.append((begin, end, rows))
 
     def mask(self, h: torch.Tensor, entries: tuple[int, ...]) -> torch.Tensor:
-        """Scale what tokens have of their own adapters' rank-rows, and set what they have of others' to 0, in place.
+        """Scale each token's products with its own adapters' rank-rows, and zero those with others', in place.
 
         h: `[tokens, rows]`, the rank-rows of `entries` one after another.
         """
@@ -206,11 +208,11 @@ def sgmv(
     layer: int,
     modules: Sequence[tuple[int, int, int]],
 ) -> None:
-    """Add every segment's LoRA product to y, in place.
+    """Add every segment's LoRA term to y, in place.
 
-    y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`.
-    arena: `[num_pages, page_elems]`, of any dtype; products are of x's and y's. modules: (module id, first column in y,
-    width) per projection.
+    y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`. arena: `[num_pages,
+    page_elems]` of any dtype; the computation is in x's and y's dtype. modules: (module id, first column in y, width)
+    per projection.
     """
     d_in = x.shape[1]
     for tile in segments.tiles():
@@ -238,6 +240,6 @@ def sgmv(
 
 
 def _stack(blocks: list[Block]) -> torch.Tensor:
-    """All rows of the blocks, one below another; no copy of a single view."""
+    """Concatenate the rows of all blocks; a single view is not copied."""
     rows = [block[0] if len(block) == 1 else torch.cat(block, dim=1) for block in blocks]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -1,4 +1,4 @@
-"""Schedule of an SGMV launch. Picked from what a bucket knows, never from what a device holds."""
+"""Schedules of SGMV launches. They depend on the bucket, never on data that is on a device."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ from .sgmv_tables import place_blocks
 
 Kind = Literal["decode", "prefill"]
 
-#: Numbers of tokens at which a range of one schedule ends by the rules below.
+#: Numbers of tokens at which the range of one schedule ends, by the rules below.
 RULE_LIMITS: dict[Kind, tuple[int, ...]] = {"decode": (8, 64), "prefill": (256, 1024)}
 
-#: Largest ranks for which prefill has schedules of its own; above the last there is that of the tables' largest rank.
+#: Largest ranks for which prefill has its own schedules; higher ranks use the schedule of the tables' largest rank.
 RANK_CLASSES = (16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Sizes of a shrink and an expand launch; all are compile-time constants of the kernels.
-
-    tensor_cores: products of `tile_tokens` tokens at once; otherwise a program has one token.
-    tile_tokens: most tokens of a segment that a program takes. block_r, expand_r: rank-rows at once, in shrink and in
-    expand. block_k: inputs at once. block_n: outputs of a program. lanes: programs that share a tile's rank-rows in
-    shrink.
-    """
+    """Sizes of a shrink and an expand launch; all are compile-time constants of the kernels."""
 
     tensor_cores: bool
+    """True: a program multiplies `tile_tokens` tokens at once; otherwise it has one token."""
     tile_tokens: int
+    """The most tokens of a segment per program."""
     block_r: int
+    """Rank-rows at once in shrink."""
     expand_r: int
+    """Rank-rows at once in expand."""
     block_k: int
+    """Inputs at once."""
     block_n: int
+    """Outputs of a program."""
     max_splits: int
     lanes: int
+    """Programs that share a tile's rank-rows in shrink."""
     warps: int
     expand_warps: int
     stages: int
 
     def chunks(self, d_in: int) -> int:
-        """Blocks of inputs that one shrink program goes through."""
+        """Blocks of inputs that one shrink program processes."""
         return -(-d_in // (self.block_k * self.max_splits))
 
     def splits(self, d_in: int) -> int:
-        """Parts that shrink cuts `d_in` inputs into."""
+        """Number of parts into which shrink splits `d_in` inputs."""
         return -(-d_in // (self.block_k * self.chunks(d_in)))
 
     def options(self, expand: bool) -> dict[str, int | bool]:
-        """Options of a launch. Multiplications and additions fuse, whatever triton's default."""
+        """Options of a launch. Multiplications and additions fuse, whatever Triton's default."""
         warps = self.expand_warps if expand else self.warps
         return {"num_warps": warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def max_tiles(self, tokens: int, segments: int) -> int:
-        """Tiles that `segments` segments of `tokens` tokens in all may need, however the tokens are shared out."""
+        """The most tiles that `segments` segments with `tokens` tokens in all may need, for any distribution of
+        tokens.
+        """
         return min(tokens, tokens // self.tile_tokens + segments)
 
 
 def decode(tokens: int, max_rank: int) -> Schedule:
-    """Every token may be of another adapter: the time goes to reading rank-rows, so many small programs read them. Even
-    tokens of one adapter have a program each: the L2 cache has the rank-rows that the first program has read, and one
-    program that takes token after token would wait for that cache once per token.
+    """The schedule for decode steps, where every token may have another adapter.
 
-    tokens, max_rank: the bucket's, not a step's. Lanes are for high ranks in small buckets, which leave a GPU idle; in
+    Reading rank-rows takes most of the time, so many small programs read them. Even tokens of one adapter have a
+    program each. The L2 cache has the rank-rows that the first program read, and a single program that takes token
+    after token would wait for that cache once per token.
+
+    tokens, max_rank: the bucket's, not a step's. Lanes are for high ranks in small buckets, which leave a GPU idle. In
     large buckets most lanes would find a low rank and have nothing to do. A program of expand is one warp, with all
-    rank-rows of a column in one thread, so that no sum crosses threads, or depends on the bucket.
+    rank-rows of a column in one thread, so no sum crosses threads or depends on the bucket.
     """
     block_r = 16 if max_rank > 8 else 8
     return Schedule(
@@ -83,14 +88,16 @@ def decode(tokens: int, max_rank: int) -> Schedule:
 
 
 def rank_classes(max_rank: int) -> list[int]:
-    """Largest ranks, rising to the tables' own, for which prefill has schedules. Few, as each is compiled ahead."""
+    """The largest ranks, rising to the tables' own, for which prefill has schedules. They are few, as each is compiled
+    ahead.
+    """
     return [*(limit for limit in RANK_CLASSES if limit < max_rank), max_rank]
 
 
 def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
-    """Segments of many tokens: tensor cores multiply tiles of tokens with rank-rows and with columns.
+    """The schedule for segments of many tokens: tensor cores multiply tiles of tokens with rank-rows and with columns.
 
-    itemsize: in float32, which tensor cores don't take as it is, tiles are smaller.
+    itemsize: in float32, which tensor cores don't take directly, tiles are smaller.
     """
     block_r = 16 if max_rank <= 16 or itemsize > 2 else 32 if max_rank <= 32 else 64
     return Schedule(
@@ -109,7 +116,7 @@ def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
 
 
 def token_limits(kind: Kind, most: int) -> list[int]:
-    """Rising numbers of tokens up to `most`: between one and the next, there is one schedule per rank and size."""
+    """Rising numbers of tokens up to `most`; between two of them there is one schedule per rank and element size."""
     return [*(limit for limit in RULE_LIMITS[kind] if limit < most), most]
 
 
@@ -122,7 +129,7 @@ def shrink_constants(
     rank: int,
     pages: int,
 ) -> dict[str, int]:
-    """Compile-time constants of a shrink launch; rank: the tables' largest. pages: in a record of theirs."""
+    """Compile-time constants of a shrink launch. rank: the tables' largest. pages: of one of their records."""
     ids = [module for module, _, _ in modules]
     constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
     constants |= {"MODULES": len(ids), "D_IN": d_in, "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
@@ -159,19 +166,20 @@ def expand_constants(
 
 @dataclass(frozen=True, slots=True)
 class ExpandShape:
-    """Compile-time constants of the adapters that are expanded behind a product.
-
-    modules, widths: ids and columns of the projections, side by side. splits: parts of shrink's sums. max_rank: the
-    tables' largest. pages: in a record of theirs.
-    """
+    """Compile-time constants of the adapters that a GEMM expands."""
 
     modules: tuple[int, ...]
+    """Ids of the projections."""
     widths: tuple[int, ...]
+    """Columns of the projections, which are adjacent."""
     splits: int
+    """Number of shrink's partial sums."""
     page_elems: int
     itemsize: int
     max_rank: int
+    """The tables' largest rank."""
     pages: int
+    """Pages of one of the tables' records."""
 
     @classmethod
     def build(
@@ -184,7 +192,7 @@ class ExpandShape:
         max_rank: int,
         pages: int,
     ) -> ExpandShape:
-        """schedule: shrink's, of a token a tile. modules: (module id, first column, width)."""
+        """schedule: shrink's, with one token per tile. modules: (module id, first column, width)."""
         ids, widths = tuple(module for module, _, _ in modules), tuple(width for _, _, width in modules)
         return cls(ids, widths, schedule.splits(d_in), page_elems, itemsize, max_rank, pages)
 
@@ -192,7 +200,11 @@ class ExpandShape:
         constants = dict(zip(("M0", "M1", "M2"), [*self.modules, 0, 0], strict=False))
         constants |= dict(zip(("W0", "W1", "W2"), [*self.widths, 0, 0], strict=False))
         return constants | {
-            "MODULES": len(self.modules), "PAGE": self.page_elems, "VEC": max(1, 16 // self.itemsize),
-            "BLOCKS": place_blocks(self.max_rank), "PAGES": self.pages, "PARTS": self.splits,
+            "MODULES": len(self.modules),
+            "PAGE": self.page_elems,
+            "VEC": max(1, 16 // self.itemsize),
+            "BLOCKS": place_blocks(self.max_rank),
+            "PAGES": self.pages,
+            "PARTS": self.splits,
             "PART_BLOCK": 1 << (self.splits - 1).bit_length(),
-        }  # fmt: skip
+        }

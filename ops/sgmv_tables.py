@@ -12,7 +12,8 @@ from .sgmv import AdapterRows, Segments
 
 NUM_MODULES = 7
 
-#: Columns of `SgmvTables.tiles`, 32 bytes: what a tile has of its step, and what is the same in every layer.
+#: Columns of `SgmvTables.tiles`, 32 bytes: the tile's tokens and table row, and values that are the same in every
+#: layer.
 BEGIN, END, TABLE_ROW, RANK, SLAB, SCALE = range(6)
 TILE_WIDTH = 8
 
@@ -23,10 +24,10 @@ OFFSETS_WIDTH = 16
 #: Rank-rows per record in `SgmvTables.places`: at least as many as a program of a decode launch reads at once.
 PLACE_ROWS = 16
 
-#: A tile that says that there is nothing to do.
+#: A tile without work.
 _IDLE = 0, 0, -1
 
-#: Most pages in a record; kernels choose among them in registers.
+#: The most pages in a record; kernels choose among them in registers.
 _PLACE_PAGES = 7
 
 #: Copies host values (second) into a device tensor (first); the values may change once it returns.
@@ -34,28 +35,30 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class TablesFull(ValueError):
-    """The step has more adapters, tiles or passes than the tables hold; nothing was written. Fewer rows may fit."""
+    """The step has more adapters, tiles or passes than the tables hold; nothing was written. Fewer sequences may
+    fit.
+    """
 
 
 class SgmvTables:
-    """Buffers that never move: a captured launch reads what the last `plan` wrote.
+    """Buffers that never move: a captured launch reads the data of the last `plan`.
 
-    An adapter's rank-rows of one rank and scale have a table row. Its entries are written when they get it, and stay
-    while it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters
-    that are new in one copy. So a tile is one load away, its adapter's offsets and places in a layer are the next, side
-    by side, and weights the third.
+    The rank-rows of an adapter with one rank and scale have one table row. Its entries are written when the adapter
+    gets the row, and stay while it is used. A step writes the table of tiles if it differs from the last one, and the
+    entries of all new adapters in one copy. Thus a kernel needs three dependent loads: the tile; the adapter's offsets
+    and places in a layer, in parallel; and the weights.
 
-    Entries that change the same module of the same tokens are in passes of their own, one launch after the other, so
-    that their products are summed in the order of the entries. Most steps have one pass.
+    Entries that change the same module of the same tokens are in separate passes, one launch after the other. So their
+    terms are summed in the order of the entries. Most steps have one pass.
 
-    tiles:      int32 `[max_passes, max_tiles, TILE_WIDTH]`: tokens `begin … end` use `table_row` (-1: nothing to do);
-                then its rank, slab_elems and scale, a float32's bits
-    offsets:    int32 `[table_rows, OFFSETS_WIDTH]`, -1 where a module is not targeted
-    first_elem: int64 `[table_rows, layers]`, where the layer's slabs begin in the adapter, -1 where it has none; an
-                adapter of a large model has more elements than 32 bits count
+    tiles:      int32 `[max_passes, max_tiles, TILE_WIDTH]`: tokens `begin … end` use `table_row` (-1: no work);
+                then its rank, slab_elems and scale (the bits of a float32)
+    offsets:    int32 `[table_rows, OFFSETS_WIDTH]`, -1 if a module is not targeted
+    first_elem: int64 `[table_rows, layers]`, where the layer's slabs begin in the adapter, -1 if it has none; an
+                adapter of a large model has more elements than 32 bits can count
     places:     int32 `[table_rows, layers, blocks, 1 + pages]`: for every PLACE_ROWS rank-rows of a layer, where the
-                first of them begins in a page (-1: the layer has none), then that page and the following pages. One
-                column where a block may touch more pages than a record holds
+                first of them begins in a page (-1: the layer has none), then that page and the following pages. Only
+                one column if a block may touch more pages than a record holds
     pages:      int32 `[table_rows, max_pages]`, the adapter's pages in the arena
     h:          float32, flat: the partial sums `[splits, tokens, modules, max_rank]` between shrink and expand
     """
@@ -75,14 +78,15 @@ class SgmvTables:
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
         max_passes: int = 2,
     ) -> None:
-        """scratch: elements of h for the largest launch, see `scratch_elems`. slab_elems: an adapter's most.
+        """scratch: elements of h for the largest launch, see `scratch_elems`. slab_elems: the most of an adapter.
 
-        max_passes: most entries that a token may have on one module.
-        make_copy: gives what copies up to so many bytes from the host to the device.
+        max_passes: the most entries that a token may have on one module. make_copy: returns a function that copies up
+        to the given number of bytes from the host to the device.
         """
         self.max_rank = max_rank
         self.max_tiles = max_tiles
-        room = -(-max_tiles // 4) * 4  # every pass's table begins on 16 bytes, as Triton assumes once it has seen one
+        # every pass's table begins at a multiple of 16 bytes, as Triton assumes once it has seen one
+        room = -(-max_tiles // 4) * 4
         self.tiles = torch.full((max_passes, room, TILE_WIDTH), -1, dtype=torch.int32, device=device)
         self.tiles_of_pass = list(self.tiles)
         self.passes = self.tail_tiles = 0  # of the last step planned
@@ -100,13 +104,14 @@ class SgmvTables:
             (table_rows + 1, 3), dtype=np.int32
         )  # rank, slab_elems and scale, as tiles have them
         self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
-        self._table_rows: dict[AdapterRows, int] = {}  # the least recently used first
-        self._planned: tuple[Segments | None, tuple[int | None, ...], int] = None, (), 0  # last, its key, its tiles
-        self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # as they are in `tiles`
+        self._table_rows: dict[AdapterRows, int] = {}  # least recently used first
+        # the last segments, their key and tiles
+        self._planned: tuple[Segments | None, tuple[int | None, ...], int] = None, (), 0
+        self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # the present contents of `tiles`
 
     @staticmethod
     def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int) -> int:
-        """Elements of h: rows of it hold whole blocks of rank-rows, so that one is read without asking for the rank."""
+        """Elements of h. Its rows hold whole blocks of rank-rows, so a block is read without knowing the rank."""
         return splits * tokens * modules * place_blocks(max_rank) * PLACE_ROWS
 
     def plan(
@@ -117,23 +122,24 @@ class SgmvTables:
         tail_tile: int = 1,
         tail_at: int | None = None,
     ) -> int:
-        """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles the
-        pass with the most has; `passes` is how many passes there are.
+        """Write a step's tables, with segments split into tiles of at most `tile_tokens` tokens.
 
-        Tokens from `border` on are in tiles of their own, of at most `tail_tile` tokens: at most `tail_tiles` of them,
-        after the other tiles; they count tokens from the border. tail_at: have them begin at this tile, where the
+        Returns the number of tiles in the pass that has the most; `passes` is the number of passes.
+
+        Tokens from `border` on have their own tiles of at most `tail_tile` tokens. There are at most `tail_tiles` of
+        them, after the other tiles, and they count tokens from the border. tail_at: begin them at this tile, if the
         others leave it free, and count tokens from the first.
 
-        Further tiles and passes are marked as empty, so that launching more of them is right. Segments that are the
-        last step's, the usual case, are written already; adding to them makes them others.
+        Further tiles and passes are marked as empty, so launching more of them is correct. If the segments are those of
+        the last step, the usual case, they are already written; adding entries makes them different.
         """
         key = len(segments.rows), tile_tokens, border, tail_tile, tail_at
         if segments is self._planned[0] and key == self._planned[1]:
             return self._planned[2]
-        self._planned = None, key, 0  # until all is written
+        self._planned = None, key, 0  # until everything is written
         passes = 1 + max(segments.level, default=-1)
         if passes > len(self.tiles):
-            raise TablesFull(f"a token has {passes} entries on one module, the tables have room for {len(self.tiles)}")
+            raise TablesFull(f"a token has {passes} entries on one module, the tables hold {len(self.tiles)}")
         heads, tails = [0] * passes, [0] * passes
         for (begin, end, _), level in zip(segments, segments.level, strict=True):
             middle = min(max(begin, border), end)
@@ -142,7 +148,7 @@ class SgmvTables:
         count, self.tail_tiles = max(heads, default=0), max(tails, default=0)
         first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
         if (needed := first_tail + self.tail_tiles if self.tail_tiles else count) > self.max_tiles:
-            raise TablesFull(f"the step has {needed} tiles, the tables have room for {self.max_tiles}")
+            raise TablesFull(f"the step has {needed} tiles, but the tables have room for {self.max_tiles}")
         moved = self._assign([rows for begin, end, rows in segments if end > begin])
         planned: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
         behind: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
@@ -168,17 +174,15 @@ class SgmvTables:
         return count
 
     def leave_out(self, rows: AdapterRows, layer: int) -> None:
-        """Have what is launched from now on find no rows of a layer of an adapter that was planned; for as long as it
-        keeps its table row.
-        """
+        """Hide a layer of a planned adapter from launches made from now on, as long as it keeps its table row."""
         table_row = self._table_rows[rows]
         self.first_elem[table_row, layer] = -1
         self.places[table_row, layer, :, 0] = -1
 
     def _assign(self, used: Sequence[AdapterRows]) -> bool:
-        """Give each of `used` a table row: a free one, else one that the step doesn't use, longest unused first.
+        """Give each of `used` a table row: a free one, or the longest unused one that the step doesn't use.
 
-        Return True if any was given a new table row.
+        Return True if any got a new table row.
         """
         fresh: dict[AdapterRows, None] = {}
         for rows in used:
@@ -193,7 +197,7 @@ class SgmvTables:
         idle = [rows for rows in self._table_rows if rows not in keep]
         room = len(self.offsets) - len(self._table_rows)
         if len(fresh) > room + len(idle):
-            raise TablesFull(f"the step has {len(keep)} adapter parts, the tables have {len(self.offsets)} table rows")
+            raise TablesFull(f"the step has {len(keep)} adapter parts, but the tables have {len(self.offsets)} rows")
         for rows in fresh:
             self._check(rows)
         for rows in fresh:
@@ -209,30 +213,30 @@ class SgmvTables:
         if rows.rank > self.max_rank:
             raise ValueError(f"rank {rows.rank} is above the tables' {self.max_rank}")
         if len(rows.pages) > self.pages.shape[1]:
-            raise ValueError(f"an adapter has {len(rows.pages)} pages, the tables have room for {self.pages.shape[1]}")
+            raise ValueError(f"an adapter has {len(rows.pages)} pages, but the tables hold {self.pages.shape[1]}")
         if rows.slab_elems > self._slab_elems:
-            raise ValueError(f"an adapter has slabs of {rows.slab_elems} elements, the tables' are {self._slab_elems}")
+            raise ValueError(f"an adapter has slabs of {rows.slab_elems} elements, not {self._slab_elems}")
 
 
 def place_blocks(max_rank: int) -> int:
-    """Records of a layer of an adapter."""
+    """Number of records of an adapter's layer."""
     return -(-max_rank // PLACE_ROWS)
 
 
 def place_pages(page_elems: int, slab_elems: int) -> int:
-    """Pages that PLACE_ROWS rank-rows may touch, wherever the first begins; 0 where a record does not hold them."""
+    """The most pages that PLACE_ROWS rank-rows touch, wherever the first begins; 0 if a record can't hold them."""
     pages = (PLACE_ROWS * slab_elems - 2) // page_elems + 2
     in_reach = page_elems + PLACE_ROWS * slab_elems < 1 << 31  # kernels count elements from the first page in 32 bits
     return pages if pages <= _PLACE_PAGES and in_reach else 0
 
 
 class _Records:
-    """New table rows' entries: side by side on the host, one copy to the device, and there put where they belong."""
+    """Entries of new table rows: collected on the host, copied to the device at once, and distributed there."""
 
     def __init__(self, tables: SgmvTables, device: torch.device | str, make_copy: Callable[[int], Copy]) -> None:
         self._tables = tables
         table_rows, layers, blocks, width = tables.places.shape
-        # in 32 bits; the first two are 64-bit values
+        # in 32-bit words; the first two are 64-bit values
         widths = (2, 2 * layers, OFFSETS_WIDTH, layers * blocks * width, tables.pages.shape[1])
         ends = np.cumsum(widths).tolist()
         self._parts = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]

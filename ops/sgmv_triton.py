@@ -1,21 +1,20 @@
-"""SGMV on a GPU (Punica §4): two Triton launches, shrink and expand, over adapters that lie in pages.
+"""SGMV on a GPU (Punica §4): two Triton launches, shrink and expand, over adapters stored in pages.
 
     h[t]     = x[t] @ Aᵀ                shrink, split over the inputs
     y[t]    += scale · (h[t] @ Bᵀ)      expand, split over the outputs       for every token t of a segment
 
-Projections that share x are one pair of launches. Rank-rows are found through the page table and never copied; a row
-may go on in another page. Loads are masked to an adapter's own rank, so no padding is read. A grid depends on the
-bucket alone; a program without work returns after its first loads.
+Projections that share x share one pair of launches. The kernels find rank-rows through the page table and never copy
+them; a row may continue in another page. Loads are masked to an adapter's own rank, so no padding is read. The grid
+depends on the bucket alone; a program without work returns after its first loads.
 
-Parts of a split product are stored side by side and added up by expand. Against atomic additions that spares zeroing
-the buffer and gives the same bits on every run, eager or replayed, for a few bytes of `h` from the second-level cache.
+Shrink stores the partial sums of a split product separately and expand adds them. Compared with atomic additions, the
+buffer need not be zeroed and every run gives the same bits, eager or replayed, for a few more bytes of `h` from the L2
+cache.
 
 Import this module lazily: it needs triton.
 """
 
-# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
 from __future__ import annotations
 
@@ -52,15 +51,15 @@ _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_B, OFFSETS_WIDTH, PLA
 
 @triton.jit
 def _pick(index, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
-    """Item `index` of three constants."""
+    """Return item `index` of three constants."""
     return tl.where(index == 0, V0, tl.where(index == 1, V1, V2))
 
 
 @triton.jit
 def _find_rows(pages, start, live, width, PAGE: tl.constexpr):
-    """Places of rows of `width` columns that begin at elements `start` of an adapter and touch two pages at most.
+    """Locate rows of `width` columns that begin at elements `start` of an adapter and touch at most two pages.
 
-    Column c is at `first + c` in the arena while c is below `left`, at `second + c` from there on.
+    Column c is at `first + c` in the arena if c is below `left`, else at `second + c`.
     """
     index = start // PAGE
     room = (index + 1) * PAGE - start
@@ -71,10 +70,20 @@ def _find_rows(pages, start, live, width, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_rows(
-    arena, pages, start, first, second, left, column, live, width,
-    ROW: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """Columns `column` of rank-rows, `[rows, columns]`; zero where not live or beyond `width`. ROW: the longest row."""
+    arena,
+    pages,
+    start,
+    first,
+    second,
+    left,
+    column,
+    live,
+    width,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Load columns `column` of rank-rows `[rows, columns]`; 0 if not live or beyond `width`. ROW: the longest row."""
     mask = live[:, None] & (column < width)[None, :]
     if ROW <= PAGE:
         at = tl.where(column[None, :] < left[:, None], first[:, None], second[:, None]) + column[None, :]
@@ -87,12 +96,23 @@ def _load_rows(
 
 @triton.jit
 def _find_block(
-    places, first_elem, table_row, layer, layers, offset, slab, row, rows,
-    BLOCKS: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """If an adapter has rank-rows of a layer and of the module at `offset`, where its rank-rows `rows` from `row` on
-    begin, and pages: elements from the beginning of the first page of the rows' record, and the record's pages, loaded
-    side by side whatever they are. Without records, elements from the adapter's beginning, and no pages.
+    places,
+    first_elem,
+    table_row,
+    layer,
+    layers,
+    offset,
+    slab,
+    row,
+    rows,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Locate an adapter's rank-rows `rows`, from `row` on, of one layer and of the module at `offset`.
+
+    Return whether the adapter has any, where they begin, and pages. With records (PAGES), the beginnings are elements
+    counted from the first page of the rows' record, and the pages are the record's, loaded independently of each other.
+    Without records, the beginnings are elements counted from the adapter's beginning, and there are no pages.
     """
     near = ()
     if PAGES:
@@ -108,12 +128,11 @@ def _find_block(
 
 
 @triton.jit
-def _find_columns(
-    pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr
-):  # fmt: skip
-    """Elements of the arena where columns `column` of the rank-rows that `_find_block` has found are, `[…rows,
-    columns]`, and which there are: live, and within `width`. Without records, `pages` are the adapter's, and one more
-    load tells which.
+def _find_columns(pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr):
+    """Return the arena elements of columns `column` of the rank-rows that `_find_block` found, `[…rows, columns]`, and
+    a mask of the elements that are live and within `width`.
+
+    Without records, `pages` are the adapter's, and one more load finds the page.
     """
     mask = tl.expand_dims(live, -1) & (column < width)
     elem = tl.expand_dims(start, -1) + column
@@ -134,29 +153,62 @@ def _find_columns(
 
 @triton.jit
 def _load_block(
-    arena, pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """Columns `column` of rank-rows, see `_find_columns`; zero where there are none."""
+    arena,
+    pages,
+    near,
+    start,
+    column,
+    live,
+    width,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Load columns `column` of rank-rows, see `_find_columns`; zero where there are none."""
     at, mask = _find_columns(pages, near, start, column, live, width, PAGES, PAGE, VEC)
     return tl.load(arena + at, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def shrink_decode(
-    h, x, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, tokens, x_stride,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
-    D_IN: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    h,
+    x,
+    arena,
+    tiles,
+    offsets,
+    places,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tokens,
+    x_stride,
+    M0: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    MODULES: tl.constexpr,
+    D_IN: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], k in the split's share of the inputs; a tile is one token.
+):
+    """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], where k runs over the split's share of the inputs; a tile is one
+    token.
 
-    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: warps of a program.
-    h: float32 [splits, tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart.
-    arena: [num_pages, PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. M0 … M2: ids of the modules.
+    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: warps of a program. h: float32 [splits,
+    tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart. arena: [num_pages, PAGE]. tiles,
+    offsets, places, first_elem, pages: see SgmvTables. M0 … M2: ids of the modules.
 
-    A warp has rank-rows of its own, [BLOCK_R / WARPS, WARPS], and x of its own to multiply them with, so that no warp
-    waits for another. With PDL the first weight loads are issued before the previous launch has ended.
+    Each warp has its own rank-rows, [BLOCK_R / WARPS, WARPS], and loads x for itself, so no warp waits for another.
+    With PDL the first weight loads are issued before the previous launch has ended.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -178,7 +230,7 @@ def shrink_decode(
         live = rows < rank
         is_changed, start, near = _find_block(
             places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-        )  # fmt: skip
+        )
         if is_changed:
             total = tl.zeros([BLOCK_R // WARPS, WARPS, BLOCK_K], dtype=tl.float32)
             for chunk in tl.static_range(CHUNKS):
@@ -197,12 +249,33 @@ def shrink_decode(
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def shrink_prefill(
-    h, x, arena, tiles, offsets, first_elem, pages, layer, layers, max_pages, tokens, x_stride,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
-    D_IN: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Same equation, arguments and grid as shrink_decode; BLOCK_T tokens of a tile at once, on tensor cores."""
+    h,
+    x,
+    arena,
+    tiles,
+    offsets,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tokens,
+    x_stride,
+    M0: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    MODULES: tl.constexpr,
+    D_IN: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Like shrink_decode, with the same arguments and grid, for BLOCK_T tokens of a tile at once on tensor cores."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
     tiles += tile * _TILE
@@ -234,10 +307,19 @@ def shrink_prefill(
 
 
 @triton.jit
-def _load_parts(h, token, tokens, group, row, MODULES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """The partial sums of a block of rank-rows `[SPLIT_BLOCK, BLOCK_R]`, beyond an adapter's rank whatever is there."""
+def _load_parts(
+    h,
+    token,
+    tokens,
+    group,
+    row,
+    MODULES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Load the partial sums of a block of rank-rows, `[SPLIT_BLOCK, BLOCK_R]`; values beyond the rank are arbitrary."""
     part = tl.arange(0, SPLIT_BLOCK)
     at = ((part * tokens + token) * MODULES + group) * WIDTH + row
     places = tl.multiple_of(at, BLOCK_R)[:, None] + tl.arange(0, BLOCK_R)[None, :]
@@ -246,29 +328,54 @@ def _load_parts(h, token, tokens, group, row, MODULES: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def _product(parts, b, live):
-    """Sums of the parts `[parts, rows]`, of live rows alone, times b `[rows, columns]`; a thread has all its rows."""
+    """Sum the parts `[parts, rows]` of live rows, times b `[rows, columns]`; one thread has all rows of a column."""
     value = tl.where(live, tl.sum(parts, axis=0), 0.0)
     return tl.sum(value[:, None] * b.to(tl.float32), axis=0)
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def expand_decode(
-    y, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, tokens, y_stride,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, ROW: tl.constexpr,
-    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y,
+    h,
+    arena,
+    tiles,
+    offsets,
+    places,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tokens,
+    y_stride,
+    M0: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    MODULES: tl.constexpr,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; a tile is one token.
 
-    Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + W1 + W2], rows y_stride apart; module m's W_m
-    columns begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
+    Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + W1 + W2], rows y_stride apart; the W_m columns of
+    module m begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
     PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
-    next power of two. STAGES: blocks of rank-rows that are under way at once, after the first.
+    next power of two. STAGES: blocks of rank-rows in flight at once, after the first.
 
-    The loads of y and h are issued before the weight loads; with PDL, when y and h may not be complete yet, right after
-    the first weight loads.
+    The loads of y and h are issued before the weight loads. With PDL, y and h may not be complete at the start, so
+    their loads are issued right after the first weight loads.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -293,11 +400,11 @@ def expand_decode(
     rows = tl.arange(0, BLOCK_R)
     is_changed, start, near = _find_block(
         places, first_elem, table_row, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
-    )  # fmt: skip
+    )
     if not PDL:
         before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
         parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
-    # where there are no weights none are loaded: a branch would be one more thing to wait for
+    # Without weights the loads are masked instead of skipped: a branch would be one more thing to wait for.
     own = tl.where(is_changed, rank, 0)
     b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
     if PDL:
@@ -311,7 +418,7 @@ def expand_decode(
             rows = row + tl.arange(0, BLOCK_R)
             _, start, near = _find_block(
                 places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-            )  # fmt: skip
+            )
             b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
             total += _product(parts, b, rows < rank)
     after = (before + factor * total).to(y.dtype.element_ty)
@@ -322,14 +429,37 @@ def expand_decode(
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def expand_prefill(
-    y, h, arena, tiles, offsets, first_elem, pages, layer, layers, max_pages, tokens, y_stride,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, ROW: tl.constexpr,
-    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Same equation, arguments and grid as expand_decode; BLOCK_T tokens of a tile at once, on tensor cores, which take
-    h in the dtype of B.
+    y,
+    h,
+    arena,
+    tiles,
+    offsets,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tokens,
+    y_stride,
+    M0: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    MODULES: tl.constexpr,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Like expand_decode, with the same arguments and grid, for BLOCK_T tokens of a tile at once on tensor cores.
+
+    The tensor cores take h in the dtype of B.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
     tiles += tile * _TILE
@@ -358,7 +488,7 @@ def expand_prefill(
         first, second, left = _find_rows(pages, start, live, width, PAGE)
         b = _load_rows(arena, pages, start, first, second, left, column, live, width, ROW, PAGE, VEC)
         value = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-        for split in tl.range(SPLITS, num_stages=1):  # unrolled, the parts would take registers of their own
+        for split in tl.range(SPLITS, num_stages=1):  # unrolled, the parts would take more registers
             at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (BLOCKS * _ROWS)
             value += tl.load(h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
@@ -369,8 +499,9 @@ def expand_prefill(
 
 
 class Shrunk(NamedTuple):
-    """What shrink has left for an expand behind a product (`small_gemm_triton`): tensors and numbers in the order in
-    which `multiply_rows` takes them.
+    """The result of shrink, for a GEMM that also expands (`small_gemm_triton`).
+
+    It holds tensors and numbers in the order in which `multiply_rows` takes them.
     """
 
     shape: ExpandShape
@@ -379,7 +510,7 @@ class Shrunk(NamedTuple):
 
 
 class Sgmv:
-    """LoRA products of the projections that share an input, by one schedule: what `sgmv.sgmv` does for `Segments`."""
+    """LoRA terms of the projections that share an input, with one schedule; the counterpart of `sgmv.sgmv`."""
 
     def __init__(
         self,
@@ -389,14 +520,20 @@ class Sgmv:
         d_in: int,
         schedule: Schedule,
     ) -> None:
-        """arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), side by
-        side. d_in: width of their input.
+        """arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), adjacent
+        in y. d_in: width of their input.
         """
         self._tables = tables
         self.use_arena(arena)
         shape = (
-            schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
-        )  # fmt: skip
+            schedule,
+            tuple(modules),
+            d_in,
+            arena.shape[1],
+            arena.element_size(),
+            tables.max_rank,
+            tables.place_pages,
+        )
         self._launch = launch = _launch(*shape, dependent_launch.begins_early(arena.device))
         self._of_table_rows = tables.offsets, tables.first_elem, tables.pages
         if not schedule.tensor_cores:
@@ -407,11 +544,11 @@ class Sgmv:
         self._max_tokens = tables.h.numel() // per_token
 
     def use_arena(self, arena: torch.Tensor) -> None:
-        """Read rank-rows from another arena of the same layout from now on."""
+        """From now on, read rank-rows from another arena of the same layout."""
         if arena.shape[1] != self._tables.page_elems:
-            raise ValueError(f"pages have {arena.shape[1]} elements, the tables' pages {self._tables.page_elems}")
+            raise ValueError(f"the arena's pages have {arena.shape[1]} elements, not {self._tables.page_elems}")
         if not arena.is_contiguous():
-            raise ValueError("pages lie side by side")
+            raise ValueError("the arena must be contiguous")
         self._arena = arena
 
     def __call__(
@@ -425,20 +562,20 @@ class Sgmv:
         *,
         compile_only: bool = False,
     ) -> None:
-        """Add the products of planned tiles to y, in place.
+        """Add the LoRA terms of planned tiles to y, in place.
 
-        y: `[tokens, out]`, the packed outputs. x: `[tokens, in]`. tiles: `tables.tiles_of_pass`, or of each pass the
-        tiles from some on, which count tokens from the first of x; each pass adds to the result of earlier passes in y.
-        num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how many
-        of x the tiles may name; all by default. compile_only: compile the kernels, in parallel within
-        `launch_triton.compiling`, and launch nothing.
+        y: `[tokens, out]`, the packed outputs. x: `[tokens, in]`. tiles: `tables.tiles_of_pass`; or, for each pass, the
+        tiles after some first ones, which count tokens from the first token of x. Each pass adds to the result of
+        earlier passes in y. num_tiles: the bucket's number of tiles, at least the number that `tables.plan` returned
+        for the schedule's `tile_tokens`. tokens: how many tokens of x the tiles may name; by default all. compile_only:
+        compile the kernels, in parallel within `launch_triton.compiling`, and launch nothing.
         """
         if tokens is None:
             tokens = len(x)
         if not tokens or not num_tiles:
             return
         if y.stride(1) != 1:
-            raise ValueError("rows of y are contiguous")
+            raise ValueError("rows of y must be contiguous")
         expand, free = self._launch.expand, self._numbers(layer, tokens)
         for every in tiles:
             self._shrink(x, every, num_tiles, free, compile_only=compile_only)
@@ -451,8 +588,9 @@ class Sgmv:
     def shrink(
         self, x: torch.Tensor, layer: int, tiles: torch.Tensor, num_tiles: int, *, compile_only: bool = False
     ) -> Shrunk:
-        """Multiply x with A alone, for a product in whose launch the rest is added (`small_gemm_triton.multiply`); as
-        `__call__` otherwise, of one pass of tiles of a token each.
+        """Multiply x with A only, for a GEMM that adds the rest in its own launch (`small_gemm_triton.multiply`).
+
+        The arguments are those of `__call__`, for one pass of tiles with one token each.
         """
         free = self._numbers(layer, len(x))
         self._shrink(x, tiles, num_tiles, free, compile_only=compile_only)
@@ -460,18 +598,18 @@ class Sgmv:
 
     def _numbers(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
         if tokens > self._max_tokens:
-            raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {self._launch.splits} splits")
+            raise ValueError(f"{tokens} tokens in {self._launch.splits} splits need more partial sums than h can hold")
         return layer, self._layers, self._max_pages, tokens
 
     def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What is read by an expand of these tiles."""
+        """The tensors that an expand of these tiles reads."""
         return self._tables.h, self._arena, tiles, *self._of_table_rows
 
     def _shrink(
         self, x: torch.Tensor, tiles: torch.Tensor, num_tiles: int, free: tuple[int, ...], *, compile_only: bool
     ) -> None:
         if x.stride(1) != 1:
-            raise ValueError("rows of x are contiguous")
+            raise ValueError("rows of x must be contiguous")
         launch, strides = self._launch, (x.stride(0),)
         shrunk = self._tables.h, x, self._arena, tiles, *self._of_table_rows
         if compile_only:
@@ -481,7 +619,7 @@ class Sgmv:
 
 
 class _Launch(NamedTuple):
-    """Launches of a schedule over a group of projections, and their grids."""
+    """Launchers of a schedule for a group of projections, with their grids."""
 
     splits: int
     groups: int
@@ -503,9 +641,9 @@ def _launch(
 ) -> _Launch:
     columns = [sum(width for _, _, width in modules[:index]) for index in range(len(modules))]
     if len(modules) > 3 or columns != [column for _, column, _ in modules]:
-        raise ValueError("outputs of at most three projections, side by side")
+        raise ValueError("modules must be at most three projections with adjacent outputs")
     if page_elems * itemsize % 16:
-        raise ValueError("pages are multiples of 16 bytes")
+        raise ValueError("the size of a page must be a multiple of 16 bytes")
     shape = schedule, modules, d_in, page_elems, itemsize, rank, pages
     early = {"PDL": 1, **dependent_launch.OPTIONS} if pdl and not schedule.tensor_cores else {}
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode

@@ -1,25 +1,22 @@
-"""Product of few rows with a weight on a GPU, bound by reading the weight once: one Triton launch.
+"""GEMM of a few rows on a GPU, bound by reading the weight once: one Triton launch.
 
     y[t] = x[t] @ Wᵀ (+ bias) (+ scale · h[t] @ Bᵀ)        for up to MAX_ROWS rows t, summed in float32
 
-In a tile of 16 rows each warp of a program sums a part of the inputs (split K) for all of the program's columns, and
-the program adds the parts in a fixed order; in one of 64 rows all warps sum all inputs together. So nothing goes
-through memory, and there is no second launch and no atomic addition. The parts and their order depend only on the tile
-and the weight's shape, and a tile is padded with zeros: within a tile a row's bits are the same alone, among others,
-and at any index.
+In a tile of 16 rows, each warp of a program sums a part of the inputs (split K) for all of the program's columns, and
+the program adds the parts in a fixed order. In a tile of 64 rows, all warps sum all inputs together. Therefore no
+partial sum goes through memory, and there is no second launch and no atomic addition. The parts and their order depend
+only on the tile and the weight's shape, and a tile is padded with zeros. Within a tile a row gets the same bits alone,
+among others, and at any index.
 
-The rows' adapters may be expanded behind the product, in the same launch: SGMV's shrink comes before it (Punica §4),
-and expand's columns are the program's own. TILES tiles of a step are multiplied at once, each by its own rank-rows,
-whatever they are: their rank-rows and the partial sums of shrink are on their way while the weight is read. The tiles
-of more rows follow behind the product and wait for their loads there, from the second-level cache where launches begin
-early.
+The same launch may also expand the rows' adapters: SGMV's shrink runs before it (Punica §4), and each program expands
+its own columns. TILES tiles of a step are multiplied at once, each with its own rank-rows. Their rank-rows and the
+partial sums of shrink are loaded while the weight is read. With more tiles than that, the others follow after the GEMM.
+They wait for their loads then, which come from the L2 cache where launches begin early.
 
 Import this module lazily: it needs triton.
 """
 
-# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCAL
 from .sgmv_triton import Shrunk, _find_block, _find_columns, _pick
 from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
 
-#: Elements of 16 bits in a cache line, and of a row that are fetched at once.
+#: 16-bit elements of a cache line, and those of a row that one prefetch step covers.
 _LINE, _LINES = tl.constexpr(64), tl.constexpr(256)
 
 _BEGIN, _TABLE_ROW, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, TABLE_ROW, RANK, SLAB, SCALE))
@@ -46,16 +43,17 @@ _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B,
 
 @triton.jit
 def _prefetch(pointers):
-    """Have the cache lines at these addresses fetched into the second-level cache."""
+    """Fetch the cache lines at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def _finish(total, bias, column, own, dtype: tl.constexpr, BIAS: tl.constexpr):
-    """The sum `[rows, columns]`, of parts `[4, rows, columns]` (0 + 1) + (2 + 3) however threads hold them, with the
-    bias, rounded.
+    """Return the sum `[rows, columns]`, with the bias, rounded.
+
+    Parts `[4, rows, columns]` are added as (0 + 1) + (2 + 3), however the threads hold them.
     """
     value = total
     if len(total.shape) > 2:
@@ -71,8 +69,9 @@ def _finish(total, bias, column, own, dtype: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _load_tiles(tiles, first, num_tiles, TILES: tl.constexpr):
-    """TILES tiles from `first` on, each value `[1, TILES]`: its token, or -1 where there is nothing to do, its table
-    row or 0, rank, slab and scale.
+    """Load TILES tiles from `first` on, each value `[1, TILES]`.
+
+    Return the token, or -1 for a tile without work; the table row, or 0; the rank, the slab and the scale.
     """
     index = first + tl.arange(0, TILES)[None, :]
     given = index < num_tiles
@@ -87,18 +86,34 @@ def _load_tiles(tiles, first, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _find_rank_rows(
-    offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
-    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """Elements of the arena where columns `column` of the tiles' rank-rows of a module's Bᵀ are, `[PLACE_ROWS, TILES,
-    columns]`, from `row` on, and which there are; and which rank-rows are an adapter's own, `[PLACE_ROWS, TILES]`.
+    offsets,
+    places,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tile,
+    module,
+    row,
+    column,
+    width,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Locate columns `column` of the rank-rows of a module's Bᵀ, from `row` on, for each tile.
+
+    Return the arena elements `[PLACE_ROWS, TILES, columns]`, a mask of those that exist, and a mask of the rank-rows
+    that belong to an adapter, `[PLACE_ROWS, TILES]`.
     """
     table_row, rank, slab = tile[1], tile[2], tile[3]
     rows = row + tl.arange(0, _ROWS)[:, None]
     offset = tl.load(offsets + table_row * _OFFSETS + _B + module)
     is_changed, start, found = _find_block(
         places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-    )  # fmt: skip
+    )
     near = ()
     for i in tl.static_range(PAGES):
         near = near + (tl.expand_dims(found[i], 2),)  # noqa: RUF005, Triton's tuples are not unpacked
@@ -110,39 +125,102 @@ def _find_rank_rows(
 
 @triton.jit
 def _load_rank_rows(
-    arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
-    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """Columns of rank-rows, zero beyond an adapter's own; and which are an adapter's own, as `_find_rank_rows`."""
+    arena,
+    offsets,
+    places,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tile,
+    module,
+    row,
+    column,
+    width,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Load columns of rank-rows, zero beyond an adapter's own, and the mask of its own; see `_find_rank_rows`."""
     at, mask, own = _find_rank_rows(
-        offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
-        PAGE, VEC, BLOCKS, PAGES,
-    )  # fmt: skip
+        offsets,
+        places,
+        first_elem,
+        pages,
+        layer,
+        layers,
+        max_pages,
+        tile,
+        module,
+        row,
+        column,
+        width,
+        PAGE,
+        VEC,
+        BLOCKS,
+        PAGES,
+    )
     return tl.load(arena + at, mask=mask, other=0.0), own
 
 
 @triton.jit
 def _fetch_rank_rows(
-    arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, block, width,
-    PAGE: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Have the tiles' first rank-rows fetched into the second-level cache: of the program's columns the lines of the
-    first and of the last.
-    """
+    arena,
+    offsets,
+    places,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    tile,
+    module,
+    block,
+    width,
+    PAGE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fetch the tiles' first rank-rows into the L2 cache: lines of the program's first and last columns."""
     ends = tl.minimum(block * BLOCK_N + tl.arange(0, 2) * (BLOCK_N - 1), width - 1)
     at, mask, _ = _find_rank_rows(
-        offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, 0, ends, width, PAGE, 1,
-        BLOCKS, PAGES,
-    )  # fmt: skip
+        offsets,
+        places,
+        first_elem,
+        pages,
+        layer,
+        layers,
+        max_pages,
+        tile,
+        module,
+        0,
+        ends,
+        width,
+        PAGE,
+        1,
+        BLOCKS,
+        PAGES,
+    )
     _prefetch(arena + tl.where(mask, at, 0))
 
 
 @triton.jit
 def _load_shrunk(
-    h, tile, tokens, group, row, own,
-    MODULES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The partial sums of the tiles' rank-rows from `row` on, `[SPLIT_BLOCK, PLACE_ROWS, TILES]`, 0 where not own."""
+    h,
+    tile,
+    tokens,
+    group,
+    row,
+    own,
+    MODULES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    """Load the tiles' partial sums of rank-rows from `row` on, `[SPLIT_BLOCK, PLACE_ROWS, TILES]`; 0 if not own."""
     part = tl.arange(0, SPLIT_BLOCK)[:, None, None]
     at = ((part * tokens + tl.maximum(tile[0], 0)[None, :, :]) * MODULES + group) * WIDTH + row
     return tl.load(h + at + tl.arange(0, _ROWS)[None, :, None], mask=(part < SPLITS) & own[None, :, :], other=0.0)
@@ -150,14 +228,15 @@ def _load_shrunk(
 
 @triton.jit
 def _product(parts, b):
-    """Sums of the parts times the rank-rows, `[TILES, columns]`."""
+    """Sum the parts, times the rank-rows: `[TILES, columns]`."""
     return tl.sum(tl.expand_dims(tl.sum(parts, axis=0), 2) * b.to(tl.float32), axis=0)
 
 
 @triton.jit
 def _to_rows(total, tile, token):
-    """Each tile's values times its scale at its token's row, `[rows, columns]`, and 0 elsewhere: a sum of one value and
-    zeros, which a thread adds up alone.
+    """Put each tile's values, times its scale, at its token's row, `[rows, columns]`, and 0 elsewhere.
+
+    Each is a sum of one value and zeros, which one thread adds up alone.
     """
     is_own = tl.trans(tile[0]) == token[None, :]
     return tl.sum(tl.where(is_own[:, :, None], (total * tl.trans(tile[4]))[:, None, :], 0.0), axis=0)
@@ -165,22 +244,62 @@ def _to_rows(total, tile, token):
 
 @triton.jit
 def _expand(
-    parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens, token,
-    tile, group, module, column, width,
-    MODULES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """What the rows' adapters add to a module's columns, `[rows, columns]`; of the first tiles' first rank-rows partial
-    sums and B are there.
+    parts,
+    b,
+    h,
+    arena,
+    tiles,
+    offsets,
+    places,
+    first_elem,
+    pages,
+    layer,
+    layers,
+    max_pages,
+    num_tiles,
+    tokens,
+    token,
+    tile,
+    group,
+    module,
+    column,
+    width,
+    MODULES: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Return the LoRA terms of the rows for a module's columns, `[rows, columns]`.
+
+    The caller has loaded the partial sums and B for the first rank-rows of the first tiles.
     """
     WIDTH: tl.constexpr = BLOCKS * _ROWS
     total = _product(parts, b)
     if BLOCKS > 1:
         for row in tl.range(_ROWS, tl.max(tl.max(tile[2], axis=1), axis=0), _ROWS, num_stages=1):
             b, own = _load_rank_rows(
-                arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, row, column, width,
-                PAGE, VEC, BLOCKS, PAGES,
-            )  # fmt: skip
+                arena,
+                offsets,
+                places,
+                first_elem,
+                pages,
+                layer,
+                layers,
+                max_pages,
+                tile,
+                module,
+                row,
+                column,
+                width,
+                PAGE,
+                VEC,
+                BLOCKS,
+                PAGES,
+            )
             total += _product(_load_shrunk(h, tile, tokens, group, row, own, MODULES, WIDTH, SPLITS, SPLIT_BLOCK), b)
     added = _to_rows(total, tile, token)
     for first in tl.range(TILES, num_tiles, TILES, num_stages=1):  # adapters of several parts
@@ -188,9 +307,24 @@ def _expand(
         total = tl.zeros_like(total)
         for row in tl.range(0, tl.max(tl.max(more[2], axis=1), axis=0), _ROWS, num_stages=1):
             b, own = _load_rank_rows(
-                arena, offsets, places, first_elem, pages, layer, layers, max_pages, more, module, row, column, width,
-                PAGE, VEC, BLOCKS, PAGES,
-            )  # fmt: skip
+                arena,
+                offsets,
+                places,
+                first_elem,
+                pages,
+                layer,
+                layers,
+                max_pages,
+                more,
+                module,
+                row,
+                column,
+                width,
+                PAGE,
+                VEC,
+                BLOCKS,
+                PAGES,
+            )
             total += _product(_load_shrunk(h, more, tokens, group, row, own, MODULES, WIDTH, SPLITS, SPLIT_BLOCK), b)
         added += _to_rows(total, more, token)
     return added
@@ -198,31 +332,69 @@ def _expand(
 
 @triton.jit
 def _add(value, added):
-    """The sum in float32, rounded; a value to which nothing is added keeps its bits."""
+    """Add in float32 and round; a value to which nothing is added keeps its bits."""
     return tl.where(added == 0.0, value, (value.to(tl.float32) + added).to(value.dtype))
 
 
 @triton.jit(do_not_specialize=["tokens", "layer", "layers", "max_pages", "num_tiles"])
 def multiply_rows(
-    y, x, weight, bias, h, arena, tiles, offsets, places, first_elem, pages, tokens, layer, layers, max_pages,
-    num_tiles, y_stride, x_stride,
-    D_IN: tl.constexpr, D_OUT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, FETCHED: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, MODULES: tl.constexpr, M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
-    BLOCKS: tl.constexpr, PAGES: tl.constexpr, PARTS: tl.constexpr, PART_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y[t, n] = Σ_k x[t, k] · weight[n, k] + bias[n], and with MODULES what `expand_decode` adds, the product rounded
-    first. With SILU y = silu(gate) · up of these for weight[n] and weight[D_OUT + n], each rounded first, as
-    `silu_and_mul_rows` rounds.
+    y,
+    x,
+    weight,
+    bias,
+    h,
+    arena,
+    tiles,
+    offsets,
+    places,
+    first_elem,
+    pages,
+    tokens,
+    layer,
+    layers,
+    max_pages,
+    num_tiles,
+    y_stride,
+    x_stride,
+    D_IN: tl.constexpr,
+    D_OUT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FETCHED: tl.constexpr,
+    TILES: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    MODULES: tl.constexpr,
+    M0: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    PAGE: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[t, n] = Σ_k x[t, k] · weight[n, k] + bias[n], rounded; with MODULES plus the terms of `expand_decode`.
 
-    Grid (blocks of columns of all modules,), of gate's with SILU. y: [tokens, D_OUT], x: [tokens, D_IN], rows …_stride
-    apart. weight: [D_OUT or 2 · D_OUT, D_IN], contiguous. Module m's W_m columns begin at Σ_{j<m} W_j; without MODULES
-    W0 is D_OUT. h: the partial sums in PARTS parts. h … pages, layer, layers, max_pages, M, PAGE, VEC, BLOCKS, PAGES:
-    see `expand_decode`; the first num_tiles tiles are of a token each, a token has one at most that changes a module.
+    With SILU, y = silu(gate) · up, where gate and up are these results for weight[n] and weight[D_OUT + n], each
+    rounded first, as `silu_and_mul_rows` rounds.
 
-    With PDL the first weights are fetched into the second-level cache, and rank-rows loaded, before the launch before
-    this one has ended.
+    Grid (blocks of columns of all modules,); with SILU, of the gate's columns. y: [tokens, D_OUT], x: [tokens, D_IN],
+    with the given row strides. weight: [D_OUT or 2 · D_OUT, D_IN], contiguous. The W_m columns of module m begin at
+    Σ_{j<m} W_j; without MODULES, W0 is D_OUT. h: the partial sums in PARTS parts. See `expand_decode` for h … pages,
+    layer, layers, max_pages, M, PAGE, VEC, BLOCKS and PAGES. The first num_tiles tiles have one token each, and at most
+    one tile of a token changes a module.
+
+    With PDL, the kernel fetches the first weights into the L2 cache and loads rank-rows before the previous launch has
+    ended.
     """
     if PDL:
         cuda.gdc_launch_dependents()
@@ -255,25 +427,83 @@ def multiply_rows(
         module = _pick(group, M0, M1, M2)
         tile = _load_tiles(tiles, 0, num_tiles, TILES)
         b, own = _load_rank_rows(
-            arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, module, 0, within, width,
-            PAGE, VEC, BLOCKS, PAGES,
-        )  # fmt: skip
+            arena,
+            offsets,
+            places,
+            first_elem,
+            pages,
+            layer,
+            layers,
+            max_pages,
+            tile,
+            module,
+            0,
+            within,
+            width,
+            PAGE,
+            VEC,
+            BLOCKS,
+            PAGES,
+        )
         if SILU:
             b_up, own_up = _load_rank_rows(
-                arena, offsets, places, first_elem, pages, layer, layers, max_pages, tile, M1, 0, within, width,
-                PAGE, VEC, BLOCKS, PAGES,
-            )  # fmt: skip
+                arena,
+                offsets,
+                places,
+                first_elem,
+                pages,
+                layer,
+                layers,
+                max_pages,
+                tile,
+                M1,
+                0,
+                within,
+                width,
+                PAGE,
+                VEC,
+                BLOCKS,
+                PAGES,
+            )
         if PDL:
             later = _load_tiles(tiles, TILES, num_tiles, TILES)
             _fetch_rank_rows(
-                arena, offsets, places, first_elem, pages, layer, layers, max_pages, later, module, block, width,
-                PAGE, BLOCKS, PAGES, BLOCK_N,
-            )  # fmt: skip
+                arena,
+                offsets,
+                places,
+                first_elem,
+                pages,
+                layer,
+                layers,
+                max_pages,
+                later,
+                module,
+                block,
+                width,
+                PAGE,
+                BLOCKS,
+                PAGES,
+                BLOCK_N,
+            )
             if SILU:
                 _fetch_rank_rows(
-                    arena, offsets, places, first_elem, pages, layer, layers, max_pages, later, M1, block, width,
-                    PAGE, BLOCKS, PAGES, BLOCK_N,
-                )  # fmt: skip
+                    arena,
+                    offsets,
+                    places,
+                    first_elem,
+                    pages,
+                    layer,
+                    layers,
+                    max_pages,
+                    later,
+                    M1,
+                    block,
+                    width,
+                    PAGE,
+                    BLOCKS,
+                    PAGES,
+                    BLOCK_N,
+                )
     if PDL:
         cuda.gdc_wait()
     if MODULES:
@@ -299,21 +529,72 @@ def multiply_rows(
             total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
     out = _finish(total, bias, column, own_column, dtype, BIAS)
     if MODULES:
-        if SILU:  # meanwhile; before the sum they would take registers from it
+        if SILU:  # here, during the sum's last loads: loaded earlier they would take registers from it
             parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
         added = _expand(
-            parts, b, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, num_tiles, tokens,
-            token, tile, group, module, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS, PART_BLOCK, TILES,
-        )  # fmt: skip
+            parts,
+            b,
+            h,
+            arena,
+            tiles,
+            offsets,
+            places,
+            first_elem,
+            pages,
+            layer,
+            layers,
+            max_pages,
+            num_tiles,
+            tokens,
+            token,
+            tile,
+            group,
+            module,
+            within,
+            width,
+            MODULES,
+            PAGE,
+            VEC,
+            BLOCKS,
+            PAGES,
+            PARTS,
+            PART_BLOCK,
+            TILES,
+        )
         out = _add(out, added)
     if SILU:
         up = _finish(total_up, bias + D_OUT, column, own_column, dtype, BIAS)
         if MODULES:
             added = _expand(
-                parts_up, b_up, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages,
-                num_tiles, tokens, token, tile, 1, M1, within, width, MODULES, PAGE, VEC, BLOCKS, PAGES, PARTS,
-                PART_BLOCK, TILES,
-            )  # fmt: skip
+                parts_up,
+                b_up,
+                h,
+                arena,
+                tiles,
+                offsets,
+                places,
+                first_elem,
+                pages,
+                layer,
+                layers,
+                max_pages,
+                num_tiles,
+                tokens,
+                token,
+                tile,
+                1,
+                M1,
+                within,
+                width,
+                MODULES,
+                PAGE,
+                VEC,
+                BLOCKS,
+                PAGES,
+                PARTS,
+                PART_BLOCK,
+                TILES,
+            )
             up = _add(up, added)
         gate = out.to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
@@ -331,19 +612,19 @@ def multiply(
     shrunk: Shrunk | None = None,
     compile_only: bool = False,
 ) -> torch.Tensor:
-    """`x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
+    """Return `x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
 
-    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. shrunk: what `Sgmv.shrink` gives of x: LoRA
-    products to be added to the product. compile_only: compile what would be launched, in parallel within
+    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. shrunk: result of `Sgmv.shrink` for x, whose
+    LoRA terms are to be added. compile_only: compile the kernels that would be launched, in parallel within
     `launch_triton.compiling`, and compute nothing.
     """
     tokens, d_in = x.shape
     if tokens > MAX_ROWS:
-        raise ValueError(f"{tokens} rows; a product of few rows has at most {MAX_ROWS}")
+        raise ValueError(f"x has {tokens} rows; this GEMM takes at most {MAX_ROWS}")
     if shrunk is not None and tokens > MAX_EXPANDED_ROWS:
-        raise ValueError(f"adapters of {tokens} rows; at most those of {MAX_EXPANDED_ROWS} are expanded in a product")
+        raise ValueError(f"adapters of {tokens} rows can't be expanded in a GEMM; at most {MAX_EXPANDED_ROWS} rows can")
     if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError("rows of x are contiguous, the weight is as a whole")
+        raise ValueError("rows of x and the whole weight must be contiguous")
     y = torch.empty(tokens, len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
     if not tokens:
         return y
@@ -363,10 +644,10 @@ def multiply(
 def _launch(
     outputs: int, d_in: int, tile: int, bias: bool, silu: bool, shape: ExpandShape | None, early: bool
 ) -> tuple[KernelLauncher, int]:
-    """A launch with a weight of `outputs` rows for a tile of `tile` rows, and its programs."""
+    """Return a launcher for a weight of `outputs` rows and a tile of `tile` rows, and its number of programs."""
     schedule, d_out = gemm_schedule(outputs, tile, expanded=shape is not None), outputs // 2 if silu else outputs
     if shape is not None and sum(shape.widths) != outputs:
-        raise ValueError(f"modules of {shape.widths} columns behind a weight of {outputs} rows")
+        raise ValueError(f"the modules' widths {shape.widths} must add up to the weight's {outputs} rows")
     widths = (d_out,) if silu or shape is None else shape.widths
     constants = gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape) | gemm_options(schedule)
     options = {"PDL": 1, **dependent_launch.OPTIONS} if early else {}

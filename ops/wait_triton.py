@@ -1,4 +1,4 @@
-"""The least kernel that begins early, by which a compiler shows that it can make one."""
+"""The smallest kernel that begins early, which tests whether a compiler can build one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from triton.language.extra import cuda
 
 @triton.jit
 def wait_alone():
-    """Nothing but what a kernel that begins early needs of the compiler."""
+    """Only the instructions that a kernel that begins early needs from the compiler."""
     cuda.gdc_launch_dependents()
     cuda.gdc_wait()

@@ -1,1 +1,1 @@
-"""Workloads, benchmarks and profiling."""
+"""Workloads, benchmarks, the simulator and the fleet planner."""

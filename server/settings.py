@@ -44,6 +44,17 @@ _UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
+_SIZES = (
+    "memory_bytes",
+    "host_cache_bytes",
+    "max_body_bytes",
+    "max_held_body_bytes",
+    "adapter_source_bytes",
+    "adapter_cache_bytes",
+    "max_adapter_bytes",
+    "max_uploaded_bytes",
+)
+"""Settings in bytes, which may be given with a unit."""
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
@@ -377,17 +388,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_format: LogFormat = Field(default="text", description="format of log lines; json: one object per line")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator(
-        "memory_bytes",
-        "host_cache_bytes",
-        "max_body_bytes",
-        "max_held_body_bytes",
-        "adapter_source_bytes",
-        "adapter_cache_bytes",
-        "max_adapter_bytes",
-        "max_uploaded_bytes",
-        mode="before",
-    )
+    @field_validator(*_SIZES, mode="before")
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size

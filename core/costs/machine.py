@@ -97,7 +97,7 @@ def measure_machine(
     paths = adapter_directories(config.adapters)
     engine = Engine.from_config(config)
     try:
-        return _measure(engine, paths, batches, rounds, seed, progress, clock)
+        return _measure(engine, paths, batches=batches, rounds=rounds, seed=seed, progress=progress, clock=clock)
     finally:
         engine.close()
         del engine
@@ -179,12 +179,12 @@ def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequen
     engine = Engine(config, timed)
     try:
         names = [engine.store.register(path.name, path).name for path in adapters]
-        for _ in _overhead_of(engine, timed, clock, names, len(names), 0):
+        for _ in _overhead_of(engine, timed, clock, names, count=len(names), seed=0):
             """Loads the adapters."""
         found: dict[tuple[int, int], list[float]] = {}
         for rows in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, config.max_num_seqs}):
             if rows <= config.max_num_seqs:
-                for key, took in _overhead_of(engine, timed, clock, names, rows, rows):
+                for key, took in _overhead_of(engine, timed, clock, names, count=rows, seed=rows):
                     found.setdefault(key, []).append(took)
     finally:
         engine.store.close()

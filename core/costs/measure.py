@@ -255,7 +255,16 @@ class StepProfiler:
                 table, start = next(pages)
                 rows.append(
                     ScheduledSequence(
-                        f"row{len(rows)}", lora_index, tokens, start, table, _PARAMS, 0, True, tokens, start + count
+                        request_id=f"row{len(rows)}",
+                        lora_index=lora_index,
+                        tokens=tokens,
+                        start=start,
+                        pages=table,
+                        params=_PARAMS,
+                        seed=0,
+                        samples=True,
+                        token_ids=tokens,
+                        num_prompt_tokens=start + count,
                     )
                 )
         self._steps += 1

@@ -204,14 +204,14 @@ class CostModel:
                 users += 1
                 total += rank
                 largest = max(largest, rank)
-        return self.batch_seconds(rows, users, total, largest, kv_tokens, longest)
+        return self.batch_seconds(rows, users, total, largest, kv_tokens=kv_tokens, longest=longest)
 
     def batch_seconds(
         self, rows: int, users: int, ranks: int, max_rank: int, kv_tokens: int = 0, longest: int = 0
     ) -> float:
         """A decode step of `rows` requests, of which `users` have an adapter each; ranks: the sum of theirs."""
         work = self.kernel.rank_work(users, ranks, max_rank)
-        return self.step.seconds(StepWork(rows, rows, kv_tokens, longest, work, work, ranks))
+        return self.step.seconds(StepWork(rows, rows, kv_tokens, longest, work, token_ranks=work, adapter_ranks=ranks))
 
     def queue_seconds(self, tokens: int, prompts: int, token_ranks: int, max_rank: int) -> float:
         """The prompts of a queue in one step; token_ranks: the sum of ranks over their tokens.
@@ -221,12 +221,24 @@ class CostModel:
         """
         ranks = self.kernel.rank_work(prompts, token_ranks * prompts // max(1, tokens), max_rank)
         work = self.kernel.rank_work(tokens, token_ranks, max_rank)
-        return self.step.seconds(StepWork(tokens, prompts, 0, 0, ranks, work, max_rank, ragged=True))
+        return self.step.seconds(
+            StepWork(tokens, prompts, 0, 0, ranks, token_ranks=work, adapter_ranks=max_rank, ragged=True)
+        )
 
     def prefill_seconds(self, num_tokens: int, rank: int = 0) -> float:
         """One prompt of `num_tokens` tokens, alone in its step."""
         pairs = num_tokens * (num_tokens + 1) / 2
-        work = StepWork(num_tokens, 1, num_tokens, 0, rank, num_tokens * rank, rank, pairs, ragged=True)
+        work = StepWork(
+            num_tokens,
+            1,
+            num_tokens,
+            0,
+            rank,
+            token_ranks=num_tokens * rank,
+            adapter_ranks=rank,
+            pairs=pairs,
+            ragged=True,
+        )
         return self.step.seconds(work)
 
     def swap_seconds(self, num_bytes: int) -> float:

@@ -40,7 +40,7 @@ def _of_sequences(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
             row_ranks += rank
     if plan.bucket is not None:
         work = kernel.rank_work(using, row_ranks, max(ranks)) if using else 0
-        return StepWork(plan.bucket, tokens, kv_tokens, longest, work, work, adapter_ranks)
+        return StepWork(plan.bucket, tokens, kv_tokens, longest, work, token_ranks=work, adapter_ranks=adapter_ranks)
     pairs, more_using, token_ranks = 0.0, 0, row_ranks
     for sequence in sequences:
         count = len(sequence.tokens)
@@ -59,10 +59,10 @@ def _of_sequences(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
         kv_tokens,
         longest,
         kernel.rank_work(using, row_ranks, largest),
-        kernel.rank_work(using + more_using, token_ranks, largest),
-        adapter_ranks,
-        pairs,
-        True,
+        token_ranks=kernel.rank_work(using + more_using, token_ranks, largest),
+        adapter_ranks=adapter_ranks,
+        pairs=pairs,
+        ragged=True,
     )
 
 

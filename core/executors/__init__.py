@@ -1,1 +1,1 @@
-"""Executors: where a StepPlan turns into tokens."""
+"""Executors: they turn a StepPlan into tokens."""

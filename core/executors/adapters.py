@@ -1,4 +1,4 @@
-"""Adapter backends of the executors: read adapters' files, and move them into the arena."""
+"""Adapter backends of the executors: they read adapter files and move adapters into the arena."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ..model.lora_state_cuda import MAX_PARTS
 
 
 class ModelAdapters:
-    """Reads PEFT directories and moves them into an executor's arena, layer by layer.
+    """Reads PEFT directories and moves adapters into an executor's arena, layer by layer.
 
-    pinned_bytes: most host memory that is pinned for images. scope: in which the arena's device is given copies.
-    failure: see `open_dma`.
+    pinned_bytes: the most host memory that is pinned for images. scope: context in which copies to the arena's device
+    are issued. failure: see `open_dma`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ModelAdapters:
         return inspect_adapter(path, config.module_dims, config.num_layers, roots, config.module_paths)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        """The layout of the manifest's parts; adapters of equal shape share one."""
+        """Return the layout of the manifest's parts; adapters of equal shape share one."""
         key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts)
         found = self._layouts.get(key)
         if found is None:
@@ -71,7 +71,7 @@ class ModelAdapters:
             return None if transfer.is_done() else transfer
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer:
-        """`place`, with a transfer in any case."""
+        """Like `place`, but always return a transfer."""
         with self._scope():
             return self.dma.copies.start(image, layout, pages)
 
@@ -90,7 +90,10 @@ class ModelAdapters:
 
 
 class CudaAdapters(ModelAdapters):
-    """Refuses what the static tables of a GPU can't hold. `place` is called by the thread that launches steps."""
+    """Adapter backend of a GPU: it refuses adapters that the static tables can't hold.
+
+    The thread that launches steps calls `place`.
+    """
 
     def __init__(
         self,
@@ -111,20 +114,20 @@ class CudaAdapters(ModelAdapters):
         return manifest
 
     def close(self) -> None:
-        """Wait until nothing is being copied."""
+        """Wait until no copy is running."""
         self.dma.copies.close()
 
 
 def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
-    """AdapterFormatError for an adapter that the static tables of a GPU can't hold."""
+    """Raise AdapterFormatError for an adapter that the static tables of a GPU can't hold."""
     if manifest.rank > max_rank:
         raise AdapterFormatError(
             f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"
         )
     if len(manifest.parts) > MAX_PARTS:
         raise AdapterFormatError(
-            f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} parts that differ; "
-            f"on a GPU at most {MAX_PARTS} may"
+            f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} different parts; "
+            f"a GPU serves at most {MAX_PARTS}"
         )
 
 
@@ -135,5 +138,5 @@ def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> nat
 
 @lru_cache(64)
 def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
-    """The same jobs as the library takes them, checked once; `ITEM_BYTES` and it count element types alike."""
+    """The same jobs in the library's form, checked once; `ITEM_BYTES` and the library number element types alike."""
     return native_reader.ReadJobs(jobs.table, jobs.groups, jobs.spans, out_elems)

@@ -1,4 +1,4 @@
-"""Runs the rows of a failed step one by one, so that only rows that fail again are lost."""
+"""Reruns the entries of a failed step one by one, so only requests that fail again are lost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
-    """Run each row of a plan in a step of its own; return the joint result, with an error for each row that raised.
+    """Run each entry of a plan in its own step; return the joint result, with an error for each entry that raised.
 
-    A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
+    A step writes only the KV of its own entries, so running an entry again is harmless. Raises ExecutorLost.
     """
     merged = StepResult()
     for row in plan.sequences:

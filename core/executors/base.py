@@ -1,4 +1,4 @@
-"""Interface of executors, and the common part of executors that load a model."""
+"""The interface of executors, and the part that all executors with a real model share."""
 
 from __future__ import annotations
 
@@ -33,42 +33,46 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     window: int | None = None
-    """The sliding window, where it is what bounds `max_model_len`."""
+    """The sliding window, if it limits `max_model_len`."""
     grammars: Grammars | None = field(default=None, compare=False)
-    """Grammars over its tokens; None where no tokens are drawn, as in a simulation."""
+    """Grammars over its tokens; None if no tokens are sampled, as in a simulation."""
 
 
 class ShadowBackend(Protocol):
-    """Makes shadow weights: a copy of the weights that an adapter changes, with the adapter in it."""
+    """Makes merged weights (a shadow): a copy of the weights that an adapter changes, with the adapter added."""
 
     def sizes(self, adapter: Adapter) -> list[int]:
-        """Return the lengths of the runs of pages that an adapter's shadow takes."""
+        """Return the lengths of the runs of pages that an adapter's merged weights take."""
         ...
 
     def wished_runs(self, adapter: Adapter) -> list[range] | None:
-        """Return runs of `sizes` where an adapter's shadow is made sooner than elsewhere, because steps have been
-        captured with these places in them; None if it does not matter.
+        """Return the preferred runs of `sizes` for an adapter's merged weights, or None if it does not matter.
+
+        Merged weights are ready sooner there, because steps were captured with these addresses.
         """
         ...
 
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
-        """Begin the shadow of an adapter that is complete in the arena, in runs of `sizes`; drop the present one."""
+        """Begin the merged weights of an adapter that is complete in the arena, in runs of `sizes`; drop the present
+        ones.
+        """
         ...
 
     def advance(self, max_seconds: float) -> bool:
-        """Do some of the work, for about `max_seconds` at most; True when plans may name the adapter as `merged`.
+        """Do some of the work, for at most about `max_seconds`; return True once plans may name the adapter as
+        `merged`.
 
-        Raises CannotMerge; the caller must then drop the shadow.
+        Raises CannotMerge; then the caller must drop the shadow.
         """
         ...
 
     @property
     def share_made(self) -> float:
-        """Share of the shadow's weights that are made, 0 to 1."""
+        """Share of the merged weights that are made, 0 to 1."""
         ...
 
     def drop(self) -> None:
-        """Drop the shadow; its pages may then have another owner."""
+        """Drop the merged weights; their pages may then get another owner."""
         ...
 
 
@@ -76,22 +80,23 @@ class StartedStep(Protocol):
     """A step that was launched."""
 
     def sample(self) -> None:
-        """Launch the sampling of a step ahead with rows that look back (`ScheduledSequence.looks_back`); other steps
-        have been launched whole. Call it once the rows' requests have the tokens of the step before, and before the
-        next step is launched. Raises what `Executor.execute` raises.
+        """Launch the sampling of an async step with entries that look back (`ScheduledSequence.looks_back`).
+
+        Other steps were launched whole. Call it once the requests have the tokens of the previous step, and before the
+        next step is launched. Raises the errors of `Executor.execute`.
         """
         ...
 
     def result(self) -> StepResult:
         """Wait for the step. Call it at most once, and before the step after next is launched.
 
-        Raises what `Executor.execute` raises.
+        Raises the errors of `Executor.execute`.
         """
         ...
 
 
 class Executor(Protocol):
-    """Owns the model's weights and the arena, and runs steps; it knows nothing of queues."""
+    """Owns the model's weights and the arena, and runs steps; it knows nothing about queues."""
 
     @property
     def model(self) -> ModelInfo: ...
@@ -103,27 +108,27 @@ class Executor(Protocol):
     def adapters(self) -> AdapterBackend: ...
     @property
     def shadow(self) -> ShadowBackend | None:
-        """None where no adapter can be merged."""
+        """None if no adapter can be merged."""
         ...
 
     @property
     def swaps(self) -> SwapBackend | None:
-        """None where KV of preempted requests can't be kept."""
+        """None if the KV of preempted requests can't be kept."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots.
+        """Run one step. Running the same plan again gives the same result, because a step only writes its own KV slots.
 
-        Raises ExecutorLost when no step can run any more.
+        Raises ExecutorLost if no step can run any more.
         """
         ...
 
     @property
     def start(self) -> Callable[[StepPlan], StartedStep] | None:
-        """Launch a step without waiting for it; None for an executor that gains nothing by that.
+        """Launch a step without waiting for it; None for an executor that gains nothing by it.
 
-        Before a decode step's result is asked for, the next one may be launched, with `sources` in its plan. All steps,
-        and copies from and into the arena, do their work in the order in which they were launched.
+        The next step may be launched, with `sources` in its plan, before a decode step's result is read. All steps, and
+        copies to and from the arena, run in the order in which they were launched.
         """
         ...
 
@@ -135,32 +140,30 @@ class Watchable(Protocol):
     """An executor that can be lost while no step runs."""
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Have `on_lost` called, from any thread, when that happens."""
+        """Register `on_lost`, which is called when the executor is lost, from any thread."""
         ...
 
 
 @runtime_checkable
 class Assisted(Protocol):
-    """An executor that chooses how prompts begin with an adapter on its way."""
+    """An executor that chooses how prompts start while their adapter is being loaded."""
 
     @property
     def cold_starts(self) -> ColdStarts: ...
 
 
 class ModelExecutor:
-    """Shapes of the checkpoint that a configuration names: what an executor knows before it reads any weight."""
+    """The shapes of the configured checkpoint: everything that an executor knows before it reads weights."""
 
     within_window = False
     """Whether requests are by default no longer than the model's attention window."""
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
-        """shard: the share of the model that the executor computes. Raises UnsupportedModel.
-
-        whole: shapes of the model; config: of the share.
-        """
+        """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
         self.whole, self.shard = ModelConfig.read(config.model), shard
+        """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)

@@ -1,4 +1,4 @@
-"""Choice of the executor by configuration, and of what the configuration leaves to the device."""
+"""Chooses the executor, and the settings that the configuration leaves to the machine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from .base import Executor
 from .host_memory import default_host_cache_bytes
 
 DRIVER = Path("/dev/nvidiactl")
-"""NVIDIA's driver, where there is one."""
+"""Device file of NVIDIA's driver."""
 
-#: Bytes of a GPU's memory → most rows and tokens of a step by default, the largest first. What the configuration's own
-#: fields say by default is for a CPU, and for what is smaller than all of these.
+#: GPU memory in bytes → default max_num_seqs and max_num_batched_tokens, largest first. The configuration's own
+#: defaults are for a CPU, and for GPUs smaller than all of these.
 GPU_BATCHES = {40 << 30: (256, 8192), 14 << 30: (128, 4096)}
 
 
 def completed(config: EngineConfig) -> EngineConfig:
-    """The configuration with what it leaves open chosen by the machine: images in host memory, and on a GPU the rows
-    and tokens of a step by its memory.
-    """
+    """Complete the configuration from the machine: host memory for images and, on a GPU, the batch limits."""
     chosen = {}
     if config.host_cache_bytes is None:
         chosen["host_cache_bytes"] = default_host_cache_bytes()
@@ -37,12 +35,12 @@ def completed(config: EngineConfig) -> EngineConfig:
 
 
 def gpu_batch(memory: int) -> tuple[int, int] | None:
-    """Most rows and tokens of a step on a GPU of this many bytes; None where the configuration's own are kept."""
+    """Default max_num_seqs and max_num_batched_tokens for a GPU of this size; None to keep the configuration's."""
     return next((batch for least, batch in GPU_BATCHES.items() if memory >= least), None)
 
 
 def gpu_bytes(device: str) -> int:
-    """Memory of the GPU that `device` means; 0 where it means the CPU, or a GPU that is not there."""
+    """Memory of the GPU that `device` names; 0 for the CPU, or a GPU that does not exist."""
     if not uses_gpu(device):
         return 0
     import torch
@@ -53,15 +51,15 @@ def gpu_bytes(device: str) -> int:
 
 
 def open_executor(config: EngineConfig) -> Executor:
-    """Load the model where `config.device` says; with `auto` on a GPU where there is one and Triton is installed.
+    """Load the model on `config.device`; `auto` means a GPU if there is one and Triton is installed.
 
-    Raises UnsupportedModel for a checkpoint, DeviceError for a device that is not there, OutOfDeviceMemory.
+    Raises UnsupportedModel for a checkpoint, DeviceError for a device that does not exist, and OutOfDeviceMemory.
     """
     size, workers = config.tensor_parallel_size, config.offload_workers
     on_gpu = uses_gpu(config.device)
     if workers and size > 1:
         raise _refusal(
-            f"offload_workers is {workers}, and tensor_parallel_size is {size}: ranks have none; set one of them to "
+            f"offload_workers is {workers} and tensor_parallel_size is {size}: use one of them; set the other to "
             "its default"
         )
     if on_gpu and size > 1:
@@ -88,7 +86,7 @@ def _refusal(text: str) -> RuntimeError:
 
 
 def may_use_gpu(device: str) -> bool:
-    """What `uses_gpu` will say, as far as can be known without torch, which takes seconds to import."""
+    """Predict `uses_gpu` without importing torch, which takes seconds."""
     if device != "auto":
         return device != "cpu"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -96,7 +94,7 @@ def may_use_gpu(device: str) -> bool:
 
 
 def uses_gpu(device: str) -> bool:
-    """Return the device that `device`, which may be `auto`, means on this machine."""
+    """True if `device`, which may be `auto`, means a GPU on this machine."""
     if device != "auto":
         return device != "cpu"
     import torch

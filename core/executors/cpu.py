@@ -1,4 +1,4 @@
-"""The CPU executor: a real backend with the buckets and static buffers of the CUDA one."""
+"""The CPU executor: a production backend with the same buckets and static buffers as the CUDA executor."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ A = TypeVar("A", bound=RowPlan)
 
 
 class CpuExecutor(ModelExecutor):
-    """Runs steps with torch on the CPU. One thread at a time."""
+    """Runs steps on the CPU. Any one thread at a time may use it."""
 
-    start = None  # it computes on the host's processors: none is free to plan the next step meanwhile
+    start = None  # it computes on the host's processors, so no processor is free to plan the next step meanwhile
 
     def __init__(self, config: EngineConfig, rank_context: RankContext | None = None) -> None:
-        """rank_context: the rank that it computes a share of the model as, if there are several."""
+        """rank_context: the TP rank whose share of the model it computes, if there are several."""
         threads = cpu_threads(config)
         torch.set_num_threads(threads)
         super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
@@ -73,8 +73,8 @@ class CpuExecutor(ModelExecutor):
         if config.offload_workers:
             if not native:
                 raise UnsupportedModel(
-                    f"offload_workers is {config.offload_workers}, and steps run on torch's operators, which lend "
-                    "nothing; set it to 0"
+                    f"offload_workers is {config.offload_workers}, but steps run on torch's operators; "
+                    "set it to 0, or use cpu_kernels 'native'"
                 )
             self._offload = LoraOffload(config, self.config, self.layout.page_elems, dtype)
             self._offload.use_adapters(OffloadAdapters(self.config, self.arena, dtype))
@@ -85,7 +85,7 @@ class CpuExecutor(ModelExecutor):
         with open_weights(config.model, self.whole, dtype, load_format=config.load_format, shard=shard) as weights:
             if native:
                 self.decoder = NativeDecoderModel(self.config, weights, self.arena, max_model_len, threads, ranks)
-                torch.set_num_threads(1)  # the native decoder does the work; torch's threads would spin beside it
+                torch.set_num_threads(1)  # the native decoder does the work; torch's threads would only spin
                 self._sampling: Sampling = self.decoder.sampling
                 self.steps = _Steps(self.decoder, *setup)
             else:
@@ -111,7 +111,7 @@ class CpuExecutor(ModelExecutor):
                 return self._sample(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
         plain = (
             asking if self.shard.size == 1 else []
-        )  # ranks have columns of the logits each: none draws within a step
+        )  # each TP rank has only some columns of the logits, so none can sample within a step
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
         kept = [
             index
@@ -124,9 +124,9 @@ class CpuExecutor(ModelExecutor):
         return self._sample(plan, model.best, RowLogits(logits, at), sampled)
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> list[str]:
-        """Compute a step as another rank than the first, which samples the tokens; return the requests with void rows.
+        """Compute a step as a rank other than the first, which samples; return the requests with void entries.
 
-        kept: rows of which the first rank wants more logits than the largest.
+        kept: entries for which the first rank wants more logits than the largest.
         """
         self._check(plan)
         model = self.decoder
@@ -169,7 +169,7 @@ class CpuExecutor(ModelExecutor):
 
 
 class _Model(Protocol[A]):
-    """A model, and attention in the form that it takes."""
+    """A model, with its own form of attention."""
 
     def new_attention(self) -> A: ...
 
@@ -177,7 +177,7 @@ class _Model(Protocol[A]):
 
 
 class _Steps(Generic[A]):
-    """Computes steps of a model: ragged ones as they come, decode steps in the static buffers of their bucket."""
+    """Computes the steps of a model: ragged steps directly, decode steps in the static buffers of their bucket."""
 
     def __init__(
         self, model: _Model[A], lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
@@ -192,7 +192,7 @@ class _Steps(Generic[A]):
         self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Logits of a step's rows."""
+        """Logits of a step's entries."""
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class _Steps(Generic[A]):
 
 
 class RankContext(Protocol):
-    """A rank's place among several: its share of the model, and memory that all of them have."""
+    """A TP rank among several: its share of the model, and the memory that all of them share."""
 
     @property
     def shard(self) -> Shard: ...
@@ -259,13 +259,13 @@ class RankContext(Protocol):
 
 
 def cpu_threads(config: EngineConfig) -> int:
-    """Threads of each rank: by default of the processors that offload workers leave."""
+    """Threads of each rank: by default, of the processors that offload workers leave."""
     threads = config.threads or max(1, available_cpus() - config.offload_workers)
     return max(1, threads // config.tensor_parallel_size)
 
 
 def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, weight_bytes: int) -> int:
-    """Pages of the arena. layout: of a page of all ranks; weight_bytes: of all ranks."""
+    """Number of pages of the arena. layout: of a page of all ranks together; weight_bytes: of all ranks together."""
     if config.num_pages is not None:
         return config.num_pages
     if (num_bytes := config.memory_bytes) is None:
@@ -281,15 +281,16 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     if (reason := why_unsupported(model, dtype, config.tensor_parallel_size)) is None:
         return True
     if config.cpu_kernels == "native":
-        raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; or use 'auto' or 'torch'")
+        raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")
     logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
     return False
 
 
 def _torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return what torch's operators are to compute in: float32, where the processor is slow in `dtype` and the machine
-    has memory for copies of the weights. By its features and its size alone, so that replicas on alike machines answer
-    alike.
+    """Return the dtype in which torch's operators compute.
+
+    It is float32 if the processor is slow in `dtype` and the machine has memory for copies of the weights. It depends
+    only on the processor's features and the machine's size, so replicas on equal machines give the same outputs.
     """
     name = str(dtype).removeprefix("torch.")
     if has_fast_products(name):
@@ -299,12 +300,16 @@ def _torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -
     if num_bytes <= limit:
         logger.warning(
             "this processor is slow in %s: weights are kept as float32 too, in %d MiB; with the native decoder they "
-            "need not be", name, num_bytes >> 20,
-        )  # fmt: skip
+            "need not be",
+            name,
+            num_bytes >> 20,
+        )
         return torch.float32
     logger.warning(
         "this processor is slow in %s, and copies of the weights in float32, %d MiB, are more than the %d MiB that are "
         "left for them: more memory, a smaller memory_bytes or the native decoder would make steps faster",
-        name, num_bytes >> 20, max(0, limit) >> 20,
-    )  # fmt: skip
+        name,
+        num_bytes >> 20,
+        max(0, limit) >> 20,
+    )
     return dtype

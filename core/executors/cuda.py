@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class watched:
-    """Scope of a device's work; raises ExecutorLost instead of an error that has ended the device."""
+    """Scope for work on a device; it raises ExecutorLost in place of an error that has ended the device."""
 
     __slots__ = ("_device", "_scope")
 
@@ -67,7 +67,7 @@ class watched:
 
 
 class CudaExecutor(ModelExecutor):
-    """Runs steps on one GPU, of all of the model or of a rank's share. One thread at a time, any thread."""
+    """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
 
     within_window = True
 
@@ -78,9 +78,9 @@ class CudaExecutor(ModelExecutor):
         driver: CupyDriver | None = None,
         rank_context: DeviceRankContext | None = None,
     ) -> None:
-        """device: the configuration's GPU by default; driver: of the same, for offload workers. rank_context: the rank
-        that it is, if there are several; then it loads its share, and `measure` and `open` follow once all have. Raises
-        DeviceError, UnsupportedModel, OutOfDeviceMemory.
+        """device: by default the configured GPU; driver: the same device's, for offload workers. rank_context: the TP
+        rank that it is, if there are several. Then it only loads its share; `measure` and `open` follow once all ranks
+        have loaded. Raises DeviceError, UnsupportedModel and OutOfDeviceMemory.
         """
         super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         check_offload(config, self._dtype)
@@ -97,8 +97,9 @@ class CudaExecutor(ModelExecutor):
             self.open(self.measure())
 
     def measure(self) -> int:
-        """Make what steps need beside an arena, and find how many pages that may have; all ranks together. Raises
-        OutOfDeviceMemory.
+        """Allocate everything that steps need except an arena, and return the number of pages that the arena may have.
+
+        All ranks call it together. Raises OutOfDeviceMemory.
         """
         with self._device.scope():
             if self._rank_context is not None:
@@ -109,7 +110,9 @@ class CudaExecutor(ModelExecutor):
                 return self._measure(self._free)
 
     def open(self, num_pages: int) -> None:
-        """Make an arena of so many pages, and capture what is captured ahead; all ranks together."""
+        """Make an arena of `num_pages` pages, and capture the graphs that are captured ahead; all ranks call it
+        together.
+        """
         self.num_pages = num_pages
         with self._device.scope():
             self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
@@ -136,7 +139,7 @@ class CudaExecutor(ModelExecutor):
         return self.start(plan).result()
 
     def start(self, plan: StepPlan) -> _Started:
-        """Launch a step. What is computed from its tokens on the device is in order whatever the host does."""
+        """Launch a step. Work that depends on its tokens runs in order on the device, whatever the host does."""
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             rows, steps = plan.sequences, self.steps
             outputs = self._launch(plan, steps.asks_logits(rows))
@@ -147,9 +150,9 @@ class CudaExecutor(ModelExecutor):
             return _Started(self._device, late, sample, read, end)
 
     def follow(self, plan: StepPlan, asks_logits: bool) -> list[str]:
-        """Launch a step as another rank than the first, which samples the tokens; return the requests with void rows.
+        """Launch a step as a rank other than the first, which samples; return the requests with void entries.
 
-        asks_logits: a row asks for more than the largest of its logits.
+        asks_logits: an entry needs more than the largest of its logits.
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
             self._launch(plan, asks_logits)
@@ -157,7 +160,7 @@ class CudaExecutor(ModelExecutor):
             return self.steps.lora.late_requests(plan.sequences) if plan.adapters else []
 
     def advance(self) -> None:
-        """Issue the next copies, and wait for nothing. Raises ExecutorLost if the device has failed."""
+        """Issue the next copies without waiting. Raises ExecutorLost if the device has failed."""
         with self._watched():
             self.adapters.dma.copies.advance()
             self._device.is_done()
@@ -193,7 +196,7 @@ class CudaExecutor(ModelExecutor):
                 driver = CupyDriver(self._device.torch_device.index or 0, self._device.failure)
             except MissingCupy as error:
                 raise DeviceError(
-                    f"offload_workers is {self._config.offload_workers}, and exchanges need CuPy; set it to 0, or "
+                    f"offload_workers is {self._config.offload_workers}, but exchanges need CuPy; set it to 0, or "
                     f"install CuPy: {error}"
                 ) from error
         return CudaLoraOffload(self._config, self.config, self.layout.page_elems, self._dtype, self._device, driver)
@@ -202,13 +205,14 @@ class CudaExecutor(ModelExecutor):
         config = self._config
         of_arena = self.config, self.arena, self._dtype, self._watched, self._device.failure, config.max_lora_rank
         if self._offload is None:
-            return CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)  # or ranks' images
+            # TP ranks use the images of the first process instead
+            return CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)
         adapters = CudaOffloadAdapters(*of_arena, 0)
         self._offload.use_adapters(adapters)
         return adapters
 
     def _load(self) -> DecoderModel:
-        """Weights, with an arena of two pages until it is known how large the real one can be."""
+        """Load the weights, with an arena of two pages until the size of the real one is known."""
         config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
@@ -219,12 +223,17 @@ class CudaExecutor(ModelExecutor):
             return DecoderModel(self.config, weights, arena, self.model.max_model_len)
 
     def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
-        """Static buffers, and what computes attention."""
+        """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
         where = device.torch_device
         try:
             attention = choose_attention(
-                model.num_heads, model.num_kv_heads, model.head_dim, self.layout.block_tokens, self._dtype, where,
+                model.num_heads,
+                model.num_kv_heads,
+                model.head_dim,
+                self.layout.block_tokens,
+                self._dtype,
+                where,
                 max_rows=config.max_num_seqs,
                 max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
                 wanted=config.attention,
@@ -234,13 +243,13 @@ class CudaExecutor(ModelExecutor):
             raise DeviceError(str(error)) from error
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
-            logger.warning("attention would be faster by FlashInfer; %s: %s", attention.reason, attention.fix)
+            logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)
         return CudaSteps(config, decoder, decoder.arena, attention, device, self.model.max_model_len)
 
     def _measure(self, free_at_first: int) -> int:
-        """Number of pages that the arena gets, by what the largest step and the graphs leave.
+        """Number of pages of the arena, after the memory of the largest step and the graphs.
 
-        free_at_first: bytes before anything was loaded.
+        free_at_first: free bytes before anything was loaded.
         """
         config, device, page_bytes = self._config, self._device, self.layout.page_bytes
         activations = device.peak_bytes(self.steps.largest_step)
@@ -262,15 +271,17 @@ class CudaExecutor(ModelExecutor):
 
 @dataclass(slots=True, eq=False)
 class _Started:
-    """A launched step. late: requests of adapters that missed the deadline. sample: launches the sampling; read: what
-    that gave, which waits for the tokens, None before. end: see `CudaLoraOffload.end`; None without offload workers.
-    """
+    """A launched step."""
 
     _device: CudaDevice
     _late: list[str]
+    """Requests whose adapters missed the deadline."""
     _sample: Callable[[], Callable[[], StepResult]]
+    """Launches the sampling, and returns the function that waits for the tokens."""
     _read: Callable[[], StepResult] | None
+    """Waits for the tokens; None before the sampling is launched."""
     _end: Callable[[], list[str]] | None
+    """See `CudaLoraOffload.end`; None without offload workers."""
 
     def sample(self) -> None:
         if self._read is None:
@@ -279,7 +290,7 @@ class _Started:
 
     def result(self) -> StepResult:
         if self._read is None:
-            raise RuntimeError("a step is read before its tokens are sampled")
+            raise RuntimeError("sample() must be called before result()")
         with watched(self._device):
             result = self._read()
         for request_id in self._late if self._end is None else [*self._late, *self._end()]:
@@ -288,10 +299,10 @@ class _Started:
 
 
 def check_offload(config: EngineConfig, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModel where offload workers are asked for and can't compute."""
+    """Raise UnsupportedModel if offload workers are configured but can't compute."""
     if config.offload_workers and (reason := native_library.why_unavailable(dtype)) is not None:
         raise UnsupportedModel(
-            f"offload_workers is {config.offload_workers}, and they run the native library: {reason}; or set it to 0"
+            f"offload_workers is {config.offload_workers}, but they need the native library: {reason}; or set it to 0"
         )
 
 
@@ -300,6 +311,6 @@ def _index(device: str) -> int:
 
 
 def _name(plan: StepPlan) -> str:
-    """The step's name for profilers: `step.decode.b8.lora`, `step.ragged.base`."""
+    """The step's name for profilers, such as `step.decode.b8.lora` or `step.ragged.base`."""
     kind = "ragged" if plan.bucket is None else f"decode.b{plan.bucket}"
     return f"step.{kind}.{plan.mode}"

@@ -1,14 +1,15 @@
-"""A GPU as rank 0 of exchanges to processes of its host, for which the host never waits (CaraServe §4.2).
+"""The GPU as rank 0 of exchanges with offload workers, without the host ever waiting for them (CaraServe §4.2).
 
-The compute stream is given an exchange before any of it has run: the rows x go to pinned memory, then the sum's number
-to the GPU's word; the base product runs meanwhile; the stream writes its word again, waits until every process's word
-has that number, and copies the products back. For a process that is as if rank 0 were of the host
-(`ops/native/offload.h`).
+The host launches an exchange on the compute stream before any of it has run. The rows x go to pinned memory, then the
+number of the collective goes to the GPU's word. The base GEMM runs meanwhile. The stream then writes its word again,
+waits until every worker's word has that number, and copies the LoRA terms back. To a worker, the GPU looks like a rank
+0 on the host (`ops/native/offload.h`).
 
-Why each reads the right bytes. A stream does its work in order, and a write of a value comes after all writes before
-it: a process that sees the number sees x. It writes its word after its products, so they are there when the wait ends.
-The next x is copied after that wait, when every process has read this one, and the next products are written after the
-next number, which follows the copy of these. What is to be computed stands in memory that is written once a step.
+Each side reads the right bytes, for these reasons. A stream works in order, and it writes a value after all earlier
+writes: a worker that sees the number also sees x. A worker writes its word after its LoRA terms, so they are present
+when the wait ends. The next x is copied after that wait, when every worker has read the present one. The next LoRA
+terms are written after the next number, which follows the copy of the present ones. The description of the work is in
+memory that is written once per step.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ _MASK = 0xFFFFFFFF
 
 
 class CudaExchange:
-    """The GPU's side. One thread at a time, but for `is_stuck` and `give_up`, which another one calls.
-
-    is_given_up: products that came back since are void.
+    """The GPU's side of exchanges. One thread at a time may use it, except that another one calls `is_stuck` and
+    `give_up`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CudaExchange:
         device: torch.device,
     ) -> None:
         """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. shapes: see `OffloadWorker`; dtype:
-        of the model.
+        the model's.
         """
         self._ranks, self._driver, self._widths = ranks, driver, group_widths(shapes)
         memory = (ctypes.c_uint8 * EXCHANGES_BYTES).from_address(exchanges)
@@ -57,20 +57,21 @@ class CudaExchange:
         self._x = torch.zeros(most_rows * max(self._x_elems), dtype=inputs, device=device)
         self._y = torch.zeros(most_rows * max(self._y_elems), device=device)
         self._words = [ctypes.c_int64.from_address(ranks.word(rank)) for rank in range(ranks.size)]
-        self._number = 0  # of the last sum that was launched
-        self._seen: list[int] = []  # the words when they were last looked at
-        self._moved = 0.0  # when they changed
+        self._number = 0  # of the last collective launched
+        self._seen: list[int] = []  # the words when they were last checked
+        self._moved = 0.0  # when the words last changed
         self.is_given_up = False
+        """LoRA terms that came back since then are void."""
 
     def input_rows(self, group: int, rows: int) -> torch.Tensor:
-        """Rows `[rows, in]` on the device, to be written before they are lent."""
+        """Rows `[rows, in]` on the device, to be written before they are offloaded."""
         elems = self._x_elems[group]
         return self._x[: rows * elems].view(rows, elems)[:, : self._widths[group][0]]
 
     def offload(self, group: int, layer: int, active: Sequence[int], rows: int) -> None:
-        """Hand `rows` of the `input_rows` over, once the compute stream's work so far is done.
+        """Send `rows` of the `input_rows` to the workers, once the compute stream's work so far is done.
 
-        active: the lent segments of which they are.
+        active: the offloaded segments that the rows belong to.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
         asked = self._exchanges[ranks.num_sums // 2 % MAX_EXCHANGES]
@@ -79,14 +80,14 @@ class CudaExchange:
         asked["active"][list(active)] = 1
         number = ranks.count()
         if ranks.num_sums == 1:
-            self._words[0].value = number - 1  # the stream writes the lower half alone
+            self._words[0].value = number - 1  # the stream writes only the lower half
         self._number = number
         num_bytes = rows * self._x_elems[group] * self._x.itemsize
         driver.memcpy_async(ranks.part(0), self._x.data_ptr(), num_bytes, False, stream)
         driver.write_value(stream, ranks.word(0), number & _MASK)
 
     def collect(self, group: int, share: Sequence[int]) -> torch.Tensor:
-        """The products `[rows, out]` float32 of the last exchange, which are there for what is launched from now on.
+        """Return the LoRA terms `[rows, out]` float32 of the last exchange, valid for work launched from now on.
 
         share: see `OffloadedSegments`.
         """
@@ -104,8 +105,10 @@ class CudaExchange:
         return self._y[: share[-1] * elems].view(share[-1], elems)[:, : self._widths[group][1]]
 
     def is_stuck(self, patience: float) -> bool:
-        """True if the device waits for a process that has ended, or if nothing of what was launched has gone on for
-        `patience` seconds; to be asked again and again.
+        """True if the device waits for a worker that has ended, or no launched exchange has progressed for `patience`
+        seconds.
+
+        It must be called repeatedly.
         """
         words, now = [word.value for word in self._words], time.monotonic()
         if words != self._seen or min(words) >= self._number:
@@ -119,7 +122,7 @@ class CudaExchange:
         return now - self._moved > patience
 
     def give_up(self) -> None:
-        """Let the device go on without the processes, all of which have ended."""
+        """Release the device from waiting for the workers, all of which have ended."""
         self.is_given_up = True
         for word in self._words[1:]:
             word.value = self._number

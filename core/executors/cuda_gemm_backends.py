@@ -1,4 +1,4 @@
-"""Choice of the GEMM backend in decode steps of few rows: cuBLAS, or our kernel where it is faster."""
+"""Chooses the GEMM backend for decode steps of few sequences: cuBLAS, or Chorus's kernel if it is faster."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 SmallGemm = Literal["auto", "on", "fused", "off"]
 
-#: Names of the GEMMs for logs, by their index in a step's backends.
+#: Names of the GEMMs in logs, by their index in a step's backends.
 NAMES = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate and up", DOWN: "down", HEAD: "logits"}
 
-#: GEMM backends of a product in a tile that have been found wrong.
+#: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[int, int, GemmBackend]]
 
-#: Data types that our kernel serves, with the largest difference from the library's values as a share of the largest:
-#: two units in the last place.
+#: Dtypes that Chorus's kernel supports, with the largest difference from the library's values, relative to the largest
+#: value: two units in the last place.
 TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
@@ -44,14 +44,18 @@ def choose_gemm_backends(
     *,
     captures: bool,
 ) -> Mapping[int, GemmBackends]:
-    """GEMM backends of each bucket's products; to be called before anything is captured, or any adapter is in the
-    arena, which is zeros again in the end.
+    """Choose the GEMM backends of each bucket.
 
-    setting: `off` for the library's alone; `on` for ours, and `fused` for ours with adapters expanded in them, wherever
-    they give the library's values; `auto` for whatever takes the device least in a step of the base model and one with
-    an adapter in every row, product by product and bucket by bucket. One way serves both, so that a row's product does
-    not depend on other rows' adapters.
-    captures: decode steps will be captured, as what is measured is; eager ones wait for the host's launches.
+    Call it before anything is captured and before any adapter is in the arena, which it leaves zeroed. captures: decode
+    steps will be captured, as the measurements are; eager steps would wait for the host's launches.
+
+    setting:
+    - `off`: only the library.
+    - `on`: Chorus's kernel wherever it gives the library's values.
+    - `fused`: the same, with adapters expanded in it.
+    - `auto`: the backend with the least device time, summed over a step of the base model and a step with an adapter
+      for every sequence. It is chosen per GEMM and bucket. One backend serves both kinds of steps, so a sequence's
+      result does not depend on other sequences' adapters.
     """
     backends = dict.fromkeys(sizes, BY_LIBRARY)
     dtype = decoder.weight(QKV).dtype
@@ -78,17 +82,16 @@ def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | N
     if setting == "off":
         return "small_gemm is off"
     if setting == "auto" and not captures:
-        return "steps are not captured, so the host's launches take longer than what there is to choose from"
+        return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:
-        return (
-            f"the kernel for few rows takes bfloat16 and float16, the model is in {str(dtype).removeprefix('torch.')}"
-        )
+        return f"the kernel for few rows needs bfloat16 or float16, the model is in {str(dtype).removeprefix('torch.')}"
     return None if find_spec("triton") is not None else "triton is not installed"
 
 
 def asked_backends(setting: SmallGemm, group: int, rows: int) -> list[GemmBackend]:
-    """GEMM backends of ours that a product of so many rows is to be tried with; `fused` beyond MAX_EXPANDED_ROWS is
-    `on`.
+    """Backends other than the library to try for a GEMM of so many rows.
+
+    Beyond MAX_EXPANDED_ROWS, `fused` means `on`.
     """
     asked = [GemmBackend.SMALL, *([] if group == HEAD or rows > MAX_EXPANDED_ROWS else [GemmBackend.EXPANDED])]
     if setting == "auto":
@@ -97,20 +100,22 @@ def asked_backends(setting: SmallGemm, group: int, rows: int) -> list[GemmBacken
 
 
 def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState, buckets: Sequence[int]) -> None:
-    """Compile whatever steps of such buckets may launch of each GEMM's backends, with adapters or without, as many
-    kernels at once as there are processors. What fails here fails again where it is tried, and is refused there.
+    """Compile every kernel that steps of these buckets may launch, as many at once as there are processors.
+
+    It covers all backends of each GEMM, with and without adapters. A kernel that fails here fails again when it is
+    tried, and is refused then.
     """
     from ...ops.launch_triton import compiling  # needs triton
     from ...ops.small_gemm_triton import multiply
 
     layer, launches = decoder.layers[0], lora.bucket(MAX_ROWS)
     biases = layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias, None
-    tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # the least rows of each, which have all its backends
+    tiles = {tile_rows(rows): rows for rows in reversed(buckets)}  # by tile, the least rows: all backends
     with suppress(Exception), compiling(available_cpus()):
         for rows, (group, bias) in itertools.product(tiles.values(), enumerate(biases)):
             weight, is_gate = decoder.weight(group), group == GATE_UP
             x = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-            for silu in {False, is_gate}:  # adapters may be added behind the product, and before the activation
+            for silu in {False, is_gate}:  # adapters may be added after the GEMM and before the activation
                 multiply(x, weight, bias, silu=silu, compile_only=True)
             if GemmBackend.EXPANDED in asked_backends(setting, group, rows):
                 shrunk = launches.shrink(group, x, 0, compile_only=True)
@@ -118,8 +123,9 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
 
 
 def _choose(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> tuple[GemmBackend, str]:
-    """GEMM backend of a product, and why: the times, if any. refused: what has been found wrong before, and is found
-    now.
+    """Return the backend of a GEMM and the reason: the measured times, if any.
+
+    refused: backends found to be wrong before; it adds those found now.
     """
     asked = []
     for backend in asked_backends(setting, rows.group, rows.count):
@@ -143,11 +149,11 @@ def _choose(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refuse
 
 
 class _Rows:
-    """A GEMM's rows to try backends with, drawn from a seed; all layers' products with them, or one's."""
+    """Random input rows of a GEMM, from a seed, to try backends with, in all layers or in one."""
 
     def __init__(self, decoder: DecoderModel, launches: LoraLaunches, group: int, count: int) -> None:
         self._decoder, self._launches, self.group, self.count = decoder, launches, group, count
-        # the logits' weight is one for all layers, and no adapter changes it
+        # all layers share the logits' weight, and no adapter changes it
         self._layers, self.steps = (decoder.layers[:1], (False,)) if group == HEAD else (decoder.layers, (False, True))
         self.num_layers = len(self._layers)
         weight = decoder.weight(group)
@@ -156,11 +162,11 @@ class _Rows:
         self._x, self._residual = sampled.unbind(0)
 
     def work(self, backend: GemmBackend, has_lora: bool) -> Callable[[], torch.Tensor]:
-        """The product in a step without adapters, or with."""
+        """The GEMM in a step with or without adapters."""
         return lambda: self._gemm(backend, has_lora, self._residual, self._layers)
 
     def problem(self, backend: GemmBackend, device: CudaDevice) -> str | None:
-        """Reason why a way can't serve: it does not compile, or gives other values than the library."""
+        """Why a backend can't be used: it does not compile, or its values differ from the library's; None if it can."""
         try:
             errors = [self._error(backend, has_lora) for has_lora in self.steps]
         except Exception as error:  # of any part of the compiler

@@ -1,8 +1,10 @@
 """CPU LoRA offload of steps on a GPU: the GPU's side of `lora_offload`.
 
-The host launches a step's layers before the device has computed them, so what is lent is what is not in its pages when
-the host comes to it. Lent rows wait for the offload workers on the device alone. Should these end, a thread of the host
-ends the wait, and the rows are void.
+The host launches a step's layers before the device has computed them. Therefore a step offloads the layers that are not
+in their pages when the host launches them. Only the device waits for the offload workers. If they end, a host thread
+ends that wait, and the offloaded rows are void.
+
+Tests: tests/core/executors/test_cuda_lora_offload.py
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from .lora_offload import PATIENCE_SECONDS, LoraOffload, OffloadAdapters, layers
 
 T = TypeVar("T")
 
-#: Most rows that a step hands over. From 1.84 r on (of rank r, at most 256) there is nothing to gain, and pinned memory
-#: has room for each process's rows of the widest projections, twice.
+#: The most rows that a step offloads. From 1.84 r rows on (r: the rank, at most 256) it gains nothing, and pinned
+#: memory has room for each worker's rows of the widest projections, twice.
 MOST_ROWS = 512
 
-#: Seconds between two looks at whether the device waits in vain.
+#: Seconds between two checks of whether the device waits in vain.
 _LOOK_SECONDS = 0.05
 
 
@@ -46,7 +48,7 @@ class CudaOffloadAdapters(OffloadAdapters, CudaAdapters):
 
 
 class CudaLoraOffload(LoraOffload):
-    """The offload workers of an executor on a GPU, one step of which lends at a time. One thread at a time."""
+    """The offload workers of a GPU executor. One step at a time offloads rows, and one thread at a time may use it."""
 
     def __init__(
         self,
@@ -63,9 +65,9 @@ class CudaLoraOffload(LoraOffload):
         self._exchange = CudaExchange(
             self._ranks, self._memory.exchanges, driver, self._shapes, dtype, self._most_rows, device.torch_device
         )
-        self._plan: StepPlan | None = None  # of the step that is under way
-        self._step_offload: CudaStepOffload | None = None  # of the same
-        self._ended: ExecutorLost | None = None  # why an offload worker has
+        self._plan: StepPlan | None = None  # of the step in flight
+        self._step_offload: CudaStepOffload | None = None  # of the step in flight
+        self._ended: ExecutorLost | None = None  # why an offload worker has ended
         self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="chorus-offload workers", daemon=True)
 
@@ -75,8 +77,9 @@ class CudaLoraOffload(LoraOffload):
         super().join()
 
     def launch(self, forward: Callable[[], T], plan: StepPlan) -> T:
-        """Launch a step; `end` it once its tokens are there, or never. One behind another that has not ended lends
-        nothing, and neither of the two is timed.
+        """Launch a step; call `end` once its tokens are back, or never.
+
+        A step launched before the previous one has ended offloads nothing, and neither of the two is timed.
         """
         is_behind = self._plan is not None
         self._abandon()
@@ -92,7 +95,7 @@ class CudaLoraOffload(LoraOffload):
         return result
 
     def offload(self, segments: Segments, lora_indices: Sequence[int], tables: SgmvTables) -> CudaStepOffload | None:
-        """Choose what of a step is lent, before its tables are written; see `CudaLoraState.offloading`."""
+        """Choose the segments of a step to offload, before its tables are written; see `CudaLoraState.offloading`."""
         offloaded = self.begin(segments)
         if offloaded is not None:
             self._step_offload = CudaStepOffload(
@@ -101,7 +104,7 @@ class CudaLoraOffload(LoraOffload):
         return self._step_offload
 
     def end(self, plan: StepPlan) -> list[str]:
-        """End a launched step, all of which the device has done; the requests with void rows."""
+        """End a launched step that the device has completed; return the requests with void rows."""
         if plan is not self._plan:
             return []
         self._plan, step_offload, self._step_offload = None, self._step_offload, None
@@ -117,7 +120,7 @@ class CudaLoraOffload(LoraOffload):
         super().close()
 
     def _abandon(self) -> None:
-        """End a step of which nobody asks for the tokens, or with another one behind it."""
+        """End a step whose tokens are not needed, or that another step follows."""
         if self._plan is not None and self._step_offload is not None:
             self._device.synchronize()
             self.end(self._plan)
@@ -142,7 +145,7 @@ class CudaLoraOffload(LoraOffload):
         self._ended = error
 
     def _watch(self) -> None:
-        """Let the device go on where it waits for offload workers in vain; on a thread of its own."""
+        """Release the device when it waits for offload workers in vain; runs on its own thread."""
         while not self._is_closed.wait(_LOOK_SECONDS):
             if self._exchange.is_stuck(PATIENCE_SECONDS):
                 self._processes.close()
@@ -153,7 +156,7 @@ class CudaLoraOffload(LoraOffload):
 
 
 class CudaStepOffload:
-    """What a step on a GPU lends, while it is launched layer by layer; see `StepOffload`."""
+    """The part of a GPU step that is offloaded, while the step is launched layer by layer; see `StepOffload`."""
 
     def __init__(
         self,
@@ -164,7 +167,7 @@ class CudaStepOffload:
         tables: SgmvTables,
         modules: Sequence[Sequence[int]],
     ) -> None:
-        """Gives each lent segment a descriptor of its own, in which the layers that are lent are left out."""
+        """Give each offloaded segment its own descriptor, in which the offloaded layers are left out."""
         self._exchange, self._offloaded, self._tables, self._modules = exchange, offloaded, tables, modules
         self._places = [range(segments.begin[entry], segments.end[entry]) for entry in offloaded.entries]
         self._ready = [segments.ready[entry] for entry in offloaded.entries]
@@ -173,8 +176,8 @@ class CudaStepOffload:
         for index, (entry, rows) in enumerate(zip(offloaded.entries, self._rows, strict=True)):
             segments.rows[entry] = rows
             self._of_slot[lora_indices[entry]].append(index)
-        self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of what is lent of each layer
-        self._under_way: list[int] = []  # of the group that is handed over
+        self._active: defaultdict[int, list[int]] = defaultdict(list)  # indices of the offloaded segments, by layer
+        self._under_way: list[int] = []  # of the GEMM group being offloaded
         self.offloaded_indices: set[int] = set()
         offloaded.layers = self._layers = [0] * len(offloaded.entries)
 

@@ -1,4 +1,4 @@
-"""Merged mode on a GPU: shadow weights made on the device, and graphs of steps that have their places in them."""
+"""Merged mode on a GPU: merged weights made on the device, and graphs of the steps that use them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from ..model.batch import LoraState
 from ..model.decoder import DecoderModel
 from ..model.shadow import Places, ShadowWeights
 
-#: Modes that steps with shadow weights are captured in.
+#: Modes in which steps with merged weights are captured.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
 
-#: Number of places to keep graphs for: adapters that target other projections than the last one have others.
+#: Number of address sets to keep graphs for: adapters that target other projections than the last one need other sets.
 KEPT_PLACES = 2
 
 
 class PlacedGraphs:
-    """Graphs of merged steps for the last few places of shadow weights.
+    """Graphs of merged steps for the last few places (sets of addresses) of merged weights.
 
-    A graph has the addresses of its weights in it. A shadow is therefore made where the last one of the same matrices
-    was, so that merging another adapter captures nothing; where these pages can't be had, graphs are captured anew.
+    A graph contains the addresses of its weights. Therefore merged weights are made at the addresses of the previous
+    ones of the same matrices, and merging another adapter captures nothing. If these pages can't be used, graphs are
+    captured anew.
     """
 
     def __init__(
@@ -34,32 +35,32 @@ class PlacedGraphs:
         prepare: Callable[[int], None],
         ahead: Sequence[int],
     ) -> None:
-        """prepare: has a bucket's buffers hold a step without rows. ahead: the buckets to capture before the first step
-        needs them, from the largest down.
+        """prepare: fills a bucket's buffers with a step without sequences. ahead: the buckets to capture before the
+        first step needs them, largest first.
         """
         self._capture, self._prepare = capture, prepare
         self._keys = [(bucket, mode) for bucket in ahead for mode in MERGED_MODES]
-        self._runners: OrderedDict[Places, GraphRunner[None]] = OrderedDict()  # the last used last
+        self._runners: OrderedDict[Places, GraphRunner[None]] = OrderedDict()  # most recently used last
         self._current: GraphRunner[None] | None = None
         self._left: list[tuple[int, StepMode]] = []
 
     @property
     def places(self) -> Sequence[Places]:
-        """Places with graphs, the last used first."""
+        """Places that have graphs, most recently used first."""
         return [*reversed(self._runners)]
 
     @property
     def report(self) -> list[CapturedStep]:
-        """The captured buckets and modes of all places."""
+        """The captured buckets and modes for all places."""
         return [step for runner in self._runners.values() for step in runner.report]
 
     @property
     def num_left(self) -> int:
-        """Steps that are yet to be captured ahead with the current places."""
+        """Number of steps still to be captured ahead for the current places."""
         return len(self._left)
 
     def use(self, places: Places) -> None:
-        """Go by these places from now on."""
+        """Use these places from now on."""
         runner = self._runners.pop(places, None) or GraphRunner(self._capture)
         while len(self._runners) >= KEPT_PLACES:
             self._runners.popitem(last=False)[1].close()
@@ -67,7 +68,7 @@ class PlacedGraphs:
         self._left = [key for key in self._keys if key not in runner.keys]
 
     def capture_next(self) -> None:
-        """Capture one more of the steps that are left."""
+        """Capture the next of the remaining steps."""
         bucket, mode = self._left.pop(0)
         self._prepare(bucket)
         self._of_now().capture(bucket, mode)
@@ -77,7 +78,7 @@ class PlacedGraphs:
         self._of_now().replay(bucket, mode)
 
     def close(self) -> None:
-        """Give up all graphs, and their owner's functions, which have the owner."""
+        """Drop all graphs and the owner's functions, which reference the owner."""
         for runner in self._runners.values():
             runner.close()
         self._runners.clear()
@@ -86,12 +87,12 @@ class PlacedGraphs:
 
     def _of_now(self) -> GraphRunner[None]:
         if self._current is None:
-            raise RuntimeError("a merged step is asked for, and no adapter has been merged")
+            raise RuntimeError("a merged step was requested, but no adapter has been merged")
         return self._current
 
 
 class CudaShadow(ShadowWeights):
-    """Shadow weights on a GPU: work runs in stream order with the steps; a fatal device error raises ExecutorLost."""
+    """Merged weights on a GPU: work runs in stream order with the steps; a fatal device error raises ExecutorLost."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class CudaShadow(ShadowWeights):
         graphs: PlacedGraphs,
         scope: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """scope: of work on the device."""
+        """scope: context for work on the device."""
         super().__init__(model, arena, lora, graphs)
         self._scope = scope
 

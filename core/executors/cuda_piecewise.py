@@ -1,4 +1,4 @@
-"""Steps of prompts, and of decode rows among them, in pieces that are captured by number of tokens."""
+"""Piecewise CUDA graphs: steps with prompts, and decoding sequences among them, captured by number of tokens."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from ..model.batch import StepBatch, column_width
 from ..model.decoder import DecoderModel, Residual
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 
-#: Tokens of the smallest bucket, below which a step takes as long as reading the weights does; and between two buckets.
+#: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
 _LEAST, _STEP = 32, 64
 
-#: Launches of a step's adapters; None where no row has one.
+#: Launches of a step's adapters; None if no sequence has one.
 Lora = LoraLaunches | None
 
-#: The modes that pieces are captured in.
+#: The modes in which pieces are captured.
 MODES = (StepMode.BASE, StepMode.LORA)
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """32, 64, 128, 192, … ending exactly at `most`; none at 0."""
+    """32, 64, 128, 192, … ending exactly at `most`; empty for 0."""
     sizes = {_LEAST, most, *range(_STEP, most, _STEP)}
     return tuple(sorted(size for size in sizes if 0 < size <= most))
 
 
 class PiecewiseSteps:
-    """Pads a step to a bucket of tokens and computes it in pieces, one before each layer's attention and one behind the
-    last. Attention, planned for the step's own rows, runs between them as it does in any step, over its tokens alone.
+    """Pads a step to a bucket of tokens and computes it in pieces, with attention between them.
 
-    A piece reads static buffers only, so that it can be captured; and it is as it is for its bucket alone, so that
-    captured and eager ones give the same bits. Padding tokens are token 0 at position 0 of the dummy page, without
-    adapter and with zeros for what attention gives: every other token's bits are the same whatever they hold.
+    There is one piece before each layer's attention and one after the last. Attention is planned for the step's own
+    sequences and covers only its tokens, as in any step.
+
+    A piece reads only static buffers, so it can be captured. It depends only on its bucket, so captured and eager
+    pieces give the same bits. Padding tokens are token 0 at position 0 of the dummy page, without an adapter and with
+    zeros for the attention output. They don't affect the bits of other tokens.
     """
 
     def __init__(
@@ -49,29 +51,30 @@ class PiecewiseSteps:
         columns: torch.Tensor,
         sizes: Sequence[int],
     ) -> None:
-        """attention: for rows of any lengths. columns: int64, flat; a step's token ids, positions, pages and offsets
-        lie in it one behind the other, `column_width(bucket)` of each. sizes: buckets, rising; there may be none.
+        """attention: for sequences of any length. columns: flat int64 buffer for a step's token ids, positions, pages
+        and offsets, one after the other, with `column_width(bucket)` values each. sizes: buckets in rising order; may
+        be empty.
         """
         self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
         self._columns, self.sizes = columns, sizes
         self._flow = decoder.new_flow(max(sizes, default=0))
-        self._num_tokens = 0  # of the step
+        self._num_tokens = 0  # of the current step
         self._captures = False
         self.launches = {size: lora.padded(size) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
 
     def bucket(self, tokens: int) -> int:
-        """The smallest bucket that holds so many tokens; there must be one."""
+        """Return the smallest bucket that holds so many tokens; one must exist."""
         return next(size for size in self.sizes if size >= tokens)
 
     def begin(
         self, bucket: int, adapters: Sequence[Adapter], lora_indices: Sequence[int], lengths: Sequence[int]
     ) -> Lora:
-        """Write a step's tables of adapters; the launches of its bucket, or others where these have too few tiles."""
+        """Write a step's adapter tables; return the launches of its bucket, or others if those have too few tiles."""
         return self._lora.begin_padded(adapters, lora_indices, lengths, self.launches[bucket]) if adapters else None
 
     def run(self, bucket: int, num_tokens: int, lora: Lora) -> Residual:
-        """Compute a step, its inputs in `columns`, up to the residual stream that the last layer leaves."""
+        """Compute a step with inputs in `columns`, up to the residual stream after the last layer."""
         flow = self._flow.of(bucket)
         flow.attended[num_tokens:].zero_()
         self._num_tokens = num_tokens
@@ -82,11 +85,11 @@ class PiecewiseSteps:
         return Residual(flow.rows, self._decoder.config.norm)
 
     def allow_captures(self) -> None:
-        """Capture from now on: the arena is the one that steps will have."""
+        """Capture from now on: the arena is now the final one."""
         self._captures = True
 
     def prepare(self, bucket: int) -> None:
-        """Have a bucket's buffers, and the tables of adapters, hold a step without rows."""
+        """Make a bucket's buffers and the adapter tables hold a step without sequences."""
         self._columns[: 4 * column_width(bucket)].zero_()
         self._lora.rest()
 
@@ -98,9 +101,9 @@ class PiecewiseSteps:
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
 
     def _run(self, pieces: Sequence[Callable[[], None]], has_lora: bool) -> None:
-        """Run all pieces, with attention between them; before each, wait for the layer of adapters that are coming.
+        """Run all pieces, with attention between them. Before each piece, wait for that layer of adapters being loaded.
 
-        has_lora: without, what the last step with adapters waited for is none of this one's.
+        has_lora: without it, the waits of the last step with adapters don't apply to this step.
         """
         flow = self._flow.of(self._num_tokens)
         for index, piece in enumerate(pieces[:-1]):

@@ -1,4 +1,4 @@
-"""A rank of several but the first, on a GPU of its own; see `rank`."""
+"""A TP worker with its own GPU: a rank other than the first; see `rank`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from .cuda_rank_memory import DeviceRankContext, RankDevices
 from .rank import TpWorker
 from .shared_memory import MemoryLayout, SharedMemory
 
-#: Seconds for which it waits for a message before it looks at its copies, or, without any, at its device.
+#: Seconds to wait for a message before checking the copies, or, if there are none, the device.
 _COPY_SECONDS, _IDLE_SECONDS = 5e-4, 0.5
 
 
 class _Unread(CompleteTransfer):
-    """An adapter that is still being read, into no rank's pages: its rows are void."""
+    """An adapter that is still being read and is in no rank's pages: its entries are void."""
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
         return False
 
 
 class CudaTpWorker(TpWorker):
-    """Launches a share of what the first rank launches. What fails in it ends it: no sum can be given up."""
+    """Launches its share of the first rank's steps. An error ends the process, because no collective can be
+    cancelled.
+    """
 
     fatal = "meet", "measure", "open", "step"
     _copies: TpWorkerCopies | None = None
@@ -57,8 +59,10 @@ class CudaTpWorker(TpWorker):
         self.place, self.copy, self.cancel = copies.place, copies.copy, copies.cancel
 
     def step(self, plan: Mapping[str, Any], asks_logits: bool, coming: Mapping[int, int | None]) -> list[str]:
-        """Launch a step; see `CudaExecutor.follow`. coming: numbers of the copies of slots with adapters on their way;
-        None: none has begun.
+        """Launch a step; see `CudaExecutor.follow`.
+
+        coming: for each `lora_index` whose adapter is in transit, the number of its copy; None if the copy has not
+        begun.
         """
         assert self._copies is not None
         found = plan_from_wire(plan, self._find)
@@ -68,7 +72,7 @@ class CudaTpWorker(TpWorker):
         return self._cuda.follow(found, asks_logits)
 
     def receive(self, link: Connection) -> Any:
-        """The next message; copies go on until it comes, and a device that fails meanwhile ends the process."""
+        """Return the next message; copies continue until it comes, and a failed device ends the process."""
         try:
             while True:
                 is_copying = self._copies is not None and self._look(self._copies)
@@ -79,7 +83,9 @@ class CudaTpWorker(TpWorker):
             raise
 
     def _close(self) -> None:
-        """End what the device waits for, then its work, then the captured steps, which the ranks' end waits for."""
+        """Release the device from waiting, then end its work, then the captured steps, which closing the collectives
+        requires.
+        """
         self._rank_context.lose()
         if self._copies is not None:
             self._cuda.close()

@@ -1,9 +1,11 @@
-"""Images of all ranks on their way between host memory and the arenas of several GPUs.
+"""Copies of all ranks' images between host memory and the arenas of several GPUs.
 
-The first rank keeps the images, in memory that all see, and says what is copied where; each rank copies its share, in
-its own streams, in the order of its steps. A copy is done when it is done on every rank. An adapter's copies begin when
-all of it has been read: whether a layer is there when a step needs it then depends on no clock, so that all ranks find
-the same.
+The first rank owns the images, in shared memory, and tells the others what to copy where. Each rank copies its share,
+on its own streams, in the order of its steps. A copy is done when it is done on every rank. The copies of an adapter
+begin when all of it has been read. Then no clock decides whether a layer is present when a step needs it, so all ranks
+agree.
+
+Tests: tests/core/executors/test_cuda_ranks.py
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from .cuda_rank_memory import COMING, DONE, FAILED, NUM_COPIES, VOID, DeviceRank
 from .rank_adapters import RankAdapters, RankBuffers
 from .shared_memory import SharedMemory
 
-#: Seconds between two looks at a copy that the host waits for.
+#: Seconds between two checks of a copy that the host waits for.
 _LOOK_SECONDS = 5e-4
 
 
 class RankTransfer:
-    """A copy on all ranks, begun by `begin`, which starts this rank's share once the others know of theirs.
+    """A copy on all ranks; `begin` starts this rank's share once the others have been told of theirs.
 
-    stream: of the image, which may still be being read. number: of the copy, once it has begun.
+    stream: of the image, which may still be being read.
     """
 
     address = 0
@@ -49,6 +51,7 @@ class RankTransfer:
         self._own: Transfer | None = None
         self._is_cancelled = False
         self.number: int | None = None
+        """Number of the copy, once it has begun."""
         self.advance()
 
     def advance(self) -> None:
@@ -85,8 +88,9 @@ class RankTransfer:
 
 
 class RankCopies:
-    """Copies on all ranks, by number, of images of all; see `CopyEngine`. send: a message to all others, which is not
-    answered.
+    """Numbered copies on all ranks, of images of all ranks; see `CopyEngine`.
+
+    send: sends a message that needs no reply to all other ranks.
     """
 
     def __init__(
@@ -98,13 +102,13 @@ class RankCopies:
 
     @property
     def is_lost(self) -> bool:
-        """True if other ranks may have ended: nothing is computed any more in the pages that they copy."""
+        """True if other ranks may have ended: then nothing is computed any more in the pages that they copy."""
         return self._rank_context.is_lost
 
     def take(self, transfer: RankTransfer) -> int:
-        """A number for a copy, until its transfer is gone."""
+        """Take a number for a copy, until its transfer object is freed."""
         if not self._free:
-            raise RuntimeError(f"{NUM_COPIES} copies are under way already")
+            raise RuntimeError(f"{NUM_COPIES} copies are already in flight")
         number = self._free.pop()
         self.states[:, number] = COMING
         weakref.finalize(transfer, self._free.append, number).atexit = False
@@ -132,7 +136,7 @@ class RankCopies:
         return RankTransfer(self, begin, whole, len(pages))
 
     def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
-        """Raises ExecutorLost if it can't be, or takes too long."""
+        """Copy whole pages to the host; raises ExecutorLost if that fails or takes too long."""
         transfer = self.copy_pages(image, pages, to_device=False)
         deadline = time.monotonic() + self._patience
         while not transfer.is_done():
@@ -141,13 +145,13 @@ class RankCopies:
             time.sleep(_LOOK_SECONDS)
 
     def advance(self) -> None:
-        """Nothing to do: steps have each rank advance its own copies."""
+        """Does nothing: each rank advances its own copies in its steps."""
 
     def close(self) -> None:
-        """Ranks that end copy nothing any more."""
+        """Does nothing: ranks that have ended copy nothing."""
 
     def _places(self, image: torch.Tensor) -> tuple[list[int], tuple[int, int]]:
-        """The byte of the ranks' memory at which each rank's share begins, and the chunk: its first byte and bytes."""
+        """Return the byte offset of each rank's share in the shared memory, and the chunk: its first byte and size."""
         first = self._memory.offset(image)
         assert first is not None
         offsets = [first + rank * image.stride(0) * image.itemsize for rank in range(len(image))]
@@ -156,10 +160,10 @@ class RankCopies:
 
 
 class CudaRankAdapters(RankAdapters):
-    """Refuses what the static tables of a GPU can't hold."""
+    """Adapter backend of several GPUs: it refuses adapters that the static tables of a GPU can't hold."""
 
     def __init__(self, shapes: ModelExecutor, copies: RankCopies, memory: SharedMemory, max_rank: int) -> None:
-        """shapes: of a rank."""
+        """shapes: of a rank's share."""
         arena, size = copies.first.arena, memory.layout.size
         host = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
         buffers = RankBuffers(PinnedBuffers(memory, memory.layout.room_bytes), size, memory)
@@ -173,18 +177,18 @@ class CudaRankAdapters(RankAdapters):
 
 
 class TpWorkerCopies:
-    """Another rank's copies that are under way."""
+    """The copies in flight on a TP worker."""
 
     def __init__(self, rank_context: DeviceRankContext, executor: CudaExecutor, pinning: Any) -> None:
         self._rank_context, self._executor, self._pinning = rank_context, executor, pinning
         self._states = rank_context.states[rank_context.shard.rank]
         self._transfers: dict[int, Transfer] = {}
-        self._pinned: dict[int, int] = {}  # bytes of chunks, by their first
+        self._pinned: dict[int, int] = {}  # sizes of pinned chunks, by first byte
         page, dtype = executor.layout.page_elems, executor.arena.pages.dtype
         self._page_elems, self._dtype = page, dtype
 
     def get(self, number: int) -> Transfer | None:
-        """A copy, or None if it is over."""
+        """Return a copy, or None if it has ended."""
         return self._transfers.get(number)
 
     def place(
@@ -202,7 +206,7 @@ class TpWorkerCopies:
             transfer.cancel()
 
     def look(self) -> bool:
-        """Say how far the copies are; True if any is under way."""
+        """Publish the progress of the copies; return True if any is in flight."""
         for number, transfer in list(self._transfers.items()):
             if transfer.is_done():
                 self._states[number] = DONE
@@ -227,7 +231,7 @@ class TpWorkerCopies:
         return self._rank_context.memory.tensor(offset, (num_pages, self._page_elems), self._dtype)
 
     def _pin(self, chunk: int, num_bytes: int) -> None:
-        """Pin a chunk that the first rank has, in place of those that it no longer has."""
+        """Pin a chunk of the first rank, replacing overlapping chunks that it no longer has."""
         if self._pinning is None or self._pinned.get(chunk) == num_bytes:
             return
         for begin, size in list(self._pinned.items()):
@@ -239,7 +243,7 @@ class TpWorkerCopies:
 
 
 def _whole(data: torch.Tensor, num_layers: int) -> HostImage:
-    """An image that has been read."""
+    """Make an image that has been read completely."""
     image = HostImage()
     image.data = data
     image.publish(num_layers)

@@ -1,4 +1,7 @@
-"""What ranks on several GPUs are made of: their devices, and the host memory that all of them see."""
+"""The parts of ranks on several GPUs: their devices, and the host memory that all of them share.
+
+Tests: tests/core/executors/test_cuda_ranks.py
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,25 @@ from ...ops.ranks import Collectives, RanksLost
 from ..model.shard import Shard
 from .shared_memory import Pinning, SharedMemory
 
-#: Copies between host memory and all ranks' arenas that may be under way at once.
+#: The most copies between host memory and all ranks' arenas in flight at once.
 NUM_COPIES = 4096
 
-#: Seconds between two looks at whether a rank has ended for which this one waits.
+#: Seconds between two checks of whether a rank that this one waits for has ended.
 _LOOK_SECONDS = 0.1
 
-#: How far a rank's share of a copy is; the last two are over.
+#: Progress of a rank's share of a copy; in the last two states it has ended.
 COMING, FAILED, DONE, VOID = range(4)
 
 
 class DeviceCollectives(Collectives, Protocol):
-    """Sums on devices, which end."""
+    """Collectives on devices, which can be closed."""
 
     def close(self) -> None:
-        """Let this process join other ranks."""
+        """Close, so this process may join other ranks."""
         ...
 
 
-#: Joins the other ranks, which name the same file, within so many seconds.
+#: Joins the other ranks, which name the same file, within the given seconds.
 OpenCollectives = Callable[[Shard, torch.device, str, float], DeviceCollectives]
 
 
@@ -55,37 +58,35 @@ def _open_collectives(shard: Shard, device: torch.device, store: str, seconds: f
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The devices of ranks; what is called goes to the other ranks' processes. open_driver: None where host
-    memory can't be pinned.
-    """
+    """Functions that open the devices of ranks; they are pickled for the other ranks' processes."""
 
     open_device: Callable[[int], CudaDevice] = CudaDevice
     open_driver: Callable[[CudaDevice], Pinning | None] = _open_driver
+    """Returns None if host memory can't be pinned."""
     open_collectives: OpenCollectives = _open_collectives
 
 
 class DeviceRankContext:
-    """A rank's place among several on GPUs: its share of the model, its device, and how the ranks meet.
-
-    states: `[size, NUM_COPIES]`, how far each rank's share of each copy is.
-    """
+    """The context of a TP rank on a GPU: its share of the model, its device, and its connection to the other ranks."""
 
     def __init__(self, shard: Shard, memory: SharedMemory, device: CudaDevice) -> None:
         self.shard, self.memory, self.device = shard, memory, device
         self.states = memory.more(np.int32).reshape(shard.size, NUM_COPIES)
+        """`[size, NUM_COPIES]`, the progress of each rank's share of each copy."""
         self._collectives: DeviceCollectives | None = None
         self._lock = threading.Lock()
         self.is_lost = False
 
     @staticmethod
     def more_bytes(size: int) -> int:
-        """Bytes beside images that ranks share."""
+        """Bytes that ranks share in addition to images."""
         return size * NUM_COPIES * np.dtype(np.int32).itemsize
 
     def meet(self, open_collectives: OpenCollectives, store: str, seconds: float) -> None:
-        """Join the other ranks, and add up a first sum with them; see `RankDevices.open_collectives`. On a thread of
-        its own, as the wait for a rank that does not come may have no end. Raises RanksLost after so many seconds, or
-        once the ranks are lost.
+        """Join the other ranks, and test the connection with a first sum; see `RankDevices.open_collectives`.
+
+        It works on its own thread, because waiting for a rank that does not come may never end. Raises RanksLost after
+        `seconds`, or once the ranks are lost.
         """
         met: Future[None] = Future()
         work = partial(self._meet, met, open_collectives, store, seconds)
@@ -93,10 +94,10 @@ class DeviceRankContext:
         deadline = time.monotonic() + seconds
         while not wait([met], _LOOK_SECONDS).done:
             if self.is_lost:
-                raise RanksLost("a rank has ended before all had met")
+                raise RanksLost("a rank ended before all had joined")
             if time.monotonic() > deadline:
                 raise RanksLost(
-                    f"the ranks have not added up a first sum within {seconds:g} s; with NCCL_DEBUG=INFO NCCL says why"
+                    f"the ranks could not compute a first sum within {seconds:g} s; set NCCL_DEBUG=INFO to see why"
                 )
         met.result()
 
@@ -118,20 +119,22 @@ class DeviceRankContext:
 
     @property
     def collectives(self) -> Collectives:
-        """The collectives of ranks that have met."""
+        """The collectives, once the ranks have joined."""
         if self._collectives is None:
-            raise RuntimeError("the ranks have not met")
+            raise RuntimeError("the ranks have not joined yet")
         return self._collectives
 
     def lose(self) -> None:
-        """Have this rank never wait for the others again; from any thread."""
+        """Stop this rank from ever waiting for the others again; thread-safe."""
         with self._lock:
             self.is_lost, collectives = True, self._collectives
         if collectives is not None:
             collectives.lose()
 
     def close(self) -> None:
-        """Let this process join other ranks; nothing waits for these any more, and no captured step has their sums."""
+        """Close, so this process may join other ranks. Nothing may wait for these ranks, and no captured step may have
+        their sums.
+        """
         self.lose()
         if self._collectives is not None:
             self._collectives.close()

@@ -1,8 +1,8 @@
-"""An executor of several ranks that are GPUs of this machine, a process each (tensor parallel).
+"""An executor with several TP ranks, one process and one GPU of this machine each (tensor parallelism).
 
-The first rank is this process. It sends each step's plan, launches its own share, and reads the tokens later; sums and
-what is gathered run on the devices, in the order of the launches, which is the same on every rank. Nothing that is
-launched can be given up, so a step that fails on any rank ends all of them.
+The first rank is this process. It sends each step's plan, launches its own share, and reads the tokens later.
+Collectives run on the devices in launch order, which is the same on every rank. Launched work can't be cancelled, so a
+step that fails on any rank ends all of them.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds that ranks may take to join: they have loaded their weights by then.
+#: Seconds that ranks may take to join, after loading their weights.
 _JOIN_SECONDS = 300.0
 
-#: Seconds between two looks at whether the host waits for a device.
+#: Seconds between two checks of whether the host waits for a device.
 _LOOK_SECONDS = 1.0
 
 _LOST = "a rank has ended or kept the others waiting for too long"
 
 
 class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
-    """Runs steps on `config.tensor_parallel_size` GPUs, of which the first is a `CudaExecutor` of this process."""
+    """Runs steps on `config.tensor_parallel_size` GPUs; the first one is a `CudaExecutor` in this process."""
 
     def __init__(
         self, config: EngineConfig, devices: RankDevices | None = None, patience: float = PATIENCE_SECONDS
     ) -> None:
-        """Raises UnsupportedModel, DeviceError, and RuntimeError, which names it, when a rank can't join."""
+        """Raises UnsupportedModel, DeviceError, and RuntimeError, which names the rank that can't join."""
         if devices is None:
             devices = RankDevices()
             check_gpus(config)
@@ -66,7 +66,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         self._open, self._wait, self._is_closed = deque[_RankStep](), None, threading.Event()
         layout = MemoryLayout(size, 0, DeviceRankContext.more_bytes(size), image_bytes(config.host_bytes))
         device = devices.open_device(0)
-        self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # in which the processes find each other
+        self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # where the processes find each other
         fd = SharedMemory.create(layout)
         try:
             memory = SharedMemory(fd, layout, devices.open_driver(device))
@@ -120,7 +120,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
             self._folder.cleanup()
 
     def read(self, step: _RankStep) -> StepResult:
-        """Wait for a step's tokens, and for what the other ranks say of it."""
+        """Wait for a step's tokens, and for the other ranks' replies."""
         result = self._launched(step.started.result)
         while step in self._open:
             self._collect()
@@ -131,7 +131,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         return result
 
     def _meet(self, devices: RankDevices) -> int:
-        """Have all ranks meet, measure and open; the number of pages of each."""
+        """Make all ranks join, measure and open; return the number of pages of each."""
         store = str(Path(self._folder.name) / "store")
         self._together(
             lambda: self._rank_context.meet(devices.open_collectives, store, _JOIN_SECONDS),
@@ -145,7 +145,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         return num_pages
 
     def _together(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
-        """`WorkerProcesses.beside`, of work in which ranks wait for each other: one that fails has all leave it."""
+        """Like `WorkerProcesses.beside`, for work in which ranks wait for each other: if one fails, all leave it."""
         self._processes.send(name, *arguments)
         try:
             result = work()
@@ -156,7 +156,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         return result, self._processes.answers()
 
     def _lose(self, error: Exception) -> str | None:
-        """Have no rank wait any more; what has failed on another one, if that is why the first one did."""
+        """Stop all ranks from waiting; return another rank's error if that is why the first rank failed."""
         is_another = self._rank_context.is_lost or isinstance(error, RanksLost) or self._processes.have_ended
         self._rank_context.lose()
         return self._processes.why() if is_another else None
@@ -182,7 +182,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
             return self._processes.beside(work, name, *arguments)
 
     def _collect(self) -> None:
-        """Take the answers to the first step that has not been answered. Raises ExecutorLost."""
+        """Take the replies to the oldest step without replies. Raises ExecutorLost."""
         step = self._open.popleft()
         seconds = STOP_SECONDS if self._rank_context.is_lost else None
         try:
@@ -195,7 +195,9 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Within, the ranks are lost once the patience is over: the host may wait for a device that is stuck."""
+        """Within this context, the ranks are lost after `patience` seconds: the host may wait for a device that is
+        stuck.
+        """
         self._wait = object()
         try:
             yield
@@ -203,28 +205,27 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
             self._wait = None
 
     def _watch_waits(self) -> None:
-        """End a wait that takes too long; on a thread of its own. Time for which this process is stopped counts for
-        nothing.
-        """
+        """End a wait that takes too long; runs on its own thread. Time while this process is stopped does not count."""
         looks, before = 0, None
         while not self._is_closed.wait(_LOOK_SECONDS):
             now = self._wait
             looks, before = looks + 1 if now is not None and now is before else 0, now
             waited = looks * _LOOK_SECONDS
             if waited > self._patience and not self._rank_context.is_lost:
-                logger.error("what the ranks' GPUs were given took more than %g s", self._patience)
+                logger.error("work launched on the ranks' GPUs took more than %g s", self._patience)
                 self._rank_context.lose()
-            if waited > self._patience + STOP_SECONDS:  # a wait that nothing but the other processes' ends may end
+            if waited > self._patience + STOP_SECONDS:  # only the end of the other processes may end this wait
                 self._processes.close()
                 return
 
 
 class _RankStep:
-    """A step that all ranks have been given. late: requests with void rows on other ranks, once these have answered."""
+    """A step that all ranks have received."""
 
     def __init__(self, owner: CudaRanksExecutor, started: StartedStep) -> None:
         self._owner, self.started = owner, started
         self.late: set[str] = set()
+        """Requests with void entries on other ranks, once these have replied."""
 
     def sample(self) -> None:
         self.started.sample()
@@ -234,20 +235,20 @@ class _RankStep:
 
 
 def check_gpus(config: EngineConfig) -> None:
-    """Raise DeviceError unless there is a GPU for each rank, from the first on, and NCCL."""
+    """Raise DeviceError unless there are NCCL and a GPU for each rank, from the first GPU on."""
     size = config.tensor_parallel_size
     if config.device not in ("auto", "cuda", "cuda:0"):
         raise DeviceError(
-            f"tensor_parallel_size is {size} and device {config.device}, but ranks take the GPUs from 0 on; set device "
-            "to cuda, and CUDA_VISIBLE_DEVICES to the GPUs that are meant"
+            f"tensor_parallel_size is {size} and device {config.device}, but ranks use the GPUs from 0 on; set device "
+            "to cuda, and CUDA_VISIBLE_DEVICES to the GPUs to use"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < size:
         raise DeviceError(
-            f"tensor_parallel_size is {size}, each rank takes a GPU of its own, and PyTorch finds {count}; set it to "
+            f"tensor_parallel_size is {size}, but each rank needs a GPU and PyTorch finds {count}; set it to "
             f"{max(1, count)} or less, or device to cpu"
         )
     try:
         check_nccl()
     except RanksUnavailable as error:
-        raise DeviceError(f"tensor_parallel_size is {size}, and ranks on GPUs meet by NCCL: {error}") from error
+        raise DeviceError(f"tensor_parallel_size is {size}, and ranks on GPUs need NCCL: {error}") from error

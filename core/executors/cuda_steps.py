@@ -1,4 +1,4 @@
-"""Steps on a GPU: ragged ones eager, decode steps in static buffers, captured once per bucket."""
+"""Steps on a GPU: ragged steps run eagerly or in pieces, decode steps in static buffers, captured once per bucket."""
 
 from __future__ import annotations
 
@@ -43,32 +43,33 @@ from .cuda_piecewise import MODES, PiecewiseSteps, token_buckets
 
 logger = logging.getLogger(__name__)
 
-#: A step's logits, at least one row per row of the step, and `[2, rows]` int64: the most likely token, and 1 if it is
-#: defined (no NaN or +inf); on the device, where both may still be under way. Of several ranks, the first one's
-#: `[2, rows]` alone mean something.
+#: A step's logits, at least one row per sequence; and `[2, rows]` int64: the argmax, and 1 if it is defined (no NaN or
+#: +inf). Both are on the device, perhaps still being computed. With several TP ranks, only the first rank's `[2, rows]`
+#: is valid.
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Asks(NamedTuple):
-    """What any row of a step asks for: more than the largest of its logits, scores of its prompt, the tokens before its
-    own on the host.
-    """
+    """Needs of any sequence in a step."""
 
     logits: bool
+    """More than the argmax of its logits."""
     prompt_logprobs: bool
+    """Log-probabilities of its prompt."""
     tokens: bool
+    """Its previous tokens on the host."""
 
 
 class CudaSteps:
-    """Owns a step's buffers and graphs, all allocated once; weights and arena belong to others.
+    """Owns a step's buffers and graphs, all allocated once; weights and arena have other owners.
 
-    A step's inputs reach static buffers through pinned memory and its tokens come back in one copy; the host waits for
-    that copy and for adapters that are still being read, and for nothing else. A step launched before the previous
-    step's tokens are back gathers them on the device. All work goes to one stream, so that a step overwrites static
-    buffers only after the steps before it.
+    A step's inputs reach static buffers through pinned memory, and its tokens come back in one copy. The host waits
+    only for that copy and for adapters that are still being read. A step launched before the previous step's tokens are
+    back gathers them on the device. All work goes to one stream, so a step overwrites static buffers only after earlier
+    steps.
 
-    Of several ranks each has its columns of the logits in the static buffers. The first finds the argmax of
-    all ranks' within the step; it has whole rows where a row asks for more, and draws.
+    Each TP rank has its columns of the logits in the static buffers. The first rank finds the argmax over all ranks
+    within the step. If a sequence needs more than that, it gathers whole rows. It also samples.
     """
 
     def __init__(
@@ -96,9 +97,11 @@ class CudaSteps:
         self.logits = torch.zeros(rows, model.logits_width, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)
         self._samplable = torch.cat((torch.zeros(2 * rows, dtype=torch.long, device=where), vocab))
-        """The tokens that the last step drew, and the rest of what `_pick` writes; behind them every token there is."""
+        """The tokens sampled by the last step, and the other outputs of `_pick`; followed by every token id of the
+        vocabulary.
+        """
         self._chosen = self._samplable[: 2 * rows]
-        self._views: dict[int, Outputs] = {}  # of logits and `_chosen`, by rows
+        self._views: dict[int, Outputs] = {}  # of logits and `_chosen`, by number of rows
         self._download = Download(device, 8 * max_fetched_values(rows))
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
         self._upload = DeviceUpload(device, self._inputs.numel() * self._inputs.itemsize)
@@ -115,19 +118,21 @@ class CudaSteps:
         self.mixed = PiecewiseSteps(
             model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded)
         )
-        self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
+        # the backends of each bucket's GEMMs
+        self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
-        self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)  # of the last rows
+        # for the last list of rows
+        self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
-        # ranks make a shadow at their own pace, but capture together: when a step that all have needs it
+        # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
         is_ahead = self._captures and config.graph_capture == "ahead" and model.ranks is None
         ahead = sizes[::-1] if is_ahead else ()
         self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
 
     def use_arena(self, arena: Arena) -> None:
-        """Work on another arena of the same layout from now on; nothing may have been captured."""
+        """Use another arena of the same layout from now on; nothing may have been captured yet."""
         self.decoder.use_arena(arena)
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
@@ -135,7 +140,7 @@ class CudaSteps:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """The captured buckets and modes, in order of capture, with shadow weights last."""
+        """The captured buckets and modes, in order of capture, with merged weights last."""
         return [*self.graphs.report, *self.merged_graphs.report]
 
     # -- steps
@@ -147,7 +152,9 @@ class CudaSteps:
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
     ) -> Outputs:
-        """Run a step of any rows. sources: as in `decode`. merged: the adapter that its weights have in them."""
+        """Run a step with sequences of any length. sources: as in `decode`. merged: the adapter added to its
+        weights.
+        """
         lora, is_merged = None, merged is not None
         lora_indices, lengths = [row.lora_index for row in rows], [len(row.tokens) for row in rows]
         num_tokens = sum(lengths)
@@ -181,10 +188,11 @@ class CudaSteps:
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
     ) -> Outputs:
-        """Run a step of one token per row in the bucket's static buffers, captured if steps are.
+        """Run a step with one token per sequence in the bucket's static buffers, captured if steps are.
 
-        sources: the rows of the last step that drew the tokens, -1 for a row that has its own; None: all have. Until
-        the tokens are gathered, the token-id buffer holds their places in `_samplable`. merged: as in `ragged`.
+        sources: for each entry the index in the last step of the sequence that sampled its token, or -1 if the entry
+        has its own token; None if all have. Until the tokens are gathered, the token-id buffer holds indices into
+        `_samplable`. merged: as in `ragged`.
         """
         self._fill(bucket, rows, self._places(rows, sources))
         if sources is not None:
@@ -210,8 +218,8 @@ class CudaSteps:
     def sample(
         self, rows: Sequence[ScheduledSequence], logits: torch.Tensor, chosen: torch.Tensor
     ) -> Callable[[], StepResult]:
-        """Sample the tokens of the last step's rows, and compute the prompt log-probabilities asked for; the returned
-        call waits for both.
+        """Sample the tokens of the last step, and compute its prompt log-probabilities; the returned function waits for
+        both.
         """
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         asks = self._asks_of(rows)
@@ -240,38 +248,40 @@ class CudaSteps:
         return read_with_prompt_logprobs
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """The last step's logits with all ranks' columns, on the first rank; all ranks must ask."""
+        """Return the last step's logits with all ranks' columns, on the first rank; all ranks must call it."""
         return self.decoder.gathered(logits)
 
     def join_prompt_logprobs(self, rows: Sequence[ScheduledSequence]) -> None:
-        """Do another rank's share of the scores that `sample` has the first one compute."""
+        """Do another rank's share of the prompt log-probabilities that `sample` computes on the first rank."""
         for begin, end in prompt_logprob_slices(rows, self.decoder.config.vocab_size):
             self.decoder.prompt_logits(begin, end)
 
     def asks_logits(self, rows: Sequence[ScheduledSequence]) -> bool:
-        """True if a row asks for more than the largest of its logits."""
+        """True if a sequence needs more than the argmax of its logits."""
         return self._asks_of(rows).logits
 
     def look_back(self, rows: Sequence[ScheduledSequence]) -> bool:
-        """True if a row's draw takes the tokens before it on the host; see `ScheduledSequence.looks_back`."""
+        """True if sampling for a sequence needs its previous tokens on the host; see `ScheduledSequence.looks_back`."""
         return self._asks_of(rows).tokens
 
     def _asks_of(self, rows: Sequence[ScheduledSequence]) -> _Asks:
-        """Decode rows go from step to step, and what they ask for stays: it is found once for the same list."""
+        """Return the needs of a step, found once per list: decode steps reuse their list, and its needs stay the
+        same.
+        """
         if rows is not self._last_asks[0]:
             logits, prompt_logprobs = any(map(needs_logits, rows)), any(row.wants_prompt_logprobs for row in rows)
             self._last_asks = rows, _Asks(logits, prompt_logprobs, any(row.looks_back for row in rows))
         return self._last_asks[1]
 
     def _places(self, rows: Sequence[ScheduledSequence], sources: Sequence[int] | None) -> Sequence[int] | None:
-        """Places of rows' tokens in `_samplable`; None if the rows have theirs."""
+        """Indices of the entries' tokens in `_samplable`; None if the entries have their tokens."""
         if sources is None or -1 not in sources:
             return sources
         own = len(self._chosen)
         return [own + row.tokens[0] if at < 0 else at for row, at in zip(rows, sources, strict=True)]
 
     def _take_sampled(self, token_ids: torch.Tensor) -> None:
-        """Have places in `_samplable` become the tokens there, in the device's turn; the first rank has drawn them."""
+        """Replace indices into `_samplable` by the tokens there, in stream order; the first rank has sampled them."""
         if (ranks := self.decoder.ranks) is not None:
             ranks.lead(self._chosen)
         token_ids.copy_(self._samplable.index_select(0, token_ids))
@@ -282,12 +292,18 @@ class CudaSteps:
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
 
     def _step(self, bucket: int, lora: LoraLaunches | None, merged: bool = False) -> Callable[[], None]:
-        """A bucket's step, from static buffers to static buffers."""
+        """Make a bucket's step, from static buffers to static buffers."""
         views = self._buffers.views[bucket]
         batch = StepBatch(
-            views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora, merged=merged,
+            views.token_ids,
+            views.positions,
+            views.page,
+            views.offset,
+            self._attention[bucket],
+            lora,
+            merged=merged,
             backends=self.backends[bucket],
-        )  # fmt: skip
+        )
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
@@ -297,7 +313,7 @@ class CudaSteps:
         return step
 
     def _pick(self, logits: torch.Tensor, out: torch.Tensor) -> None:
-        """Write to out `[2, rows]` int64 each row's most likely token, and 1 if it is defined: no NaN and no +inf."""
+        """Write to out `[2, rows]` int64 the argmax of each row, and 1 if it is defined: no NaN and no +inf."""
         best, tokens = logits.max(-1)
         if (ranks := self.decoder.ranks) is not None:
             found = _of_all_ranks(best, tokens, ranks, self.decoder.config.vocab_size)
@@ -308,14 +324,14 @@ class CudaSteps:
         out[1].copy_(best.isfinite())
 
     def _outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
+        """Static logits `[rows, vocab]`, and the output `[2, rows]` of `_pick`, contiguous."""
         if (found := self._views.get(rows)) is None:
             found = self._views[rows] = self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
         return found
 
     def _to_device(self, batch: StepBatch[Attention, LoraLaunches], tokens: int) -> StepBatch[Attention, LoraLaunches]:
-        """The batch with its tensors in static buffers of the device, in one copy, each with room for `tokens` and
-        zeros behind its own.
+        """Copy the batch's tensors to static buffers on the device, in one copy; each has room for `tokens`, padded
+        with zeros.
         """
         names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
         if batch.prompt_logprob_tokens is not None:
@@ -333,14 +349,14 @@ class CudaSteps:
     # -- capture
 
     def warm_up(self) -> None:
-        """Compile LoRA kernels, and choose GEMM backends; `largest_step` and captures compile the other kernels."""
+        """Compile LoRA kernels and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
         self.backends = choose_gemm_backends(
             self._config.small_gemm, self.decoder, self.lora, self._sizes, self._device, captures=self._captures
-        )  # fmt: skip
+        )
 
     def capture_ahead(self) -> None:
-        """Capture every bucket of decode steps and of mixed ones, from the largest down."""
+        """Capture every bucket of decode steps and of mixed steps, largest first."""
         if self._config.graph_capture != "ahead":
             return
         for what, graphs, prepare, sizes in self._capturable():
@@ -354,8 +370,9 @@ class CudaSteps:
             logger.info("captured %d %s in %.1f s, %s", len(keys), what, seconds, cuda_memory.gib(num_bytes))
 
     def graph_bytes(self) -> int:
-        """Return the memory that all graphs will take, from the two largest of decode steps and of mixed ones, which
-        are captured and freed again.
+        """Estimate the memory of all graphs from the two largest decode steps and the two largest mixed steps.
+
+        They are captured and freed again.
         """
         total = 0
         for _, graphs, prepare, sizes in self._capturable():
@@ -370,7 +387,9 @@ class CudaSteps:
         return total
 
     def _capturable(self) -> list[tuple[str, GraphRunner[None], Callable[[int], None], Sequence[int]]]:
-        """What is captured: its name, its graphs, what has a bucket's buffers hold a step without rows, its buckets."""
+        """Return the kinds of graphs: name, graphs, a function that fills a bucket's buffers with an empty step, and
+        buckets.
+        """
         found = []
         if self._captures:
             found.append(("graphs", self.graphs, self._prepare, self._sizes))
@@ -379,10 +398,11 @@ class CudaSteps:
         return found
 
     def largest_step(self) -> None:
-        """A prefill of as many tokens, with sampling for as many rows and log-probabilities of as many prompt tokens as
-        a step may have; KV goes to the dummy page.
+        """Run the largest possible step, with KV in the dummy page: a prefill of the most tokens, sampling, prompt
+        logprobs.
 
-        The last row has one token, so that what serves decode rows among others is loaded, too.
+        It samples for as many sequences as a step may have, and computes log-probabilities of as many prompt tokens.
+        The last sequence has one token, so kernels for decoding sequences among prompts are loaded, too.
         """
         config, vocab = self._config, self.decoder.config.vocab_size
         allowed = tuple(range(min(vocab, MAX_ALLOWED_TOKENS)))
@@ -414,7 +434,7 @@ class CudaSteps:
         self.mixed.graphs.close()
 
     def _prepare(self, bucket: int) -> None:
-        """Have a bucket's buffers, and the tables of adapters, hold a step without rows."""
+        """Make a bucket's buffers and the adapter tables hold a step without sequences."""
         self._fill(bucket, [])
         self.lora.rest()
 
@@ -427,9 +447,9 @@ class CudaSteps:
 def _of_all_ranks(
     best: torch.Tensor, tokens: torch.Tensor, ranks: Collectives, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The largest logit of each row and its token, from every rank's largest; None on another rank than the first.
+    """Return the largest logit of each row and its token over all ranks; None on ranks other than the first.
 
-    NaN counts as the largest, as `max` has it. Token ids are exact in float32 below 2^24.
+    NaN counts as the largest, as in `max`. Token ids are exact in float32 below 2^24.
     """
     first = vocab * ranks.rank // ranks.size
     pairs = ranks.gather(torch.stack((best, (tokens + first).to(best.dtype)), -1), 2 * ranks.size)

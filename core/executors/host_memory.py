@@ -1,4 +1,4 @@
-"""Default sizes of what lies in host memory: the CPU's arena, and images of adapters and of swapped KV."""
+"""Default sizes of host memory: the CPU's arena, and images of adapters and of swapped KV."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ...memory.pages.layout import PageLayout
 from ..config import LEAST_HOST_CACHE_BYTES
 from ..control_groups import control_groups
 
-#: At least this, where the machine has it: what adapters and short requests want whatever the model's length.
+#: The least arena if the machine has the memory: enough for adapters and short requests with any model length.
 LEAST_BYTES = 256 << 20
-#: Requests of the greatest length that find room.
+#: Number of requests of the greatest length that fit.
 LONG_REQUESTS = 4
-#: Of the memory that is left beside the weights, what the arena may take.
+#: The arena's share of the memory that the weights leave.
 SHARE = 0.25
-#: Of the machine's memory, what the arena and copies of the weights in float32 may take.
+#: The share of the machine's memory for the arena and for copies of the weights in float32.
 WIDE_SHARE = 0.5
-#: Of the memory that is left at the start, what images may take.
+#: The images' share of the memory that is free at the start.
 HOST_CACHE_SHARE = 0.125
-#: Beside the logits that tokens are drawn from, what drawing them takes.
+#: Memory for sampling, in addition to the logits.
 SAMPLING_BYTES = 32 << 20
 
 
 def default_arena_bytes(
     layout: PageLayout, max_model_len: int, weights: int, logits: int, available: int | None = None
 ) -> int:
-    """Room for a few requests of the greatest length, within a share of the memory that weights and drawing leave.
+    """Room for a few requests of the greatest length, within a share of the memory that weights and sampling leave.
 
-    weights: their bytes. logits: in as many rows as a step may draw tokens from. available: bytes that this process may
-    still take; read from the system if left out.
+    weights: their bytes. logits: number of logits, in as many rows as a step may sample from. available: bytes that
+    this process may still take; by default, read from the system.
     """
     if available is None:
         available = available_bytes()
@@ -40,24 +40,26 @@ def default_arena_bytes(
 
 
 def default_host_cache_bytes(available: int | None = None) -> int:
-    """Host memory for images: a share of what this process may still take; read from the system if left out."""
+    """Host memory for images: a share of the memory that this process may still take; by default, read from the
+    system.
+    """
     return max(LEAST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * (available_bytes() if available is None else available)))
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory that can be had without swapping: the least of what the machine and the process's groups leave."""
+    """Memory available without swapping: the minimum over the machine and the process's control groups."""
     known = [_meminfo("MemAvailable", proc), *(most - taken for most, taken in _groups(proc))]
     return max(0, min((each for each in known if each is not None), default=4 * LEAST_BYTES))
 
 
 def total_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory of the machine, or the least limit of the process's groups: the same at every start."""
+    """Memory of the machine, or the least limit of the process's control groups: the same at every start."""
     known = [_meminfo("MemTotal", proc), *(most for most, _ in _groups(proc))]
     return min((each for each in known if each is not None), default=_physical_bytes())
 
 
 def _physical_bytes() -> int:
-    """What systems without /proc say, such as macOS."""
+    """Physical memory on systems without /proc, such as macOS."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -70,7 +72,7 @@ def _meminfo(wanted: str, proc: Path) -> int | None:
 
 
 def _groups(proc: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each of the process's groups that has a limit; files that a group has cached can be had."""
+    """Limit and use of each of the process's control groups that has a limit; cached files don't count as used."""
     for group, version in control_groups("memory", proc / "self"):
         limit, used = (
             ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -1,10 +1,12 @@
-"""CPU LoRA offload (CaraServe §4): worker processes that compute x·A·B of prompts whose adapter is still being copied.
+"""CPU LoRA offload (CaraServe §4): worker processes that compute x·A·B for prompts whose adapter is still being copied.
 
-Each has a processor of its own. A step offloads the rows of an adapter to them, layer by layer, until the layer is in
-the adapter's pages; from there on SGMV serves. They read A and B from the host image, which lies in shared memory like
-all that is handed over. Should one end, the rows that it had are void and wait for their adapter, and so do all later
-ones. What is here is of steps on the CPU, which hand rows over by the native library, and of steps on a GPU
-(`cuda_lora_offload`).
+Each worker has its own processor. A step offloads the rows of an adapter to the workers, layer by layer, until the
+layer is in the adapter's pages; from then on SGMV computes it. The workers read A and B from the host image, which is
+in shared memory like all inputs and results. If a worker ends, its rows are void and wait for their adapter, as do all
+later ones.
+
+This module serves steps on the CPU, which offload rows through the native library; `cuda_lora_offload` extends it for a
+GPU.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ from .worker_processes import WorkerProcesses
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a step waits for an offload worker: then all are given up.
+#: Seconds that a step waits for an offload worker before all of them are abandoned.
 PATIENCE_SECONDS = 5.0
 
-#: Seconds per element of a copy before any has been seen: nothing is expected to come.
+#: Seconds per element of a copy before any copy was seen: nothing is expected to arrive.
 _UNKNOWN_PACE = 1.0
 
-#: An offload worker is given rows that take it at least so many times as long as an exchange.
+#: A worker gets only as many rows as take it at least this many times as long as an exchange.
 _WORTH_AN_EXCHANGE = 8
 
 _PROFILE_ROUNDS, _PROFILE_TOKENS, _PROFILE_RANK = 20, 64, 16
@@ -58,15 +60,19 @@ _PROFILE_ROUNDS, _PROFILE_TOKENS, _PROFILE_RANK = 20, 64, 16
 
 @dataclass(slots=True)
 class _Coming:
-    """An adapter on its way into its pages. began: when its copy did. is_counted: a step has begun with it."""
+    """An adapter being copied into its pages."""
 
     image: HostImage
     layout: AdapterLayout
     began: float
+    """When its copy began."""
     is_counted: bool = False
+    """True once a step has started with it."""
 
     def arrival(self, arrived: int, now: float, per_elem: float) -> Arrival:
-        """As it looks now, by its own pace, or before its first layer by `per_elem`, that of earlier copies."""
+        """Estimate its arrival from its own pace; before its first layer, from `per_elem`, the pace of earlier
+        copies.
+        """
         layers, elapsed = self.layout.num_layers, now - self.began
         each = elapsed / arrived if arrived else max(elapsed, per_elem * self.layout.num_elems / layers)
         return Arrival(layers, each, each * (layers - arrived), arrived)
@@ -74,22 +80,22 @@ class _Coming:
 
 @dataclass(frozen=True, slots=True)
 class OffloadProfile:
-    """What an offload worker takes on this machine. exchange: seconds to hand a row over and to get its product, from
-    both sides; per_elem: seconds per token and element of A or B.
-    """
+    """Measured speed of an offload worker on this machine."""
 
     exchange: float
+    """Seconds to send a row and get its LoRA term back."""
     per_elem: float
+    """Seconds per token and element of A or B."""
 
     def cost(self, layout: AdapterLayout, exchanges: int, workers: int) -> CpuLoraCost:
-        """Of an adapter as if it had rank 1. exchanges: of all layers."""
+        """Cost of an adapter as if it had rank 1. exchanges: of all layers together."""
         seconds = self.per_elem * layout.num_elems
         each = max(1, math.ceil(_WORTH_AN_EXCHANGE * self.exchange * exchanges / seconds)) if seconds else 1
         return CpuLoraCost(self.exchange * exchanges, per_token_rank=seconds, cores=workers, tokens_each=each)
 
 
 class OffloadAdapters(ModelAdapters):
-    """Reads adapters into memory that the offload workers share, and knows the images of adapters on their way."""
+    """Reads adapters into memory that the offload workers share, and tracks the images of adapters being copied."""
 
     coming: weakref.WeakKeyDictionary[Transfer, _Coming]
 
@@ -107,10 +113,9 @@ class OffloadAdapters(ModelAdapters):
 
 
 class LoraOffload:
-    """The offload workers of an executor, and the choice between them and waiting for layers. `use_adapters` comes
-    before the first step.
+    """The offload workers of an executor, and the choice between offloading and waiting for layers.
 
-    starts: what was chosen. cold_start: None: chosen by the cost model; else always so, for studies.
+    Call `use_adapters` before the first step.
     """
 
     adapters: OffloadAdapters
@@ -124,8 +129,8 @@ class LoraOffload:
         most_rows: int | None = None,
         pinning: Pinning | None = None,
     ) -> None:
-        """most_rows: that are handed over at once; by default as a step has. pinning: of the device that is rank
-        0 in place of this process's processors.
+        """most_rows: the most rows offloaded at once; by default, a step's tokens. pinning: of the device that is rank
+        0 instead of this process's processors.
         """
         self._workers = workers = config.offload_workers
         self._dtype, self._page_elems = dtype, page_elems
@@ -154,25 +159,28 @@ class LoraOffload:
         finally:
             os.close(fd)
         self.starts = ColdStarts()
+        """Counts of the choices made."""
         self.cold_start: ColdStart | None = None
+        """None: the cost model chooses; else this is always chosen, for studies."""
         self.profile = OffloadProfile(0.0, 0.0)
         self.offloaded: OffloadedSegments | None = None
-        """What the last step lent."""
-        self._coming: dict[int, _Coming] = {}  # of the step, by the address of the count of layers that have arrived
-        self._chosen: dict[int, tuple[int, ColdStart]] = {}  # of these the tokens, and the way to begin
-        self._images: list[Any] = []  # of what is lent
+        """The segments that the last step offloaded."""
+        # the step's adapters in transit, by the address of their count of arrived layers
+        self._coming: dict[int, _Coming] = {}
+        self._chosen: dict[int, tuple[int, ColdStart]] = {}  # their tokens, and how they begin
+        self._images: list[Any] = []  # of offloaded segments
         self._step, self._began = 0, 0.0
-        self._per_token = 0.0  # seconds of a step with prompts, with adapters that were there
+        self._per_token = 0.0  # seconds per token of a step with prompts and no adapters in transit
         self._per_elem = _UNKNOWN_PACE
         self._is_lost = False
 
     def use_adapters(self, adapters: OffloadAdapters) -> None:
-        """Lend of these adapters from now on."""
+        """Offload these adapters from now on."""
         adapters.share(self._memory)
         self.adapters = adapters
 
     def join(self) -> None:
-        """Wait until the offload workers are ready, and take their profile."""
+        """Wait until the offload workers are ready, and measure their profile."""
         try:
             self._processes.join()
             one, many = self.time_exchange(1, 1), self.time_exchange(_PROFILE_TOKENS, 1)
@@ -182,16 +190,18 @@ class LoraOffload:
         elems = _PROFILE_RANK * (self._shapes[0] + self._shapes[2])
         self.profile = OffloadProfile(one, max(0.0, many - one) / (elems * (_PROFILE_TOKENS - 1)))
         logger.info(
-            "%d offload workers: an exchange takes %.0f µs, a token %.2f ns per element of an adapter", self._workers,
-            1e6 * one, 1e9 * self.profile.per_elem,
-        )  # fmt: skip
+            "%d offload workers: an exchange takes %.0f µs, a token %.2f ns per element of an adapter",
+            self._workers,
+            1e6 * one,
+            1e9 * self.profile.per_elem,
+        )
 
     @property
     def pids(self) -> list[int]:
         return self._processes.pids
 
     def run(self, forward: Callable[[StepPlan], torch.Tensor], plan: StepPlan) -> torch.Tensor:
-        """Run a step of which nothing is under way when `forward` returns."""
+        """Run a step that has completed when `forward` returns."""
         self.begin_step(plan)
         try:
             return forward(plan)
@@ -199,7 +209,7 @@ class LoraOffload:
             self.end_step(plan)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before a step; what of it is lent is chosen by `begin`, once its segments are known."""
+        """Prepare a step; `begin` chooses what it offloads, once its segments are known."""
         coming = ((adapter.transfer, self.adapters.coming) for adapter in plan.adapters if adapter.transfer is not None)
         self._coming = {transfer.address: known[transfer] for transfer, known in coming if transfer in known}
         self._began = time.monotonic()
@@ -207,7 +217,7 @@ class LoraOffload:
             self.offloaded, self._chosen = None, {}
 
     def end_step(self, plan: StepPlan) -> None:
-        """After a step, when it is computed."""
+        """Finish a step after it was computed."""
         if self._coming:
             self._end()
         elif plan.bucket is None:
@@ -230,7 +240,7 @@ class LoraOffload:
         return self._begin_offload(segments, entries, offsets, row) if entries else None
 
     def _offset_to_offload(self, address: int, coming: _Coming, tokens: int, now: float, fits: bool) -> int | None:
-        """Return where the offload workers find an adapter if its tokens are theirs; None if its layers are waited
+        """Return where the offload workers find an adapter if they compute its tokens; None if its layers are waited
         for.
         """
         offset = None if coming.image.data is None else self._memory.offset(coming.image.data)
@@ -244,7 +254,9 @@ class LoraOffload:
         return offset if cold_start is ColdStart.OFFLOAD else None
 
     def _choose(self, address: int, coming: _Coming, tokens: int, now: float) -> ColdStart:
-        """A step does not wait for all layers: requests that are to wait are none of it (`LoadPolicy`)."""
+        """Choose how an adapter's tokens begin. Waiting for all layers is no option: such requests are not in the step
+        (`LoadPolicy`).
+        """
         if self.cold_start is not None:
             return self.cold_start
         found = self._stalls(address, coming, tokens, now)
@@ -259,7 +271,7 @@ class LoraOffload:
         return stalls(arrival, self._per_token * tokens, cpu, returned)
 
     def _returned_seconds(self, layout: AdapterLayout, tokens: int) -> float:
-        """Seconds of the adapter's link that the products of all layers take."""
+        """Seconds that the LoRA terms of all layers take on the link that the adapter uses."""
         return 0.0
 
     def _cost(self, coming: _Coming) -> CpuLoraCost:
@@ -270,35 +282,39 @@ class LoraOffload:
     ) -> OffloadedSegments | None:
         comings = [self._coming[segments.ready[index]] for index in entries]
         share = shares(row[-1], max(int(self._cost(coming).tokens_each) for coming in comings), self._workers)
-        # from the image, with its pages in order, in place of the arena's
+        # the image has its pages in order, unlike the arena
         rows = [replace(part, pages=range(len(part.pages))) for part in map(segments.rows.__getitem__, entries)]
         try:
             self._begin(rows, row, share, offsets)
         except ExecutorLost as error:
             self._give_up(error)
             return None
-        self._images = [coming.image.data for coming in comings]  # which stay, whatever becomes of the reads
+        self._images = [coming.image.data for coming in comings]  # kept, whatever happens to the reads
         self.offloaded = OffloadedSegments(
-            self._ranks, entries, row, share, [coming.image.stream.address for coming in comings],
+            self._ranks,
+            entries,
+            row,
+            share,
+            [coming.image.stream.address for coming in comings],
             self._memory.exchanges,
-        )  # fmt: skip
+        )
         return self.offloaded
 
     def _begin(
         self, rows: Sequence[AdapterRows], row: Sequence[int], share: Sequence[int], offsets: Sequence[int]
     ) -> None:
-        """Have the offload workers wait for exchanges. Raises ExecutorLost."""
+        """Make the offload workers wait for exchanges. Raises ExecutorLost."""
         self._step += 1
         self._ranks.begin(self._step)
         self._processes.send("serve", self._step, rows, row, share, offsets)
 
     def _finish(self) -> None:
-        """Have the offload workers leave the step. Raises ExecutorLost, or their error."""
+        """Make the offload workers leave the step. Raises ExecutorLost, or their error."""
         self._ranks.fail(self._step)
         self._processes.answers()
 
     def _end(self) -> None:
-        """After a step with adapters on their way."""
+        """Finish a step with adapters in transit."""
         if self.offloaded is not None:
             try:
                 self._finish()
@@ -314,13 +330,13 @@ class LoraOffload:
             self.starts.regret_seconds += self._hindsight(coming, tokens, arrived, now).regret(cold_start)
 
     def _hindsight(self, coming: _Coming, tokens: int, arrived: int, now: float) -> Stalls:
-        """Prices of the ways to have begun, by the pace of the copy as it is known after the step."""
+        """Price each choice again, with the copy's pace as known after the step."""
         whole = coming.arrival(arrived, now, self._per_elem)
         arrival = Arrival(whole.layers, whole.first, whole.first * whole.layers)
         return self._price(arrival, coming, tokens)
 
     def _give_up(self, error: Exception) -> None:
-        """Lend nothing any more: prompts wait for their adapters."""
+        """Offload nothing from now on: prompts wait for their adapters."""
         if not self._is_lost:
             self._is_lost = True
             self._ranks.lose()
@@ -329,16 +345,16 @@ class LoraOffload:
     def time_exchange(
         self, tokens: int, workers: int, rank: int = _PROFILE_RANK, rounds: int = _PROFILE_ROUNDS
     ) -> float:
-        """Median seconds to hand x of the query projection over, and to get the products of an adapter of zeros.
+        """Median seconds to send inputs of the query projection and get the LoRA terms of an adapter of zeros back.
 
-        workers: offload workers among which the tokens are split.
+        workers: number of offload workers that share the tokens.
         """
         hidden, q = self._shapes[0], self._shapes[2]
         pages = range(-(-rank * (hidden + q) // self._page_elems))
         image = self.adapters.dma.buffers.take((len(pages), self._page_elems), self._dtype).zero_()
         offset = self._memory.offset(image)
         if offset is None:
-            raise MemoryError(f"host_cache_bytes leaves no room for {image.nbytes} bytes of a profile; raise it")
+            raise MemoryError(f"host_cache_bytes leaves no room for the {image.nbytes} bytes of a profile; raise it")
         others = (-1,) * (len(MODULES) - 1)
         rows = AdapterRows(pages, rank, 1.0, hidden + q, (0, *others), (hidden, *others), (0,))
         x = torch.zeros(tokens, hidden)
@@ -353,7 +369,7 @@ class LoraOffload:
         return statistics.median(found)
 
     def _exchange_once(self, x: torch.Tensor, share: Sequence[int]) -> None:
-        """Hand rows of the query projection's input over, of one lent segment, and wait for the products."""
+        """Send rows of one offloaded segment's query input, and wait for the LoRA terms."""
         post_exchange(self._ranks, self._memory.exchanges, x, self._dtype)
         self._ranks.meet()
 
@@ -363,16 +379,18 @@ class LoraOffload:
 
 
 def shares(rows: int, each: int, workers: int) -> list[int]:
-    """Where each offload worker's rows begin, and the last's end: so many have rows that none has more than `each`, if
-    there are as many, and all of these have as many.
+    """Return where each worker's rows begin, and the end of the last.
+
+    The rows are split evenly among as few workers as possible, such that none has more than `each`, if there are enough
+    workers.
     """
     used = max(1, min(workers, -(-rows // each)))
     return [rows * min(index, used) // used for index in range(workers + 1)]
 
 
 def offload_worker_cpus(workers: int) -> list[int | None]:
-    """Processors for the offload workers, the last that the process may use, all but the first; in turns where they
-    are too few.
+    """Choose processors for the offload workers: the last ones that the process may use, but never the first; shared if
+    there are too few.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [None] * workers
@@ -382,5 +400,5 @@ def offload_worker_cpus(workers: int) -> list[int | None]:
 
 
 def layers_at(address: int) -> int:
-    """An adapter's layers that have arrived, by the address of their count."""
+    """The number of an adapter's layers that have arrived, from the address of the count."""
     return ctypes.c_int32.from_address(address).value

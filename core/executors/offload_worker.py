@@ -1,4 +1,6 @@
-"""A process that computes LoRA products for the base model's (CPU LoRA offload, CaraServe §4)."""
+"""An offload worker: a process that computes LoRA terms for the base model's process (CPU LoRA offload, CaraServe
+§4).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ from ...ops.lora_offload import OffloadWorker
 from ...ops.sgmv import AdapterRows
 from .shared_memory import MemoryLayout, SharedMemory
 
-#: Seconds that an offload worker waits for the base model within a step: more than any step takes.
+#: Seconds that a worker waits for the base model within a step: more than any step takes.
 _PATIENCE_SECONDS = 600.0
 
 
 class OffloadWorkerProcess:
-    """Computes a share of what each step lends; its methods are messages (`processes`). Rank `number`, from 1 on."""
+    """Computes a share of the offloaded rows of each step, as rank `number`, from 1 on.
+
+    Its methods are messages (`processes`).
+    """
 
     joined = None
 
@@ -30,7 +35,7 @@ class OffloadWorkerProcess:
         cpu: int | None,
         memory_fd: int,
     ) -> None:
-        """cpu: the processor that it stays on."""
+        """cpu: the processor to which it is bound."""
         if cpu is not None:
             os.sched_setaffinity(0, {cpu})
         self._memory = SharedMemory(memory_fd, layout)
@@ -41,8 +46,9 @@ class OffloadWorkerProcess:
     def serve(
         self, step: int, rows: Sequence[AdapterRows], row: Sequence[int], share: Sequence[int], offsets: Sequence[int]
     ) -> None:
-        """Compute until the base model's process gives the step up. row, share: see `OffloadedSegments`; offsets: of
-        the images.
+        """Compute until the base model's process ends the step.
+
+        row, share: see `OffloadedSegments`; offsets: of the images.
         """
         self._ranks.begin(step)
         own = share[self._number - 1], share[self._number]

@@ -1,7 +1,9 @@
-"""A rank of several but the first: a process that computes its share of every step that the first rank plans.
+"""A TP worker: a process that computes its share of every step that the first rank plans.
 
-It is started by `worker_processes.WorkerProcesses` as `python -m chorus.core.executors.rank LINK MEMORY`, with two open
-files: a socket, for commands and answers, and the memory that all ranks share. It ends with the first rank.
+`worker_processes.WorkerProcesses` starts it as `python -m chorus.core.executors.rank LINK MEMORY`, with two open files:
+a socket for commands and replies, and the memory that all ranks share. It ends with the first rank.
+
+Tests: tests/core/executors/test_ranks.py
 """
 
 from __future__ import annotations
@@ -35,25 +37,25 @@ from ..requests.types import CannotMerge
 from .cpu import CpuExecutor
 from .shared_memory import MemoryLayout, SharedMemory
 
-#: Seconds between two looks at how far an adapter has come.
+#: Seconds between two checks of an adapter's progress.
 LOOK_SECONDS = 2e-5
 
-#: Adapters that may be on their way into the arenas at once.
+#: The most adapters that may be in transit into the arenas at once.
 NUM_COUNTS = 4096
 
-#: Messages that are not answered.
+#: Messages without a reply.
 _UNANSWERED = ("know", "place", "copy", "cancel")
 
 
 class CountedTransfer(CompleteTransfer):
-    """An adapter on its way into all arenas, as another rank than the first sees it. count: `[1]` int32."""
+    """An adapter being copied into all arenas, as seen by a TP worker. count: `[1]` int32, its arrived layers."""
 
     def __init__(self, count: Any) -> None:
         self._count = count
         self.address = count.ctypes.data
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
-        """Wait until `layer` is there; see `Transfer.wait_layer`."""
+        """Wait until `layer` has arrived; see `Transfer.wait_layer`."""
         deadline = time.monotonic() + timeout
         while 0 <= self._count[0] <= layer and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
@@ -61,7 +63,7 @@ class CountedTransfer(CompleteTransfer):
 
 
 class RankExecutor(Protocol):
-    """An executor of a rank's share."""
+    """An executor of a rank's share of the model."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -74,7 +76,7 @@ class RankExecutor(Protocol):
 
 
 class TpWorker:
-    """Does what the first rank says; each method is a message of its own, with its answer."""
+    """Executes the first rank's messages; each method is a message, and its result the reply."""
 
     def __init__(self, executor: RankExecutor) -> None:
         self._executor = executor
@@ -82,7 +84,7 @@ class TpWorker:
         self.joined = executor.weight_bytes
 
     def know(self, adapters: Mapping[int, Any], gone: list[int]) -> None:
-        """Take new adapters' parts, by version, and forget others."""
+        """Add the parts of new adapters, by version, and forget others."""
         model, page = self._executor.config, self._executor.layout
         for version in gone:
             self._adapters.pop(version, None)
@@ -100,7 +102,7 @@ class TpWorker:
         self._executor.shadow.drop()
 
     def _find(self, entry: Mapping[str, Any]) -> Adapter:
-        """The adapter of an entry of a plan; its list of pages stays the same one while the pages do."""
+        """Find the adapter of an entry of a plan; its page list stays the same object while the pages stay the same."""
         adapter = self._adapters[entry["version"]]
         if adapter.pages != entry["pages"]:
             adapter.pages = list(entry["pages"])
@@ -108,10 +110,7 @@ class TpWorker:
 
 
 class CpuRankContext:
-    """A rank's place on processors: its share of the model, all arenas, and the sums over all ranks.
-
-    counts: int32, the layers that have arrived of each adapter on its way, into all arenas at once.
-    """
+    """The context of a TP rank on processors: its share of the model, all arenas, and the collectives."""
 
     COUNT_BYTES = 4 * NUM_COUNTS
 
@@ -121,36 +120,45 @@ class CpuRankContext:
         self._memory, self._layout = memory, layout
         self.ranks = memory.ranks(shard.rank, seconds)
         self.counts = memory.more(np.int32)
+        """int32, the arrived layers of each adapter in transit into all arenas at once."""
 
     def pages(self, dtype: torch.dtype) -> torch.Tensor:
         """The rank's arena."""
         return self.arena(self.shard.rank, dtype)
 
     def arena(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
-        """A rank's arena, `[num_pages, page_elems]`."""
+        """Return a rank's arena, `[num_pages, page_elems]`."""
         offset = self._memory.layout.first_room + rank * arena_bytes(self._layout, self.num_pages)
         return self._memory.tensor(offset, (self.num_pages, self._layout.page_elems), dtype)
 
 
 def arena_bytes(layout: PageLayout, num_pages: int) -> int:
-    """Bytes from a rank's arena to the next one's, which begins on a page of the system's."""
+    """Bytes from one rank's arena to the next, which begins at a system page."""
     return -(-num_pages * layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class CpuTpWorker(TpWorker):
-    """A rank on processors of this machine."""
+    """A TP worker on processors of this machine."""
 
     def __init__(
-        self, config: EngineConfig, layout: MemoryLayout, page: PageLayout, num_pages: int, seconds: float,
-        shard: Shard, memory_fd: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig,
+        layout: MemoryLayout,
+        page: PageLayout,
+        num_pages: int,
+        seconds: float,
+        shard: Shard,
+        memory_fd: int,
+    ) -> None:
         """page: of a rank. seconds: see `Ranks`."""
         self._rank_context = CpuRankContext(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)
         self._cpu = CpuExecutor(config, self._rank_context)
         super().__init__(self._cpu)
 
     def step(self, number: int, plan: Mapping[str, Any], kept: Sequence[int], coming: Mapping[int, int]) -> list[str]:
-        """Compute a step; see `CpuExecutor.compute`. coming: of the slots with adapters on their way their counts."""
+        """Compute a step; see `CpuExecutor.compute`. coming: for each `lora_index` with an adapter in transit, its
+        count.
+        """
         ranks = self._rank_context.ranks
         ranks.begin(number)
         try:
@@ -165,8 +173,10 @@ class CpuTpWorker(TpWorker):
 
 
 def serve_messages(link: Connection, memory_fd: int) -> int:
-    """Join, then answer the first rank's messages until it sends None. Its first one makes what has their methods, and
-    may have work to do while it waits for them (`receive`), and methods that must not fail (`fatal`).
+    """Join, then execute the first rank's messages until it sends None.
+
+    The first message makes the worker, whose methods are the messages. The worker may have work to do while it waits
+    for messages (`receive`), and methods that must not fail (`fatal`).
     """
     make = link.recv()
     try:
@@ -192,15 +202,16 @@ def serve_messages(link: Connection, memory_fd: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """End this process when the first rank's has ended, however that was: then its standard input, a pipe, does."""
+    """End this process when the first rank's process has ended in any way: then standard input, a pipe, closes."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)
 
 
 def main(link_fd: int, memory_fd: int) -> int:
-    logging.basicConfig(level=logging.ERROR)  # what all ranks would warn of the first one does
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or to a whole service: the first rank drains first
+    logging.basicConfig(level=logging.ERROR)  # the first rank logs the warnings that all ranks would log
+    # sent by a terminal or to a whole service: the first rank drains first
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="chorus-parent", daemon=True).start()
     torch.set_grad_enabled(False)
@@ -214,4 +225,4 @@ def main(link_fd: int, memory_fd: int) -> int:
 if __name__ == "__main__":
     status = main(int(sys.argv[1]), int(sys.argv[2]))
     logging.shutdown()
-    os._exit(status)  # the interpreter's own end would wait for a device that waits for other ranks
+    os._exit(status)  # the interpreter's normal exit would wait for a device that waits for other ranks

@@ -1,4 +1,7 @@
-"""Adapters and swapped KV of several ranks: images of all ranks' shares, and, on a CPU, their copies."""
+"""Adapters and swapped KV of several ranks: images of all ranks' shares, and, on a CPU, their copies.
+
+Tests: tests/core/executors/test_ranks.py
+"""
 
 from __future__ import annotations
 
@@ -25,49 +28,47 @@ from .shared_memory import SharedMemory
 
 
 class RankBuffers:
-    """Host memory for images of all ranks: `[ranks, pages, page_elems]`, each rank's pages one behind the other.
+    """Host memory for images of all ranks: `[ranks, pages, page_elems]`, the ranks' pages one after the other.
 
-    memory: in which they must lie, if other processes copy them.
+    memory: shared memory in which the images must be, if other processes copy them.
     """
 
     def __init__(self, buffers: Buffers, size: int, memory: SharedMemory | None = None) -> None:
         self._buffers, self._size, self._memory = buffers, size, memory
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See `Buffers.take`; shape: of a rank's share. MemoryError where there is no more."""
+        """See `Buffers.take`; shape: of a rank's share. Raises MemoryError if no memory is left."""
         image = self._buffers.take((self._size, *shape), dtype)
         if self._memory is not None and self._memory.offset(image) is None:
-            raise MemoryError(f"no {self._size} times {shape[0]} pages are left of the memory that ranks share")
+            raise MemoryError(f"the memory that ranks share has no room for {self._size} times {shape[0]} pages")
         return image
 
 
 class RankAdapters(ModelAdapters):
-    """Reads adapters once and cuts them into shares of the ranks. A share has the same layout on all ranks.
+    """Reads adapters once and splits them into shares of the ranks. All shares have the same layout.
 
-    Of a projection with shares of its outputs A is whole on every rank and B a share; with shares of its inputs A is a
-    share and B whole.
+    A projection split by outputs has the whole A on every rank and a share of B; one split by inputs has a share of A
+    and the whole B.
     """
 
     def __init__(
         self, whole: ModelConfig, share: ModelConfig, arena: Arena, copies: CopyEngine, buffers: RankBuffers, size: int
     ) -> None:
-        """whole, share: shapes of the model, and of a rank's share of it. arena: on the host, of a rank's layout.
+        """whole, share: shapes of the model, and of a rank's share of it. arena: on the host, with a rank's layout.
         copies: of images of all ranks.
         """
         dtype = arena.pages.dtype
         super().__init__(share, arena, dtype)
         self.dma = Dma(copies, buffers)
         self._whole = ModelAdapters(whole, arena, dtype)
-        self._parts = [
-            {name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)
-        ]  # fmt: skip
+        self._parts = [{name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)]
         self._dims = whole.module_dims, share.module_dims
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return self._whole.inspect(path, roots)
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        """Read the file once; a layer's shares are cut from it as soon as it is there."""
+        """Read the file once, and cut each layer's shares as soon as it is read."""
         whole_layout, whole = self._whole.layout(manifest), HostImage()
         image.data = shares = self.dma.buffers.take((layout.num_pages, self._page.page_elems), self._dtype)
         done = 0
@@ -86,7 +87,7 @@ class RankAdapters(ModelAdapters):
 
 
 class ArenaCopies:
-    """Copies between images of all ranks and their arenas, all of which this process sees; see `CopyEngine`."""
+    """Copies between images of all ranks and their arenas, which are all in this process's memory; see `CopyEngine`."""
 
     def __init__(self, arenas: Sequence[Arena], counts: np.ndarray) -> None:
         """counts: see `CpuRankContext`."""
@@ -99,7 +100,7 @@ class ArenaCopies:
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> HostTransfer:
         check_pages(pages, layout.num_pages, self._num_pages)
         if not self._free_counts:
-            raise RuntimeError(f"{len(self._counts)} adapters are on their way into the arenas already")
+            raise RuntimeError(f"{len(self._counts)} adapters are already being copied into the arenas")
         at = self._free_counts.pop()
         self._counts[at] = 0
         transfer = HostTransfer(self, image, layout, pages, LayerStream(self._counts[at : at + 1]))
@@ -121,14 +122,14 @@ class ArenaCopies:
         return CompleteTransfer()
 
     def count_of(self, transfer: Transfer) -> int:
-        """Number of the count, in the ranks' memory, of the layers that have arrived."""
+        """Index, in the ranks' memory, of the transfer's count of arrived layers."""
         return self._used_counts[transfer]
 
     def advance(self) -> None:
-        """Nothing to do: readers issue copies as layers come."""
+        """Does nothing: readers issue copies as layers come."""
 
     def close(self) -> None:
-        """No copy is running, and no more begin once the reads have ended."""
+        """Does nothing: no copy is running, and no more begin once the reads have ended."""
 
 
 def _cut(
@@ -139,8 +140,10 @@ def _cut(
     parts: Mapping[str, tuple[slice, slice]],
     dims: tuple[ModuleDims, ModuleDims],
 ) -> None:
-    """Copy a rank's part of a layer. whole, share: layout and elements; parts: inputs and outputs of each projection
-    that the rank has; dims: of the whole projections and of the shares.
+    """Copy a rank's part of a layer.
+
+    whole, share: layout and elements. parts: the rank's inputs and outputs of each projection. dims: of the whole
+    projections and of the shares.
     """
     places = zip(manifest.parts, whole[0].parts, share[0].parts, strict=True)
     for part, from_place, to_place in places:

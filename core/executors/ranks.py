@@ -1,9 +1,9 @@
-"""An executor of several ranks: processes of this machine that compute each layer together (tensor parallel).
+"""An executor with several TP ranks: processes of this machine that compute each layer together (tensor parallelism).
 
-The first rank is this process. It samples the tokens, and what clocks decide is decided here, or by all ranks together:
-a step is done, and a shadow made, when it is on every rank, and a row is void that is void on any. `RanksExecutorBase`
-is what ranks on processors and on GPUs (`cuda_ranks`) have in common. On processors the first rank also reads and moves
-what lies in the arenas, which it sees all of; the other ranks compute their shares of the same steps.
+The first rank is this process, and it samples the tokens. Decisions that depend on clocks are made here, or by all
+ranks together. A step is done, and merged weights are made, when every rank has done so; an entry that is void on any
+rank is void. `RanksExecutorBase` is the common part of ranks on processors and on GPUs (`cuda_ranks`). On processors
+the first rank also fills all arenas, which it shares; the other ranks compute their shares of the same steps.
 """
 
 from __future__ import annotations
@@ -46,20 +46,17 @@ logger = logging.getLogger(__name__)
 
 First = TypeVar("First", bound="CpuExecutor | CudaExecutor")
 
-#: Seconds that ranks wait for each other before they are lost: many times a step of any model.
+#: Seconds that ranks wait for each other before they are lost: many times the duration of any step.
 PATIENCE_SECONDS = 60.0
 
-#: Values beside a token's hidden state, to which the native decoder rounds up rows.
+#: Extra values per token, because the native decoder rounds rows up.
 _ROW_ROOM = 32
 
 _MIB = 1 << 20
 
 
 class RanksExecutorBase(Generic[First]):
-    """Ranks as an engine has them: one executor, of which `first` computes the first rank's share in this process.
-
-    shapes: of the first rank. layout: of a page of all ranks.
-    """
+    """One executor made of several ranks; `first` computes the first rank's share in this process."""
 
     first: First
     num_pages: int
@@ -68,41 +65,46 @@ class RanksExecutorBase(Generic[First]):
         """patience: seconds that ranks wait for each other. Raises UnsupportedModel."""
         self._config, self._patience, self._size = config, patience, config.tensor_parallel_size
         self.shapes = ModelExecutor(config, Shard(0, self._size))
+        """Shapes of the first rank's share."""
         self.model, one = self.shapes.model, self.shapes.layout
         heads = self._size * one.kv_heads
         self.layout = PageLayout(one.num_layers, heads, one.head_dim, one.block_tokens, one.itemsize)
+        """Of a page of all ranks together."""
 
     def _begin(self, make: Callable[[Shard, int], Any], memory_fd: int, ranks: Losable) -> None:
-        """Start the other ranks. make: called in each, see `WorkerProcesses`."""
+        """Start the other ranks. make: called in each of them, see `WorkerProcesses`."""
         size = self._size
         makers = {f"rank {rank} of {size}": partial(make, Shard(rank, size)) for rank in range(1, size)}
         self._processes = WorkerProcesses(makers, memory_fd, ranks, self._patience)
 
     def _join(self) -> None:
-        """Wait for the other ranks, once `first` has loaded its share. Raises RuntimeError, which names the rank that
-        can't join.
+        """Wait for the other ranks, after `first` has loaded its share. Raises RuntimeError, naming the rank that can't
+        join.
         """
         weights = [self.first.weight_bytes, *self._processes.join()]
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
             "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
-            "%.2f)", self._size, " + ".join(f"{each / _MIB:.2f}" for each in weights), by_formula / _MIB,
-        )  # fmt: skip
+            "%.2f)",
+            self._size,
+            " + ".join(f"{each / _MIB:.2f}" for each in weights),
+            by_formula / _MIB,
+        )
 
     def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:
-        """Take plans and shadows from now on. beside: see `WorkerProcesses.beside`."""
+        """Serve plans and merged weights from now on. beside: see `WorkerProcesses.beside`."""
         self._known = KnownAdapters(self._processes)
         self.shadow = RankShadow(self.first.shadow, beside, self._known.entry)
         page_bytes = self.shapes.layout.page_bytes
         logger.info("KV and adapters of %.1f MiB on each rank", self.num_pages * page_bytes / _MIB)
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Have `on_lost` called, from any thread, when a rank ends by itself."""
+        """Register `on_lost`, which is called, from any thread, when a rank ends by itself."""
         self._processes.watch(on_lost)
 
     @property
     def pids(self) -> list[int]:
-        """Processes of the other ranks."""
+        """Process ids of the other ranks."""
         return self._processes.pids
 
     def close(self) -> None:
@@ -111,7 +113,7 @@ class RanksExecutorBase(Generic[First]):
 
 
 def weights_of_rank(whole: ModelConfig, size: int) -> int:
-    """Weights that each of `size` ranks keeps, by the formula of docs/explanation/memory.md, which counts no biases."""
+    """Number of weights of each of `size` ranks, by the formula of docs/explanation/memory.md, which ignores biases."""
     hidden, q, kv, ffn = whole.hidden_size, whole.q_size, whole.kv_size, whole.intermediate_size
     shared = 2 * hidden * q + 2 * hidden * kv + 3 * hidden * ffn
     embeddings = whole.vocab_size * hidden
@@ -120,15 +122,15 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
 
 
 class RanksExecutor(RanksExecutorBase[CpuExecutor]):
-    """Runs steps on `config.tensor_parallel_size` ranks, of which the first is a `CpuExecutor` of this process."""
+    """Runs steps on `config.tensor_parallel_size` ranks; the first one is a `CpuExecutor` in this process."""
 
-    start = None  # as of the CPU's executor
+    start = None  # for the same reason as in `CpuExecutor`
 
     def __init__(self, config: EngineConfig, patience: float = PATIENCE_SECONDS) -> None:
-        """Raises UnsupportedModel, and RuntimeError, which names it, when a rank can't join."""
+        """Raises UnsupportedModel, and RuntimeError, which names the rank that can't join."""
         size = config.tensor_parallel_size
         if reason := native_library.why_unavailable(torch.float32):
-            raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks add up by the native library: {reason}")
+            raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks need the native library: {reason}")
         super().__init__(config, patience)
         shapes, one = self.shapes, self.shapes.layout
         weights = sum(num_weights(shapes.whole, Shard(rank, size)) for rank in range(size)) * one.itemsize
@@ -159,7 +161,7 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         self._serve(self._processes.beside)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """See `Executor.execute`. A step that fails on one rank is given up by all of them."""
+        """See `Executor.execute`. If a step fails on one rank, all ranks abort it."""
         coming = {
             lora_index: self._copies.count_of(adapter.transfer)
             for lora_index, adapter in enumerate(plan.adapters)
@@ -192,11 +194,11 @@ class KnownAdapters:
         self._gone: list[int] = []
 
     def introduce_all(self, plan: StepPlan) -> None:
-        """See `introduce`, of a plan's adapters."""
+        """Call `introduce` for a plan's adapters."""
         self.introduce([*plan.adapters, *([] if plan.merged is None else [plan.merged])])
 
     def introduce(self, adapters: Sequence[Adapter]) -> None:
-        """Tell the other ranks of new adapters, and of adapters that are gone."""
+        """Tell the other ranks about new adapters, and about adapters that are gone."""
         new = {adapter.version: adapter.manifest.parts for adapter in adapters if adapter not in self._known}
         if not new and not self._gone:
             return
@@ -208,22 +210,24 @@ class KnownAdapters:
                 weakref.finalize(adapter, self._gone.append, adapter.version).atexit = False
 
     def entry(self, adapter: Adapter) -> dict[str, Any]:
-        """An adapter as the other ranks receive it; they know it from now on."""
+        """Return an adapter in the other ranks' form; they know it from now on."""
         self.introduce([adapter])
         return adapter_to_wire(adapter)
 
 
 class RankShadow:
-    """The shadow of an adapter on all ranks, each of which makes its share of every matrix.
+    """Merged weights on all ranks, each of which makes its share of every matrix.
 
-    An adapter is refused where any rank's share of a row would grow too much.
+    An adapter is refused if it would change any rank's share of a row too much.
     """
 
     def __init__(
-        self, first: ShadowWeights, beside: Callable[..., tuple[Any, list[Any]]],
+        self,
+        first: ShadowWeights,
+        beside: Callable[..., tuple[Any, list[Any]]],
         entry: Callable[[Adapter], dict[str, Any]],
-    ) -> None:  # fmt: skip
-        """beside: see `WorkerProcesses.beside`. entry: an adapter, which the TP workers know, as they receive it."""
+    ) -> None:
+        """beside: see `WorkerProcesses.beside`. entry: converts a known adapter to the form for TP workers."""
         self._first, self._beside, self._entry = first, beside, entry
         self.sizes, self.wished_runs = first.sizes, first.wished_runs
 
@@ -232,10 +236,8 @@ class RankShadow:
         self._beside(lambda: self._first.begin(adapter, runs), "begin_shadow", entry, list(runs))
 
     def advance(self, max_seconds: float) -> bool:
-        """Have every rank do some of the work at the same time; see `ShadowBackend.advance`."""
-        is_made, others = self._beside(
-            lambda: self._first.advance(max_seconds), "advance_shadow", max_seconds
-        )  # fmt: skip
+        """Make every rank do some of the work at the same time; see `ShadowBackend.advance`."""
+        is_made, others = self._beside(lambda: self._first.advance(max_seconds), "advance_shadow", max_seconds)
         return is_made and all(others)
 
     @property

@@ -1,4 +1,7 @@
-"""Memory that processes of an executor share: their sums, and arenas, or images of adapters on their way to others."""
+"""Memory shared by an executor's processes: their collectives, and arenas or images of adapters.
+
+Tests: tests/core/executors/test_ranks.py, tests/core/executors/test_lora_offload.py
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ import torch
 from ...memory.transfers.pinned import Extents
 from ...ops.ranks import SPINNING_SECONDS, Ranks
 
-#: Least bytes of images that may be in the memory at once.
+#: The least size of the room for images.
 LEAST_IMAGE_BYTES = 64 << 20
 
 
 def image_bytes(host_bytes: int) -> int:
-    """Room for images: twice what host memory is to hold, as runs in between are lost. Only what is used is taken."""
+    """Room for images: twice the host memory budget, because gaps between images are lost. Only used pages take
+    memory.
+    """
     return max(LEAST_IMAGE_BYTES, 2 * host_bytes)
 
 
@@ -27,7 +32,7 @@ class Pinning(Protocol):
     """Lets a device read and write host memory, at the host's addresses."""
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """MemoryError when the system grants no more."""
+        """Pin memory. Raises MemoryError if the system grants no more."""
         ...
 
     def unpin(self, address: int) -> None: ...
@@ -35,17 +40,18 @@ class Pinning(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Processes, values that each adds up or hands over at once, bytes that all see beside, and bytes of room behind
-    them, for arenas or images.
-
-    is_woken: rank 0 wakes the others, which a device can't: then they never sleep within a step.
-    """
+    """Sizes of the parts of the shared memory."""
 
     size: int
+    """Number of processes."""
     floats: int
+    """Values that each process sums or sends at once."""
     more_bytes: int
+    """Further bytes that all processes see."""
     room_bytes: int
+    """Bytes after those, for arenas or images."""
     is_woken: bool = True
+    """True if rank 0 wakes the others. A device can't, so then they never sleep within a step."""
 
     @property
     def first_more(self) -> int:
@@ -59,28 +65,28 @@ class MemoryLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in all; the system gives memory as it is written."""
+        """Bytes in all; the system provides memory as it is written."""
         return self.first_room + self.room_bytes
 
 
 class SharedMemory:
-    """The memory of an open file, of `layout.num_bytes`, mapped; images are cut from chunks that `allocate` gives."""
+    """The mapped memory of an open file of `layout.num_bytes`; images are cut from chunks of `allocate`."""
 
     def __init__(self, fd: int, layout: MemoryLayout, pinning: Pinning | None = None) -> None:
-        """pinning: of the device that is to see images as they are allocated, and, as rank 0, what is handed over."""
+        """pinning: of the device that copies images from here and, if it is rank 0, exchanges rows."""
         self.layout, self._pinning = layout, pinning
         self._mapping = mmap.mmap(fd, layout.num_bytes)
         self._bytes = np.frombuffer(self._mapping, np.uint8)
         self._free = Extents(layout.room_bytes)
         self.chunks: dict[int, int] = {}
-        """Bytes of each chunk, by its first byte."""
+        """Size of each chunk, by its first byte."""
         self._pinned_exchange = None if layout.is_woken else pinning
         if self._pinned_exchange is not None:
             self._pinned_exchange.pin(self.address(0), layout.first_room)
 
     @staticmethod
     def create(layout: MemoryLayout) -> int:
-        """An open file for it, with no name."""
+        """Create an open, unnamed file for it."""
         fd = os.memfd_create("chorus-ranks")
         os.ftruncate(fd, layout.num_bytes)
         return fd
@@ -96,19 +102,19 @@ class SharedMemory:
         return self._bytes[begin : begin + self.layout.more_bytes].view(dtype)
 
     def tensor(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """What begins at a byte: another process's image, or an arena."""
+        """View a tensor at a byte offset: another process's image, or an arena."""
         return torch.frombuffer(self._mapping, dtype=dtype, count=shape[0] * shape[1], offset=offset).view(shape)
 
     @property
     def exchanges(self) -> int:
-        """Address of what exchanges ask for, see `OffloadedSegments`."""
+        """Address of the exchange requests, see `OffloadedSegments`."""
         return self.address(self.layout.first_more)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Bytes for images, until they are no longer referenced. MemoryError where there are none."""
+        """Allocate bytes for images, until they are no longer referenced. Raises MemoryError if none are left."""
         first = self._free.take(num_bytes)
         if first is None:
-            raise MemoryError(f"{num_bytes} bytes of images are not left of {self.layout.room_bytes}")
+            raise MemoryError(f"{num_bytes} bytes for images don't fit in the shared {self.layout.room_bytes}")
         begin = self.layout.first_room + first
         if self._pinning is not None:
             try:
@@ -128,10 +134,10 @@ class SharedMemory:
         self._free.give(first, num_bytes)
 
     def trim(self) -> None:
-        """What is no longer referenced is free already."""
+        """Does nothing: unreferenced memory is already free."""
 
     def close(self) -> None:
-        """Nothing is handed over any more; images are until they are no longer referenced."""
+        """End exchanges; images may be used until they are no longer referenced."""
         if self._pinned_exchange is not None:
             self._pinned_exchange.unpin(self.address(0))
 
@@ -140,7 +146,7 @@ class SharedMemory:
         return self._bytes.ctypes.data + offset
 
     def offset(self, data: torch.Tensor) -> int | None:
-        """Byte at which an image begins; None where it lies elsewhere."""
+        """Byte at which an image begins; None if it is not in this memory."""
         found = data.data_ptr() - self._bytes.ctypes.data
         return found if self.layout.first_room <= found < self.layout.num_bytes else None
 

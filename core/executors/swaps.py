@@ -1,4 +1,4 @@
-"""KV pages on their way between an executor's arena and host memory."""
+"""Swaps: copies of KV pages between an executor's arena and host memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOOK_SECONDS = 5e-4
 
 
 class PageSwaps:
-    """Copies pages with the engine that copies adapters, into buffers like theirs.
+    """Copies pages with the engine that copies adapters, into buffers of the same kind.
 
-    On a CPU the copies are complete when they have begun: no others' memory is involved, so nothing would be gained by
-    a thread. Of several ranks, `dma` copies the pages of all. scope: in which the arena's device is given copies.
+    On a CPU the copies are complete when they return: a thread would gain nothing. With several ranks, `dma` copies the
+    pages of all ranks. scope: context in which copies to the arena's device are issued.
     """
 
     def __init__(self, arena: Arena, dma: Dma, scope: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -33,7 +33,7 @@ class PageSwaps:
         self.page_seconds = self._measure(arena.num_pages)
 
     def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
-        """Raises MemoryError where the system grants no host memory."""
+        """Copy pages out; raises MemoryError if the system grants no host memory."""
         with self._scope():
             image = self._dma.buffers.take((len(pages), self._page_elems), self._dtype)
             return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False))
@@ -43,11 +43,11 @@ class PageSwaps:
             return _rest(self._dma.copies.copy_pages(image[..., skip:, :], pages, to_device=True))
 
     def wait(self, timeout: float) -> None:
-        """Sleep briefly, then poll again: the host gets no signal when a device's copy has ended."""
+        """Sleep briefly before the next poll: the host gets no signal when a device's copy has ended."""
         time.sleep(min(timeout, _LOOK_SECONDS))
 
     def _measure(self, num_pages: int) -> float:
-        """Seconds that a page takes out and back: the median of a few copies of pages that hold nothing yet."""
+        """Seconds to copy a page out and back: the median of a few copies of unused pages."""
         pages = range(min(_PROBE_PAGES, num_pages))
         seconds = []
         for _ in range(_PROBES):
@@ -60,7 +60,7 @@ class PageSwaps:
 
 
 def _rest(transfer: Transfer) -> Transfer | None:
-    """The transfer if it is still to be waited for."""
+    """Return the transfer if it must still be waited for."""
     return None if transfer.is_done() else transfer
 
 

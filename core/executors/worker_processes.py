@@ -1,5 +1,6 @@
-"""The processes that work beside this one, of other ranks for instance, as this one has them: begun, asked, watched and
-ended.
+"""Worker processes, such as other TP ranks: this process starts them, sends messages, watches them and ends them.
+
+Tests: tests/core/executors/test_ranks.py, tests/core/executors/test_lora_offload.py
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from ...ops.ranks import RanksLost, StepGivenUp
 
 T = TypeVar("T")
 
-#: Seconds that the other ranks may take to end.
+#: Seconds that worker processes may take to end.
 STOP_SECONDS = 5.0
 
 _LOOK_SECONDS = 0.2
 
-#: Variables that no other process needs.
+#: Environment variables that worker processes don't need.
 _KEYS = "CHORUS_API_KEY", "CHORUS_ADMIN_KEY"
 
 
 class Losable(Protocol):
-    """What processes wait for each other in."""
+    """Something that processes wait for each other in."""
 
     def lose(self) -> None:
-        """Have none wait any more, from any thread."""
+        """Release every waiting process; thread-safe."""
         ...
 
 
 class WorkerProcesses:
-    """Processes that share sums with this one, of which it is the first rank."""
+    """Processes that share collectives with this one, which is the first rank."""
 
     def __init__(
         self, makers: Mapping[str, Callable[[int], Any]], memory_fd: int, ranks: Losable, seconds: float
     ) -> None:
-        """makers: by what a process is called, what makes the object there that has its messages as methods, from the
-        descriptor of the shared memory; its `joined` is what `join` returns. seconds: that an answer may take.
+        """makers: for each process name, a function that makes the object there whose methods are the messages, from
+        the descriptor of the shared memory; `join` returns its `joined`. seconds: time limit of a reply.
         """
         self._names, self._seconds, self._ranks = list(makers), seconds, ranks
         self._processes: list[Popen[bytes]] = []
@@ -65,7 +66,7 @@ class WorkerProcesses:
                     self._links.append(Connection(here.detach()))
                     fds = there.fileno(), memory_fd
                     self._processes.append(Popen([*command, *map(str, fds)], stdin=PIPE, pass_fds=fds, env=environment))
-                with suppress(OSError):  # of a process that has ended already, of which `join` says why
+                with suppress(OSError):  # a process that has already ended: `join` says why
                     self._links[-1].send(make)
         except BaseException:
             self.close()
@@ -76,7 +77,7 @@ class WorkerProcesses:
         return [process.pid for process in self._processes]
 
     def join(self) -> list[Any]:
-        """Wait until every process is ready, and watch it from then on; what each has to say."""
+        """Wait until every process is ready, watch it from then on, and return each one's `joined`."""
         found = []
         for index, (link, process) in enumerate(zip(self._links, self._processes, strict=True)):
             while not link.poll(_LOOK_SECONDS) and process.poll() is None:
@@ -93,14 +94,16 @@ class WorkerProcesses:
         return found
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Have `on_lost` called, from any thread, when a process ends by itself, or has."""
+        """Register `on_lost`, which is called, from any thread, when a process ends by itself or has done so
+        already.
+        """
         self._on_lost = on_lost
         for index, process in enumerate(self._processes):
             if process.poll() is not None:
                 on_lost(self._lost(index))
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Send all a message. Raises ExecutorLost."""
+        """Send all processes a message. Raises ExecutorLost."""
         message = pickle.dumps((name, *arguments))
         for index, link in enumerate(self._links):
             try:
@@ -109,8 +112,9 @@ class WorkerProcesses:
                 raise self._lost(index) from error
 
     def beside(self, work: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
-        """Do the first rank's work while the others do what a message says; its result, and their answers. Raises its
-        error or another rank's, after all have answered, or ExecutorLost.
+        """Do the first rank's work while the others execute a message; return its result and their replies.
+
+        Raises its error or another rank's, after all have replied, or ExecutorLost.
         """
         self.send(name, *arguments)
         try:
@@ -121,11 +125,11 @@ class WorkerProcesses:
         return result, self.answers()
 
     def why(self) -> str | None:
-        """What another rank says has failed, if it still says anything; of ranks that have been lost."""
+        """Ask lost ranks for the error of the one that failed; None if none replies any more."""
         if self._is_closed:
             return None
         try:
-            while True:  # messages before the one that failed may not have been answered either
+            while True:  # earlier messages may not have been answered either
                 self.answers(seconds=STOP_SECONDS)
         except ExecutorLost as error:
             return str(error) if self.have_ended else None
@@ -134,12 +138,14 @@ class WorkerProcesses:
 
     @property
     def have_ended(self) -> bool:
-        """True if any process has."""
+        """True if any process has ended."""
         return any(process.poll() is not None for process in self._processes)
 
     def answers(self, failure: Exception | None = None, seconds: float | None = None) -> list[Any]:
-        """All answers to the first message that has not been answered. Raises ExecutorLost, or an error of another
-        rank, unless one of the first rank's own, `failure`, explains it. seconds: to wait for them, if not as ever.
+        """Return all replies to the oldest message without replies.
+
+        Raises ExecutorLost, or another rank's error unless `failure`, an error of the first rank, explains it. seconds:
+        time limit, if different from the usual one.
         """
         if seconds is None:
             seconds = STOP_SECONDS if isinstance(failure, RanksLost) else self._seconds
@@ -151,13 +157,13 @@ class WorkerProcesses:
         return found
 
     def _collect(self, seconds: float) -> tuple[list[Any], list[Exception]]:
-        """An answer of each, and the errors that they are. Raises ExecutorLost."""
+        """Collect a reply from each process, and the errors among them. Raises ExecutorLost."""
         deadline, pending = time.monotonic() + seconds, dict(enumerate(self._links))
         found: list[Any] = [None] * len(pending)
         errors: list[Exception] = []
         while pending:
             ready = wait(pending.values(), max(0.0, deadline - time.monotonic()))
-            if not ready:  # one that has failed tells more than one that waits for it
+            if not ready:  # the error of a failed rank is more useful than that of a rank waiting for it
                 self._ranks.lose()
                 why = [str(error) for error in errors if RanksLost.__name__ not in str(error)]
                 raise ExecutorLost([*why, f"{self._names[min(pending)]} kept the others waiting for too long"][0])
@@ -177,7 +183,7 @@ class WorkerProcesses:
         return value, RuntimeError(f"{self._names[index]}: {error}")
 
     def close(self) -> None:
-        """End all processes, by force where they don't end by themselves."""
+        """End all processes; kill those that don't end by themselves."""
         self._is_closed = True
         self._ranks.lose()
         for link, process in zip(self._links, self._processes, strict=False):

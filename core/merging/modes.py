@@ -110,19 +110,19 @@ class Modes:
         self._observe_merge(merging.expected_seconds)
         choice = self.policy.choose(
             ModeState(
-                requests,
-                fcfs,
-                [each for each in requests if each is not None and merging.may_merge(each)],
-                self.max_batch,
-                self._context,
-                merging.merged,
-                merging.shadowed,
-                merging.is_under_way,
-                merging.share_made,
-                self._step_seconds,
-                not self._patience.is_over,
-                scheduler.running.count_by_adapter(),
-                _count_beginning(scheduler),
+                requests=requests,
+                fcfs=fcfs,
+                eligible=[each for each in requests if each is not None and merging.may_merge(each)],
+                max_batch=self.max_batch,
+                context=self._context,
+                merged=merging.merged,
+                shadowed=merging.shadowed,
+                is_under_way=merging.is_under_way,
+                share_made=merging.share_made,
+                step_seconds=self._step_seconds,
+                may_leave_out=not self._patience.is_over,
+                running=scheduler.running.count_by_adapter(),
+                beginning=_count_beginning(scheduler),
             )
         )
         self._apply(choice)

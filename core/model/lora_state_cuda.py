@@ -1,4 +1,4 @@
-"""A step's adapters on a GPU: static tables that captured launches read, and the launches."""
+"""LoRA state of a step on a GPU: the static tables that captured launches read, and the launches."""
 
 from __future__ import annotations
 
@@ -24,52 +24,56 @@ from .config import ModelConfig
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk
 
-#: Most parts of an adapter, which rank and alpha patterns make; each has a slot of its own in the tables.
+#: The most parts of an adapter, which rank and alpha patterns create; each has its own row in the tables.
 MAX_PARTS = 16
 
-#: Mean length of segments up to which a step is bound by reading rank-rows rather than by multiplying with them.
+#: Mean length of segments up to which a step is bound by reading rank-rows, not by computing with them.
 _SHORT = 8
 
-#: Rank of adapters that kernels are tried with, and the standard deviation of their elements, so that they add about as
-#: much as the base weights give.
+#: Rank of the adapters that kernels are tried with, and the standard deviation of their elements: large enough that the
+#: LoRA terms are about as large as the base model's.
 _SAMPLE_RANK, _SAMPLE_SCALE = 16, 1 / 16
 
-#: Tiles that a captured piece has beyond the tiles of its bucket's tokens: prompts seldom end where tiles do.
+#: Extra tiles of a captured piece, beyond those for its bucket's tokens: prompts seldom end where tiles end.
 _MORE_TILES = 4
 
-#: Most decode rows with adapters behind the prompts of a captured piece: of more, launches without work would take the
-#: device longer than the host takes to launch what there is.
+#: The most decoding sequences with adapters after the prompts of a captured piece. With more, launches without work
+#: would take the device longer than the host needs to launch the real ones.
 _MOST_TAIL = 64
 
 
 class StepLimits(NamedTuple):
-    """Most that a step holds. rank: of its adapters. padded: tokens of a step of prompts that is padded to a bucket."""
+    """The largest step."""
 
     rank: int
+    """Of its adapters."""
     adapters: int
     rows: int
     tokens: int
     padded: int = 0
+    """Tokens of a step with prompts that is padded to a bucket."""
 
 
 class StepOffload(Protocol):
-    """What of a step other processes compute, found while it is launched."""
+    """The part of a step that other processes compute, chosen while the step is launched."""
 
     def takes(self, lora_index: int, layer: int, /) -> bool:
-        """True if they compute a layer of an adapter that its pages lack: from now on its tables leave that out."""
+        """True if they compute a layer of an adapter that is not in its pages; from now on the tables leave that layer
+        out.
+        """
         ...
 
     def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
-        """Give them their rows of x."""
+        """Send them their rows of x."""
         ...
 
     def collect(self, group: int, y: torch.Tensor, /) -> None:
-        """Add what they make of the rows to y."""
+        """Add their LoRA terms to y."""
         ...
 
 
 class CudaLoraState(LoraState):
-    """The tables of all launches, sized once from what a step may hold, so that nothing that adapters do moves them.
+    """The tables of all launches, allocated once for the largest step, so changes of adapters never move them.
 
     Captured steps have the launches of their bucket, `bucket(size)`; others get theirs from `begin_ragged`.
     """
@@ -101,11 +105,14 @@ class CudaLoraState(LoraState):
         _, widest = self._whole(self.max_rank)
         self._products: dict[Schedule, list[Sgmv]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
-        """Chooses what is lent of a step of prompts, by its segments, the slot of each, and the tables."""
+        """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
+        and the tables.
+        """
         self.offloaded: StepOffload | None = None
-        """What the step lends."""
+        """The offloaded part of the current step."""
         self.tables = SgmvTables(
-            table_rows=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
+            # one more, because a merged adapter is subtracted from the rows of others
+            table_rows=(max_adapters + 1) * MAX_PARTS,
             layers=config.num_layers,
             max_pages=widest.num_pages,
             max_rank=self.max_rank,
@@ -130,22 +137,26 @@ class CudaLoraState(LoraState):
     def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         if self.offloaded is None:
             return False
-        transfer.is_done()  # which has its count of layers be of now
+        transfer.is_done()  # updates its count of layers
         return self.offloaded.takes(lora_index, layer)
 
     def use_arena(self, arena: torch.Tensor) -> None:
-        """Read adapters from another arena of the same layout from now on."""
+        """From now on, read adapters from another arena of the same layout."""
         self.arena = arena
         for product in itertools.chain.from_iterable(self._products.values()):
             product.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
-        """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
+        """Return the launches of a captured step: the same number of tiles for all adapters, with some room for their
+        parts.
+        """
         return LoraLaunches(self, decode(size, self.max_rank), size, passes=passes)
 
     def padded(self, tokens: int) -> LoraLaunches:
-        """The launches of captured pieces of `tokens` tokens: prompts, and behind them decode rows with the kernels of
-        a decode step; all tiles of these count tokens from the first.
+        """Return the launches of captured pieces with `tokens` tokens.
+
+        Prompts come first, then decoding sequences with the kernels of a decode step; all tiles of these count tokens
+        from the first.
         """
         schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
         num_tiles = -(-tokens // schedule.tile_tokens) + _MORE_TILES
@@ -158,7 +169,7 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         captured: LoraLaunches,
     ) -> LoraLaunches | None:
-        """Write the tables of a step of prompts; `captured`, or other launches where that has too few tiles."""
+        """Write the tables of a step with prompts; return `captured`, or other launches if it has too few tiles."""
         tail = captured.tail
         if tail is not None:
             self._begin(adapters, lora_indices, lengths)
@@ -177,13 +188,15 @@ class CudaLoraState(LoraState):
         captured: LoraLaunches,
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write a decode step's tables and wait for its adapters; `captured`, or launches over more tiles if need be.
-        None where the weights have all in them that the rows need.
+        """Write a decode step's tables and wait for its adapters; return `captured`, or launches with more tiles if
+        needed.
 
-        lora_indices: of every row, padding rows too. merged: see `set_step`.
+        Returns None if the merged weights contain everything that the sequences need. lora_indices: of every entry,
+        including padding. merged: see `set_step`.
         """
         self.set_step(adapters, lora_indices, [1] * len(lora_indices), merged)
-        for layer in range(self._num_layers if self._coming else 0):  # an adapter may leave out any, the last too
+        # an adapter may leave out any layer, even the last
+        for layer in range(self._num_layers if self._coming else 0):
             self.wait(layer)
         if merged is not None and not self.segments.rows:
             return None
@@ -200,11 +213,11 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write a step's tables; its launches, which wait for each layer of adapters that are still coming. None where
-        the weights have all in them that the rows need.
+        """Write a step's tables; return its launches, which wait for each layer of adapters still being loaded.
 
-        Rows of one token behind the others, which is where decode rows are, have the launches of a decode step, so
-        that they wait for no tile of many tokens and their products are the same in either.
+        Returns None if the merged weights contain everything that the sequences need. Decoding sequences come last, and
+        use the launches of a decode step. So they don't wait for tiles of many tokens, and their results are the same
+        as in decode steps.
         """
         self._begin(adapters, lora_indices, lengths, merged)
         return None if merged is not None and not self.segments.rows else self._ragged(lengths)
@@ -216,7 +229,7 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         merged: Adapter | None = None,
     ) -> None:
-        """`set_step` of a step of prompts, some of which may be lent."""
+        """Like `set_step`, for a step with prompts, parts of which may be offloaded."""
         self.set_step(adapters, lora_indices, lengths, merged)
         if self._coming and self.offloading is not None:
             self.offloaded = self.offloading(self.segments, self._lora_indices, self.tables)
@@ -234,12 +247,16 @@ class CudaLoraState(LoraState):
         tail = self._decode(tokens - border)
         num_tiles = self.tables.plan(segments, schedule.tile_tokens, border, tail.tile_tokens)
         return LoraLaunches(
-            self, schedule, num_tiles, self.wait, self.tables.passes,
+            self,
+            schedule,
+            num_tiles,
+            self.wait,
+            self.tables.passes,
             Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
-        )  # fmt: skip
+        )
 
     def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
-        """A schedule's products with each group of projections, made once."""
+        """Return a schedule's launches for each group of projections, made once."""
         if (found := self._products.get(schedule)) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
@@ -249,7 +266,7 @@ class CudaLoraState(LoraState):
 
     @contextmanager
     def samples(self) -> Iterator[None]:
-        """Inside, adapters to try kernels with are in the arena's pages, which are zeros afterwards."""
+        """Within this context, sample adapters are in the arena's pages, which are zeroed afterwards."""
         generator = torch.Generator(self.arena.device).manual_seed(0)
         self.arena.normal_(0.0, _SAMPLE_SCALE, generator=generator)
         try:
@@ -259,8 +276,9 @@ class CudaLoraState(LoraState):
             self.arena.zero_()
 
     def sample(self, bucket: int) -> LoraLaunches:
-        """The launches of a captured step; the tables say that each row has an adapter of its own, as far as they have
-        room for so many, of one rank and on all modules, in whatever pages there are.
+        """Return the launches of a captured step, with tables of sample adapters.
+
+        Each row has its own adapter, as far as the tables have room, with one rank and on all modules, in any pages.
         """
         part, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
         pages = list(itertools.islice(itertools.cycle(range(len(self.arena))), layout.num_pages))
@@ -273,13 +291,14 @@ class CudaLoraState(LoraState):
         return launches
 
     def rest(self) -> None:
-        """Have the tables say that there is nothing to do, whatever is launched."""
+        """Make the tables say that there is nothing to do, for any launch."""
         self.set_step((), (), ())
         self.tables.plan(self.segments, 1)
 
     def warm_up(self) -> None:
-        """Compile every kernel, as many at once as there are processors, and launch each with nothing to do, so that
-        no request waits for a compiler.
+        """Compile every kernel, as many at once as there are processors, and launch each once without work.
+
+        Afterwards no request waits for a compiler.
         """
         from ...ops.launch_triton import compiling  # needs triton
 
@@ -298,20 +317,21 @@ class CudaLoraState(LoraState):
             launches.add(*case, 0)
 
     def _whole(self, rank: int) -> tuple[AdapterPart, AdapterLayout]:
-        """An adapter of one rank that changes everything, and its layout."""
+        """Make an adapter of one rank that changes everything, and its layout."""
         part = AdapterPart(rank, 1.0, tuple(range(self._num_layers)), MODULES)
         sizes = self._config.module_dims, self._num_layers, self._page_elems, self._itemsize
         return part, AdapterLayout.build((part,), *sizes)
 
     def _possible(self) -> dict[Schedule, int]:
-        """Every schedule that a step may take, with the most tokens that it is taken for."""
+        """Every schedule that a step may use, with the most tokens that it is used for."""
         return {
-            **{schedule: most for most, schedule in self._decodes.items()},  # rising, so the last is the most
+            # in rising order, so the last is the largest
+            **{schedule: most for most, schedule in self._decodes.items()},
             **{schedule: most for (most, _), schedule in self._prefills.items()},
         }
 
     def _decode(self, tokens: int) -> Schedule:
-        """The schedule of so many tokens in a row each."""
+        """The schedule for so many sequences of one token each."""
         return next(schedule for most, schedule in self._decodes.items() if tokens <= most)
 
     def _scratch(self, tokens: int, schedule: Schedule) -> int:
@@ -322,13 +342,14 @@ class CudaLoraState(LoraState):
 
 
 def _border(lengths: Sequence[int]) -> int:
-    """Tokens of the rows before the last rows of one token."""
+    """Number of tokens before the last rows of one token."""
     return sum(lengths) - sum(1 for _ in itertools.takewhile(lambda length: length == 1, reversed(lengths)))
 
 
 class Tail(NamedTuple):
-    """Tokens of a step from `border` on, which have a schedule of their own and `num_tiles` tiles behind the others,
-    and count from there.
+    """The last tokens of a step, from `border` on, with their own schedule and `num_tiles` tiles after the others.
+
+    Their tiles count tokens from `border`.
     """
 
     schedule: Schedule
@@ -337,10 +358,9 @@ class Tail(NamedTuple):
 
 
 class LoraLaunches:
-    """A step's launches: one schedule over so many of the tables' tiles, and perhaps another one for its last tokens.
-    They hold nothing of a step themselves.
+    """A step's launches: one schedule over some of the tables' tiles, and perhaps another one for its last tokens.
 
-    wait: called before every layer. passes: most entries of a token on one module.
+    They hold no data of a step. wait: called before every layer. passes: the most entries of a token for one module.
     """
 
     def __init__(
@@ -367,7 +387,8 @@ class LoraLaunches:
         return [] if self.tail is None else self._state.sgmvs(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
-        """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
+        """Add the LoRA terms of the first `num_tiles` tiles of each pass for a group's projections, and those of the
+        tail.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
@@ -379,7 +400,9 @@ class LoraLaunches:
             offloaded.collect(group, y)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
-        """Multiply with A alone. None where adapters of a row are added in passes, or tiles hold more than a token."""
+        """Multiply with A only; return None if a row's adapters are added in passes, or tiles hold more than one
+        token.
+        """
         if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores:
             return None
         (tiles,) = self._tiles

@@ -1,7 +1,7 @@
 """Named spans of a step for profilers: `layer.12`, `attn.qkv`, `attn.run`, `mlp`, `lora.qkv`; names are stable.
 
-Off unless the environment says `CHORUS_NVTX=1`; then the package `nvtx` marks them, which is installed with
-`pip install 'chorus-lora[profile]'`.
+They are off unless the environment has `CHORUS_NVTX=1`. Then the package `nvtx` marks them; install it with `pip
+install 'chorus-lora[profile]'`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a model's weights come from: a checkpoint, or nowhere."""
+"""Opens a model's weights: from a checkpoint, or random ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def open_weights(
     device: torch.device | str = "cpu",
     shard: Shard = WHOLE,
 ) -> Iterator[Weights]:
-    """Yield a loader of a rank's share. It shows its progress while the context lasts, if standard error is a terminal.
+    """Yield a loader of a rank's share. While the context lasts it shows progress, if standard error is a terminal.
 
-    load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
+    load_format: `auto` reads the checkpoint on the host; `dummy` needs none and makes random weights on `device`.
     """
     if load_format == "dummy":
         yield DummyWeights(config, dtype, device, shard=shard)

@@ -1,4 +1,4 @@
-"""From a step's logits to its sampled tokens."""
+"""Sampling: from a step's logits to its tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -39,31 +39,39 @@ class Sampling(Protocol):
 
 
 def _reshapes_logits(params: SamplingParams) -> bool:
-    """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
+    """True if anything except temperature, min_p, top_k and top_p changes the distribution."""
     return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.logit_bias
-        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None or params.grammar is not None
-    )  # fmt: skip
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.logit_bias
+        or params.min_tokens
+        or params.bad_words
+        or params.allowed_token_ids is not None
+        or params.grammar is not None
+    )
 
 
 def needs_logits(row: ScheduledSequence) -> bool:
-    """True if more than the largest of the row's logits is asked for."""
+    """True if a request needs more than the argmax of its logits."""
     params = row.params
     return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
 
 
 def plain_row_params(row: ScheduledSequence) -> RowSamplingParams | None:
-    """Sampling parameters of a row that samples its token from the model's logits as they are; else None."""
+    """Sampling parameters of a request that samples from the model's unedited logits; else None."""
     if not row.samples or not row.params.temperature or _reshapes_logits(row.params):
         return None
     return _row_params(row)
 
 
 class RowLogits(NamedTuple):
-    """Logits of some of a step's rows. values: `[…, vocab]` float32. at: each of these rows' index, and its logits'."""
+    """Logits of some of a step's entries."""
 
     values: torch.Tensor
+    """`[…, vocab]` float32."""
     at: Mapping[int, int]
+    """For each of these entries, its index in the step and the row of its logits."""
 
 
 def sample_tokens(
@@ -75,11 +83,11 @@ def sample_tokens(
     chosen: Collection[int] = (),
     grammars: Grammars | None = None,
 ) -> StepResult:
-    """Sample a token for every row that asks for one.
+    """Sample a token for every entry that needs one.
 
-    argmax: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
-    token; the others are not touched by it. Rows without `logits` have their token already, the argmax or a sampled
-    one, and cost nothing here; as do the rows in `chosen`: their logits are only scored. grammars: the model's.
+    argmax: of each entry, or -1 if its logits are not finite: then it gets an error instead of a token, without
+    affecting others. Entries without `logits` already have their token, the argmax or a sampled one, and cost nothing
+    here. For entries in `chosen`, which have a token too, only log-probabilities are computed. grammars: the model's.
     """
     if logits is None:
         return _result(rows, argmax, argmax)
@@ -100,13 +108,11 @@ def sample_tokens(
 
 
 class DeviceSampling:
-    """A draw as `sample_tokens` makes it, given to the logits' device, which the host waits for later, once.
+    """The same sampling as `sample_tokens`, launched on the logits' device; the host waits for it later, once.
 
-    chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if there is one. logits:
-    `[…, vocab]` float32; the first are the rows' own. fetch: begins to fetch values from the device, and returns what
+    chosen: `[2, …]` int64 on the device: the argmax of each entry, and 1 if it is defined. logits: `[…, vocab]`
+    float32, beginning with the entries' own. fetch: starts fetching values from the device, and returns a function that
     waits for them.
-
-    tokens: `[…]` int64 on the device, what was drawn; any token where none was.
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class DeviceSampling:
             with asked.edits(logits, at, eos_token_ids, grammars):
                 sample_into(found[2:], logits, asked.sampled, asked.row_params)
         values, self.tokens = found[:3], found[3]
+        """`[…]` int64 on the device, the sampled tokens; undefined for entries that sample none."""
         self._count = values.numel()
         if asked.with_logprobs:
             own = pick(self.tokens, asked.with_logprobs)
@@ -135,7 +142,7 @@ class DeviceSampling:
         self._values = fetch(values)
 
     def result(self) -> StepResult:
-        """Wait for the draw."""
+        """Wait for the sampled tokens."""
         asked = self._asked
         values = self._values().flatten().tolist()
         count = self._count // 3
@@ -151,16 +158,18 @@ class DeviceSampling:
 
 
 def max_fetched_values(rows: int) -> int:
-    """Most float64 values that a `DeviceSampling` of so many rows fetches: of each row three, and if all are scored its
-    own token's score, and columns for the most likely tokens of one row and the named tokens of another.
+    """The most float64 values that a `DeviceSampling` for so many entries fetches.
+
+    There are three per entry. If all need log-probabilities, add the log-probability of its own token, and columns for
+    the most likely tokens of one entry and the named tokens of another.
     """
     return rows * (4 + 3 * MAX_LOGPROBS)
 
 
 class _Asked:
-    """Rows of a step, by index, that draw a token from their logits, and rows with a given token to score.
+    """Entries of a step, by index, that sample from their logits, and entries whose token needs log-probabilities.
 
-    at: indices of the rows that have logits. chosen: of the rows with a token already.
+    at: indices of the entries with logits. chosen: those that already have a token.
     """
 
     def __init__(self, rows: Sequence[ScheduledSequence], at: Collection[int], chosen: Collection[int] = ()) -> None:
@@ -182,14 +191,14 @@ class _Asked:
         eos_token_ids: Collection[int],
         grammars: Grammars | None,
     ) -> AbstractContextManager[None]:
-        """Context in which the logits are changed as the drawing rows ask."""
+        """Context in which the logits are edited as the sampling requests ask."""
         reshaped = [(at[i], self._rows[i]) for i in self.sampled if _reshapes_logits(self._rows[i].params)]
         return edited(logits, reshaped, eos_token_ids, grammars) if reshaped else nullcontext()
 
     def named_logits(self, logits: torch.Tensor, places: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the tokens that each scored row names, less its own token's: `[with_logprobs, width]` float64.
+        """Logits of each entry's named tokens, minus the logit of its own token: `[with_logprobs, width]` float64.
 
-        places: the rows of the logits. tokens: `[with_logprobs]` int64, on their device.
+        places: the rows of the logits. tokens: `[with_logprobs]` int64, on the device of the logits.
         """
         padded = [ids + (0,) * (self.width - len(ids)) for ids in self.named]
         rows, ids = (on_device(torch.tensor(each), logits.device) for each in (places, padded))
@@ -202,7 +211,7 @@ class _Asked:
         logprobs: RowLogprobs | None,
         named: Sequence[Sequence[float]] | None,
     ) -> StepResult:
-        """Return the step's result, see `_result`. named: what `named_logits` gave."""
+        """Return the step's result, see `_result`. named: the result of `named_logits`."""
         result = _result(self._rows, argmax, tokens)
         if matched := [self._rows[index] for index in self.sampled if self._rows[index].params.grammar is not None]:
             result.grammar_seconds = grammar_seconds(matched)
@@ -217,14 +226,14 @@ class _Asked:
 
 
 def _with_named(one: TokenLogprobs, ids: Sequence[int], less: Sequence[float]) -> TokenLogprobs:
-    """The scores of named tokens beside the drawn one's, best first. less: how much theirs differ from it."""
+    """Log-probabilities of named tokens and the sampled one, best first. less: differences to the sampled token."""
     by_id = {one.token_id: one.logprob}
     by_id |= {token: one.logprob + by for token, by in zip(ids, less, strict=False)}
     return TokenLogprobs(one.token_id, one.logprob, tuple(sorted(by_id.items(), key=lambda pair: -pair[1])))
 
 
 def _result(rows: Sequence[ScheduledSequence], argmax: Sequence[int], tokens: Sequence[int]) -> StepResult:
-    """Return the tokens or errors of rows. argmax, tokens: of every row, -1 where there is none."""
+    """Return the tokens or errors of the entries. argmax, tokens: of every entry, -1 if undefined."""
     sampled, errors = {}, {}
     for row, best, token in zip(rows, argmax, tokens, strict=False):
         if row.samples:
@@ -244,8 +253,8 @@ def add_prompt_logprobs(
 ) -> None:
     """Add the log-probabilities of prompt tokens to a step's result, in slices of bounded memory.
 
-    logits: called with a range of the step's prompt-logprob tokens (see `following_tokens`), gives theirs, until the
-    next call.
+    logits: called with a range of the step's prompt-logprob tokens (see `following_tokens`), returns their logits,
+    which are valid until the next call.
     """
     with_logprobs = [row for row in rows if row.wants_prompt_logprobs]
     tokens = [token for row in with_logprobs for token in following_tokens(row)]
@@ -268,28 +277,28 @@ def add_prompt_logprobs(
 def _with_ranks(
     sampling: Sampling, logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> Iterator[TokenLogprobs]:
-    """Log-probabilities and rank of a token for each row of logits."""
-    ranks = _ranks(logits, tokens)  # first: scoring may change the logits
+    """Log-probability and rank of a token for each row of logits."""
+    ranks = _ranks(logits, tokens)  # first, because computing log-probabilities may change the logits
     logprobs = sampling.row_logprobs(logits, range(len(tokens)), tokens, counts)
     for one, rank in zip(_logprobs(logprobs, tokens, counts), ranks, strict=True):
         yield TokenLogprobs(one.token_id, one.logprob, one.top, rank)
 
 
 def _ranks(logits: torch.Tensor, tokens: Sequence[int]) -> list[int]:
-    """One more than there are tokens with a larger logit, for a token of each row."""
+    """Rank of a token in each row: one more than the number of tokens with a larger logit."""
     own = logits.gather(1, on_device(torch.tensor(tokens), logits.device)[:, None])
     return ((logits > own).sum(1) + 1).tolist()
 
 
 def prompt_logprob_slices(rows: Sequence[ScheduledSequence], vocab: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a step's prompt-logprob tokens that `add_prompt_logprobs` asks for."""
+    """The ranges of a step's prompt-logprob tokens that `add_prompt_logprobs` processes."""
     count, step = sum(len(following_tokens(row)) for row in rows if row.wants_prompt_logprobs), logprob_rows(vocab)
     for begin in range(0, count, step):
         yield begin, min(begin + step, count)
 
 
 def following_tokens(row: ScheduledSequence) -> list[int]:
-    """The prompt tokens that follow each of the row's first ones, which its prompt scores are of."""
+    """The prompt tokens whose log-probabilities this entry computes: those that follow its tokens."""
     return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
 
 
@@ -302,7 +311,7 @@ def _row_params(row: ScheduledSequence) -> RowSamplingParams:
 
 
 _GREEDY = RowSamplingParams(0.0, 0.0)
-_MOST_TOP_K = 1 << 40  # more than any vocabulary has, and a native integer
+_MOST_TOP_K = 1 << 40  # more than any vocabulary, and within a native integer
 
 
 def _logprobs(logprobs: RowLogprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -1,7 +1,7 @@
-"""Shadow weights: a copy of the projections that an adapter targets, with the adapter in it (dLoRA's merged mode).
+"""Merged weights (a shadow): a copy of the projections that an adapter targets, with the adapter added (dLoRA §4).
 
-The model's own weights are never written. Whether a step takes the shadow or them is a flag of its batch, so that
-un-merging costs nothing and leaves no trace.
+The model's own weights are never written. A flag of each batch selects the copy or the originals, so un-merging costs
+nothing and leaves no trace.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from .weights import LayerWeights
 #: Names of a layer's matrices, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
 
-#: Largest factor by which the norm of a row of weights may grow, by bytes per element; chosen. Rounding the sum makes
-#: an error proportional to it, which rows of the base model and of other adapters see: in 16 bits it may be twice the
-#: weights' own rounding error. Float32 rounds 2^16 times as finely, and a factor of 256 still changes no token.
+#: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
+#: error proportional to it, which affects sequences of the base model and of other adapters. In 16 bits the error may
+#: be twice the weights' own rounding error. Float32 is 2^16 times as precise, and a factor of 256 still changes no
+#: token.
 MOST_GROWTH = {2: 2.0, 4: 256.0}
 
 
-#: Bytes of a matrix that `_touch` makes the system allocate at a time: half a huge page, so that no piece but the first
-#: reaches into two unallocated ones.
+#: Bytes of a matrix that `_touch` makes the system allocate at a time: half a huge page, so that only the first piece
+#: may reach into two unallocated ones.
 PIECE_BYTES = 1 << 20
 
 
@@ -45,36 +46,36 @@ class MergeableModel(Protocol):
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor, /
     ) -> float:
-        """Write a matrix with an adapter's parts in it to out, in origin's layout; the sums are of float32.
+        """Write a matrix with an adapter's parts added to out, in origin's layout; the sums are float32.
 
-        Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+        Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         ...
 
     def use_merged(self, layers: Sequence[LayerWeights] | None, /) -> None:
-        """Set the layers that merged steps use; None: there are none."""
+        """Set the layers that merged steps use; None if there are none."""
         ...
 
 
-#: Places of a shadow's matrices: layer, group and run of pages of each.
+#: Places of merged matrices: layer, group and run of pages of each.
 Places = tuple[tuple[int, int, range], ...]
 
 
 class CapturedSteps(Protocol):
-    """Steps that are captured with the places of their weights in them."""
+    """Captured steps, which contain the addresses of their weights."""
 
     @property
     def places(self) -> Sequence[Places]:
-        """Places that steps have been captured with, the last used first."""
+        """Places with captured steps, most recently used first."""
         ...
 
     def use(self, places: Places, /) -> None:
-        """Set the places of steps in merged mode."""
+        """Set the places for steps in merged mode."""
         ...
 
     @property
     def num_left(self) -> int:
-        """Number of steps yet to be captured with the places in use."""
+        """Number of steps still to be captured for the places in use."""
         ...
 
     def capture_next(self) -> None:
@@ -83,9 +84,8 @@ class CapturedSteps(Protocol):
 
 
 class ShadowWeights:
-    """The shadow of one adapter at a time, in runs of pages of the arena; made matrix by matrix between steps.
-
-    adapter: the adapter merged into it, None when there is no shadow.
+    """The merged weights of one adapter at a time, in runs of pages of the arena; made matrix by matrix between
+    steps.
     """
 
     def __init__(
@@ -97,20 +97,21 @@ class ShadowWeights:
         self._lora = lora
         self._captured = captured
         self.adapter: Adapter | None = None
-        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of what is to be made
+        """The merged adapter; None if there is none."""
+        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of matrices still to be made
         self._num_elems = 0  # of all matrices
-        self._num_touched = 0  # elements of the next matrix's place, which the system has given memory for
-        self._pace = 0.0  # seconds that an element of the last matrix took; 0: there has been none
+        self._num_touched = 0  # elements of the next matrix's place that already have memory from the system
+        self._pace = 0.0  # seconds per element of the last matrix; 0: none so far
         self._layers: list[LayerWeights] = []
 
     def sizes(self, adapter: Adapter) -> list[int]:
-        """Pages of each run that an adapter's shadow takes, one for each matrix in which it changes something."""
+        """Pages of each run that an adapter's merged weights take, one run for each matrix that it changes."""
         page = self._arena.layout.page_bytes
         origins = [self._origin(*at) for at in self._targets(adapter)]
         return [-(-origin.numel() * origin.itemsize // page) for origin in origins]
 
     def wished_runs(self, adapter: Adapter) -> list[range] | None:
-        """Return the runs in which another adapter of the same matrices was, if steps are captured with them."""
+        """Return the runs in which another adapter of the same matrices was, if steps are captured for them."""
         if self._captured is None:
             return None
         targets = self._targets(adapter)
@@ -137,13 +138,13 @@ class ShadowWeights:
         self._num_elems = sum(place.numel() for _, _, place in self._left)
 
     def advance(self, max_seconds: float) -> bool:
-        """Make the next matrix, and more while there is time for them; True when all are made and steps may use them.
+        """Make the next matrix, and more while there is time; return True once all are made and steps may use them.
 
-        Where steps are captured with their weights' places, the captures come last, one per call. Raises CannotMerge
-        when the adapter outweighs the weights; the caller must then drop the shadow.
+        If steps are captured, their captures come last, one per call. Raises CannotMerge if the adapter outweighs the
+        weights; then the caller must drop the shadow.
         """
         if self.adapter is None:
-            raise RuntimeError("there is no shadow to make")
+            raise RuntimeError("no adapter is being merged; call begin() first")
         end = time.perf_counter() + max_seconds
         has_worked = False
         while self._left:
@@ -173,12 +174,12 @@ class ShadowWeights:
         if not growth <= most:
             raise CannotMerge(
                 f"adapter {adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
-                f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
+                f"{growth:.3g} times as large, but rounding allows {most:g}; it is served unmerged"
             )
         self._pace, self._num_touched = (time.perf_counter() - began) / place.numel(), 0
 
     def _touch_until(self, place: torch.Tensor, end: float) -> bool:
-        """Touch a place piece by piece while there is time for one more; True when all of it is."""
+        """Touch a place piece by piece while there is time for another; return True once all of it is touched."""
         began = time.perf_counter()
         for pieces in itertools.count(1):
             if self._touch(place):
@@ -189,14 +190,14 @@ class ShadowWeights:
         raise AssertionError
 
     def _is_touched(self, place: torch.Tensor) -> bool:
-        """True if a place has its memory: on a GPU, where it is small, or once `_touch` is through."""
+        """True if a place has its memory: on a GPU, if it is small, or once `_touch` has finished."""
         is_small = place.numel() * place.itemsize <= PIECE_BYTES
         return is_small or place.device.type != "cpu" or self._num_touched >= place.numel()
 
     def _touch(self, place: torch.Tensor) -> bool:
-        """Have the system give memory for the next piece of a place; True when it was the last.
+        """Make the system provide memory for the next piece of a place; return True for the last piece.
 
-        It does so when a page is first written, which may take longer than all that is written to it then.
+        The system does so when a page is first written. That may take longer than writing all of its data.
         """
         start, size = self._num_touched, place.itemsize
         place.view(-1)[start : start + PIECE_BYTES // size : mmap.PAGESIZE // size] = 0
@@ -210,19 +211,19 @@ class ShadowWeights:
         return 1 - left / self._num_elems if self._num_elems else 0.0
 
     def drop(self) -> None:
-        """Drop the shadow; its pages may then have another owner."""
+        """Drop the merged weights; their pages may then get another owner."""
         self._model.use_merged(None)
         self.adapter = None
         self._left, self._layers = [], []
         self._num_elems = self._num_touched = 0
 
     def check(self, adapter: Adapter) -> None:
-        """RuntimeError unless steps may use the shadow, and it is this adapter's."""
+        """Raise RuntimeError unless steps may use the merged weights and they are this adapter's."""
         if adapter is not self.adapter or self._left:
-            raise RuntimeError(f"the shadow weights are not of {adapter!r}")
+            raise RuntimeError(f"the merged weights are not ready for {adapter!r}")
 
     def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
-        """Layer and group of each matrix in which an adapter changes something."""
+        """Layer and group of each matrix that an adapter changes."""
         parts = self._lora.rows_of(adapter)
         return [
             (layer, group)

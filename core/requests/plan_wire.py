@@ -51,7 +51,7 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
     sequences = [_sequence_from_wire(sequence) for sequence in data["sequences"]]
     adapters = [find(adapter) for adapter in data["adapters"]]
     merged = None if data["merged"] is None else find(data["merged"])
-    return StepPlan(data["step_id"], sequences, adapters, data["bucket"], merged, data["sources"])
+    return StepPlan(data["step_id"], sequences, adapters, bucket=data["bucket"], merged=merged, sources=data["sources"])
 
 
 def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:

@@ -55,14 +55,14 @@ def from_record(data: Mapping[str, Any], now: float) -> Request:
         raise ValueError(f"the record is of version {data['v']}, this engine reads {VERSION}; run equal versions")
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
     request = Request(
-        data["id"],
-        tokens[:count],
-        params_from_wire(data["params"]),
-        data["adapter"],
-        now - data["age"],
-        data["tenant"],
-        data["cache_salt"],
-        data["choice_group"],
+        id=data["id"],
+        token_ids=tokens[:count],
+        params=params_from_wire(data["params"]),
+        adapter_name=data["adapter"],
+        arrival_time=now - data["age"],
+        tenant=data["tenant"],
+        cache_salt=data["cache_salt"],
+        choice_group=data["choice_group"],
         num_paid_tokens=data["num_paid_tokens"],
     )
     request.token_ids += tokens[count:]

@@ -1,4 +1,7 @@
-"""One request, explained by three lengths: `num_prompt_tokens`, `num_tokens` and `num_computed_tokens`."""
+"""One request, explained by three lengths: `num_prompt_tokens`, `num_tokens` and `num_computed_tokens`.
+
+Tests: tests/core/test_engine.py, tests/core/scheduling.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class RequestState(StrEnum):
-    """A request's place in its life cycle."""
+    """State of a request."""
 
-    WAITING = "waiting"  # in the queue, and has not begun
-    LOADING = "loading"  # running while its adapter is still being loaded, or its KV comes back from host memory
+    WAITING = "waiting"  # in the queue; it has not begun
+    LOADING = "loading"  # running while its adapter is still being loaded, or its KV is restored from host memory
     RUNNING = "running"
-    LATE = "late"  # back in the queue, without pages, until its adapter, which did not arrive in time, is complete
-    SWAPPED = "swapped"  # back in the queue after preemption; it goes on from host memory, or from what is still cached
+    LATE = "late"  # back in the queue, without pages, until its adapter, which missed its deadline, is loaded
+    SWAPPED = "swapped"  # preempted: back in the queue; it continues from host memory, or from the prefix cache
     DONE = "done"
 
 
 class BoundVersion(Protocol):
-    """A version of an adapter: its name, the version's label and what it computes."""
+    """A version of an adapter: its name, the version's label and its manifest."""
 
     @property
     def name(self) -> str: ...
@@ -44,54 +47,73 @@ class BoundVersion(Protocol):
 class Request:
     """A generation in progress.
 
-    There is no prefill phase, only `num_computed_tokens` (tokens with KV in the cache) trailing `num_tokens`
-    (prompt plus generated). `adapter_name` is what the client asked for; `adapter` the version that it got.
-
-    token_ids: the prompt, followed by what is generated. tenant: the client, empty if unknown. fairness_key: the tenant
-    whose share is charged, or the adapter with `fair_by` adapter; the engine sets it. cache_salt: prefix-cache blocks
-    are shared only between requests of equal salt. call: shared by the requests of one call, which take turns beside
-    other calls; empty for a request alone.
+    There is no prefill phase, only `num_computed_tokens` (tokens with KV in the cache) trailing `num_tokens` (prompt
+    plus generated).
     """
 
     id: str
     token_ids: list[int]
+    """The prompt, followed by the generated tokens."""
     params: SamplingParams
     adapter_name: str | None = None
+    """The name that the client asked for."""
     arrival_time: float = 0.0
     tenant: str = ""
+    """The client; empty if unknown."""
     cache_salt: str = ""
+    """Prefix-cache blocks are shared only between requests of equal salt."""
     choice_group: str = ""
+    """Shared by the choices of one API request, which take turns; empty for a request with one choice."""
     _: KW_ONLY
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     state: RequestState = RequestState.WAITING
-    queue_position: int = 0  # queue position
-    is_later_choice: bool = False  # came behind another answer of its call
-    began_at: int = 0  # tokens that were cached when it was last admitted
+    queue_position: int = 0
+    is_later_choice: bool = False
+    """True if it arrived directly after another choice of its group."""
+    began_at: int = 0
+    """Tokens that were cached when it was last admitted."""
     fairness_key: str = ""
-    charged: float = 0.0  # cost that its tenant has been charged for what it runs now
-    num_paid_tokens: int = 0  # tokens that its tenant has paid for in runs before
-    start_time: float | None = None  # of its first admission
+    """The tenant whose share is charged, or the adapter with `fair_by` adapter; the engine sets it."""
+    charged: float = 0.0
+    """Cost that its tenant has been charged for the present run."""
+    num_paid_tokens: int = 0
+    """Tokens that its tenant has paid for in earlier runs."""
+    start_time: float | None = None
+    """Time of its first admission."""
     num_preemptions: int = 0
-    seed: int = 0  # its parameters'
+    seed: int = 0
+    """The seed of its parameters."""
     adapter: Adapter | None = None
-    bound: BoundVersion | None = None  # the version that all of its steps compute with, once it is accepted
-    sibling: Request | None = None  # of the same call, accepted before it: it is bound to the same version
-    block_table: BlockTable = field(init=False)  # while it runs
-    room: int = 0  # tokens that its pages can hold
-    kv_image: KvImage | None = None  # its KV in host memory, until that is back
-    restoring: Transfer | None = None  # what brings that into its pages; it computes nothing until then
-    sequence: ScheduledSequence | None = (
-        None  # its row of decode steps, reused from step to step; None before its first
-    )
+    bound: BoundVersion | None = None
+    """The version that all of its steps compute with, once it is accepted."""
+    sibling: Request | None = None
+    """An earlier choice of its group: it is bound to the same version."""
+    block_table: BlockTable = field(init=False)
+    """Exists while it runs."""
+    room: int = 0
+    """Tokens that its pages can hold."""
+    kv_image: KvImage | None = None
+    """Its KV in host memory, until that is restored."""
+    restoring: Transfer | None = None
+    """The copy of its KV from host memory into its pages; it computes nothing until that ends."""
+    sequence: ScheduledSequence | None = None
+    """Its decoding sequence, reused from step to step; None before its first."""
     sampler: SamplerState = field(default_factory=SamplerState)
-    max_length: int = 0  # tokens, prompt included, at which it ends; set by the engine
-    end_ids: frozenset[int] = frozenset()  # tokens that end it earlier
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # chunk by chunk until the first output
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was admitted
-    prompt_hash: int | None = None  # computed on demand
-    caching: bool = False  # True if blocks it completes go into the prefix cache
+    max_length: int = 0
+    """Tokens, prompt included, at which it ends; the engine sets it."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end it earlier."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """They grow chunk by chunk until the first output."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when it was admitted."""
+    prompt_hash: int | None = None
+    """Computed on demand."""
+    caching: bool = False
+    """True if the blocks that it completes go into the prefix cache."""
     num_known_blocks: int = 0
+    """Its blocks in the prefix cache."""
     last_block: Block | None = None
     finish_reason: FinishReason | None = None
 
@@ -114,7 +136,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """True if it holds a slot, pages and its adapter's pin."""
+        """True if it holds pages and a pin of its adapter; it may be descheduled."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def __repr__(self) -> str:

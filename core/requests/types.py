@@ -1,7 +1,9 @@
 """Values that cross boundaries: a step's plan, its result, and a request's output.
 
-`StepPlan` is the only way from the scheduler to an executor and `StepResult` the only way back; `RequestOutput` is
-what the engine returns. No tensors here: the simulator runs the same code without torch.
+The scheduler sends a `StepPlan` to an executor and gets a `StepResult` back; the engine returns `RequestOutput`s. No
+tensors here: the simulator runs the same code without torch.
+
+Tests: tests/core/test_engine.py, tests/core/test_moving.py.
 """
 
 from __future__ import annotations
@@ -20,12 +22,20 @@ if TYPE_CHECKING:
 
 BASE_LORA_INDEX = -1
 
-#: Tokens of a row with one token, which the device has drawn and the host has not read.
+#: Tokens of a sequence whose one token has been sampled on the device and not been read by the host.
 PENDING = [-1]
+
+PageList = list[int]
+"""The block table of a running request: page numbers in order.
+
+The request's `BlockTable` and its `ScheduledSequence`s share one list object. It only grows, and it is never used for
+another request. Hence a plan sees the pages that are added after it was made, and a sequence belongs to a running
+request exactly if both have the same list. When a request is preempted, its list is dropped, not emptied.
+"""
 
 
 class FinishReason(StrEnum):
-    """Reason why a request ended; the values are OpenAI's, plus `abort` and `error`."""
+    """Reason why a request ended. The values are OpenAI's, plus `abort` and `error`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -35,76 +45,76 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class SamplerState:
-    """The sampler's own state of a request: its `LogitEdits`, created when missing."""
+    """The sampler's state of a request."""
 
     edits: object = None
+    """Its `LogitEdits`, created when missing."""
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
-
-    lora_index: index into `StepPlan.adapters`, `BASE_LORA_INDEX` for the base model.
-    pages: the request's block table, covering at least `start + len(tokens)` tokens.
-    params: how to sample and what to report. seed: makes sampling a function of (seed, position).
-    samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
-    token_ids: all known tokens of the request, prompt first; read only.
-    state: the sampler's, which the request keeps from step to step.
-    """
+    """One request in a step: the step computes its tokens `start … start+len(tokens)`."""
 
     request_id: str
     lora_index: int
+    """Index into `StepPlan.adapters`; `BASE_LORA_INDEX` for the base model."""
     tokens: list[int]
     start: int
-    pages: list[int]
+    pages: PageList
+    """They have room for at least `start + len(tokens)` tokens."""
     params: SamplingParams
     seed: int
+    """Sampling is a function of (seed, position)."""
     samples: bool
+    """True if it ends with the request's last known token: then a new one is sampled at position `kv_len`."""
     token_ids: list[int]
+    """All known tokens of the request, prompt first; read only."""
     num_prompt_tokens: int
     state: SamplerState = field(default_factory=SamplerState, repr=False, compare=False)
 
     @property
     def kv_len(self) -> int:
-        """Tokens in the KV cache after this row."""
+        """Tokens in the KV cache after this step."""
         return self.start + len(self.tokens)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True if the request asks for log-probabilities of prompt tokens that follow this row's."""
+        """True if the request asks for logprobs of prompt tokens that follow these tokens."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
     @property
     def looks_back(self) -> bool:
-        """True if the tokens generated so far change what may be sampled next."""
+        """True if the tokens generated so far change which ones may be sampled next."""
         params = self.params
         penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))
 
     @property
     def is_ragged(self) -> bool:
-        """True if no captured step can compute it: it has several tokens, or prompt tokens to score."""
+        """True if no captured step can compute it: it has several tokens, or asks for prompt logprobs."""
         return len(self.tokens) != 1 or self.wants_prompt_logprobs
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
+    """One step: prefills first, then decodes; sequences of one adapter are adjacent within each (Punica §6).
 
-    sequences: rows of decoding requests are reused: `Scheduler.update` moves them to the next step. The list never
-    changes: the same list in a later plan has the same rows. bucket: the captured batch size to pad to; None when a row
-    is ragged, and the step runs unpadded. merged: the adapter that the weights of a step in merged mode have in them;
-    it may have no rows. sources: of a step launched before the one before it was read: for each row, the row of the
-    step before with the token that it goes on from, and has instead of `PENDING`, or -1 if its tokens are known; None
-    when all are known. mode: the weights it runs with. `plan_wire` has its form for another process.
+    `plan_wire` has its form for another process.
     """
 
     step_id: int
     sequences: list[ScheduledSequence]
+    """The list never changes: the same list in a later plan has the same sequences. Sequences of decoding requests are
+    reused; `Scheduler.update` advances them to the next step."""
     adapters: list[Adapter]
     bucket: int | None = None
+    """The captured batch size to pad to; None if a sequence is ragged: then the step runs unpadded."""
     merged: Adapter | None = None
+    """The adapter merged into the weights of this step; it may have no sequences."""
     sources: Sequence[int] | None = None
+    """Of an async step, launched before the tokens of the step before it were read. For each sequence: the index of
+    the sequence of the step before whose token replaces `PENDING`, or -1 if its tokens are known. None if all tokens
+    are known."""
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,34 +136,31 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of a token under the model's raw distribution, and the most likely alternatives, best first; or
-    the ones that `logprob_token_ids` names, and the token among them.
-
-    rank: of a prompt's token, one more than there are likelier tokens; None of a generated one.
-    """
+    """Logprob of a token under the model's raw distribution, with alternatives."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    """The most likely alternatives, best first; or those that `logprob_token_ids` names, and the token among them."""
     rank: int | None = None
+    """For a prompt token: one more than the number of likelier tokens. None for a generated token."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """An executor's results by request id: sampled tokens, requested log-probabilities, errors.
-
-    prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
-    unready: requests with void rows: their adapter did not arrive by the deadline.
-    grammar_seconds: time of a processor for the last token, of requests with heavy grammars (`GrammarPlace`), and 0 of
-    those that no longer have one.
-    """
+    """An executor's results of a step, by request id."""
 
     tokens: dict[str, int] = field(default_factory=dict)
+    """Sampled tokens."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of the prompt tokens that follow the sequence's tokens, in order."""
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
+    """Requests without a result: their adapter missed its deadline."""
     grammar_seconds: dict[str, float] = field(default_factory=dict)
+    """CPU seconds for the last token of requests with heavy grammars (`GrammarState`); 0 for requests whose grammar is
+    no longer heavy."""
 
     def retract(self, request_id: str) -> None:
         """Discard a request's results, because its adapter did not arrive in time."""
@@ -171,11 +178,11 @@ class StepResult:
 
 
 class CannotMerge(RuntimeError):
-    """An adapter can't be made part of the weights, now or at all; its requests are served unmerged."""
+    """An adapter can't be merged into the weights, now or ever; its requests are served unmerged."""
 
 
 class StepInfo(NamedTuple):
-    """Size of a step; carried on outputs so that clients can see their batch."""
+    """Size of a step. Outputs carry it: clients can see their batch."""
 
     step_id: int
     num_requests: int
@@ -184,34 +191,34 @@ class StepInfo(NamedTuple):
 
 
 NOT_FINITE = "the model produced logits that are not finite"
-"""Error of a row without a most likely token."""
+"""Error of a sequence without an argmax."""
 
 ALL_BANNED = (
     "every token is banned: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens leave none to sample, or "
     "the grammar is too complex where the answer has come to; ask for less"
 )
-"""Error of a row with nothing to sample."""
+"""Error of a sequence with nothing to sample."""
 
 
 class RequestOutput(NamedTuple):
-    """New tokens of one request. `finish_reason` is set exactly once, on the last output.
-
-    num_cached_tokens: prompt tokens with KV from the prefix cache, with the first output.
-    logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for. failure: what its adapter, or pinned ones, have to do with the error. queue_seconds: from
-    its arrival to its first admission, with the first output. num_preemptions: of the request, with
-    its last output at the latest.
-    """
+    """New tokens of one request."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    """Set exactly once, on the last output."""
     stop_token_id: int | None = None
     error: str | None = None
     step: StepInfo | None = None
     num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache; with the first output."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per new token, if asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per prompt token except the first, if asked for; with the first output."""
     failure: LoadFailure | None = None
+    """The part of its adapter, or of pinned adapters, in the error."""
     queue_seconds: float | None = None
+    """From its arrival to its first admission; with the first output."""
     num_preemptions: int = 0
+    """Of the request so far; with the first and the last output."""

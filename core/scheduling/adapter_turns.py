@@ -1,4 +1,7 @@
-"""Turns of adapters in the batch, where more of them have running sequences than a step may have adapters."""
+"""Turns of adapters in the batch, if more adapters have running sequences than a step may have.
+
+Tests: tests/core/scheduling/test_adapter_turns.py.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,27 @@ LONGEST_ROUND = 1.0
 """Seconds at most in which all adapters that are overdue at once have a turn of equal length. Chosen."""
 
 _MOST_WAITING = 64
-"""Waiting requests, the first in the queue, among which one that waits for an index is looked for. Chosen."""
+"""Number of first waiting requests searched for one that waits for an index. Chosen."""
 
 _MOST_REMEMBERED = 4096
-"""Adapters whose last step is remembered, beyond which those that could be overdue are forgotten. Chosen."""
+"""Adapters whose last step is remembered. Beyond that, those that could be overdue are forgotten. Chosen."""
 
 Order = Callable[[Sequence[Request]], list[Request]]
-"""Sorts requests by the order in which they keep their rows (`Service.order`)."""
+"""Sorts requests by the order in which they keep their slots (`Service.order`)."""
 
 
 class AdapterTurns:
     """Chooses the adapters of a step, at most `max_adapters_per_step`.
 
     Sequences of the other adapters are descheduled: they keep their KV. An adapter that has had no step for
-    `max_overtake_seconds` takes the `lora_index` of another, even for a request that has yet to begin: that of the
-    adapter whose sequences come last in the order of rows. Each keeps its index for an equal part of a round, at most
-    `LONGEST_ROUND`, and for a step at least; so an adapter waits for `max_overtake_seconds` and a round at most. A free
-    index goes to the adapter that has waited longest.
+    `max_overtake_seconds` takes the `lora_index` of another, even for a request that has yet to begin. The donor is the
+    adapter whose sequences come last in the order of slots. Each adapter keeps its index for an equal part of a round,
+    and for at least one step. A round takes at most `LONGEST_ROUND`. Hence an adapter waits for at most
+    `max_overtake_seconds` and a round. A free index goes to the adapter that has waited longest.
     """
 
     def __init__(self, limits: EngineConfig, running: Running, waiting: WaitingQueue) -> None:
-        """running, waiting: the queues, which the scheduler changes."""
+        """running, waiting: the queues; the scheduler changes them."""
         self._running = running
         self._waiting = waiting
         self.most = limits.max_adapters_per_step
@@ -44,11 +47,11 @@ class AdapterTurns:
         self._patience = limits.max_overtake_seconds
         self._round = min(self._patience, LONGEST_ROUND)
         self._ran: dict[Adapter, float] = {}  # when each one's last step ended, the latest last
-        self._last: dict[Adapter, float] = {}  # of the last step, with the end of the first one in a row
-        self._denied: Adapter | None = None  # had no turn, as an index was left to a waiting request
+        self._last: dict[Adapter, float] = {}  # adapters of the last step, and since when each has been in every step
+        self._denied: Adapter | None = None  # had no turn because an index was left to a waiting request
 
     def note_step(self, adapters: Collection[Adapter], now: float) -> None:
-        """Record the adapters of a step that has ended. To be called where there is a limit."""
+        """Record the adapters of a step that has ended. Needed only if there is a limit."""
         if self._denied in adapters:
             self._denied = None
         self._last = {adapter: self._last.get(adapter, now) for adapter in adapters}
@@ -59,8 +62,9 @@ class AdapterTurns:
             self._ran = {each: then for each, then in self._ran.items() if then > now - self._patience}
 
     def is_overdue(self, adapter: Adapter, arrival: float, now: float) -> bool:
-        """True if an adapter without an index has waited for long enough to take another's. arrival: of its first
-        request.
+        """True if an adapter without an index has waited long enough to take another's.
+
+        arrival: of its first request.
         """
         return self._since(adapter, arrival) < now - self._patience
 
@@ -69,7 +73,7 @@ class AdapterTurns:
         self._denied = None
 
     def share(self, requests: list[Request], order: Order, now: float) -> list[Request]:
-        """Return the requests of the adapters that have a step now, and of the base model. requests: running ones."""
+        """Return the running requests of the adapters that are in the next step, and of the base model."""
         arrivals: dict[Adapter, float] = {}
         for request in requests:
             if (adapter := request.adapter) is not None:
@@ -97,9 +101,10 @@ class AdapterTurns:
         return chosen.union(others[:num_free])
 
     def _leave_one(self, recipients: list[Adapter | None], since: Mapping[Adapter, float], now: float) -> None:
-        """Put None among the adapters that take an index, longest wait first, where a waiting request has waited
-        longer than the rest. One that does not take the index, as it lacks pages or its adapter, is passed by until the
-        adapter that had no turn for it has had one.
+        """Put None among the recipients of indices, longest wait first, at the rank of an overdue waiting request.
+
+        If the request doesn't take the index, because it lacks pages or its adapter, no further index is left for one
+        until the adapter that lost its turn has had one.
         """
         if self._denied in since:
             return
@@ -111,7 +116,7 @@ class AdapterTurns:
             recipients.insert(sum(each is not None and since[each] <= oldest for each in recipients), None)
 
     def donors(self, requests: Sequence[Request], order: Order, now: float) -> list[Adapter]:
-        """Return the adapters of `requests` that may give their index, from the end of the order of rows."""
+        """Return the adapters of `requests` that may give their index, the last in the order of slots first."""
         num_adapters = len(self._running.by_adapter().keys() | self._waiting.by_adapter.keys())
         turn = self._round * min(1.0, (self.most or 1) / max(1, num_adapters))
         old = [adapter for adapter, since in self._last.items() if since <= now - turn]
@@ -121,5 +126,5 @@ class AdapterTurns:
         return [adapter for adapter in reversed(firsts) if adapter is not None and adapter in old]
 
     def _since(self, adapter: Adapter | None, arrival: float) -> float:
-        """Return since when an adapter has had no step."""
+        """Return the time since which an adapter has had no step."""
         return arrival if adapter is None else max(arrival, self._ran.get(adapter, arrival))

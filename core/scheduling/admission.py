@@ -41,21 +41,21 @@ class Admission:
     A subclass, such as the simulator's, may override its public methods.
     """
 
-    _limits: EngineConfig
-    _waiting: WaitingQueue
-    _store: AdapterStore
-    _memory: RequestMemory
-    _loads: LoadPolicy
-    _lifecycle: Lifecycle
-    _clock: Callable[[], float]
+    limits: EngineConfig
+    waiting: WaitingQueue
+    store: AdapterStore
+    memory: RequestMemory
+    loads: LoadPolicy
+    lifecycle: Lifecycle
+    clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._prefills = SharedPrefills(self._memory, self._waiting)
-        self._max_num_seqs = self._limits.max_num_seqs
+        self._prefills = SharedPrefills(self.memory, self.waiting)
+        self._max_num_seqs = self.limits.max_num_seqs
         self.late: set[Adapter] = set()
         """Adapters that missed their deadline: requests for them start only once they have been read."""
         self._doubt_until = 0.0
-        self._pages = PageShares(self._limits, self._waiting, self._memory, self._loads.costs)
+        self._pages = PageShares(self.limits, self.waiting, self.memory, self.loads.costs)
 
     def read_order(self) -> Iterator[Request]:
         """Yield the waiting requests in the order in which their adapters are to be read.
@@ -63,17 +63,17 @@ class Admission:
         If several tenants wait, requests for non-resident adapters come first, one of each tenant in order of turns,
         round robin: no tenant's adapter waits for the whole queue of another tenant.
         """
-        tenants = self._waiting.tenants
+        tenants = self.waiting.tenants
         if len(tenants) > 1:
-            turns = self._lifecycle.service.restart_turns()
+            turns = self.lifecycle.service.restart_turns()
             lines: list[Iterable[AdapterQueue]] = []
-            while len(lines) < 2 * self._limits.lookahead and (tenant := turns.top()) is not None:
+            while len(lines) < 2 * self.limits.lookahead and (tenant := turns.top()) is not None:
                 lines.append(islice(tenants[tenant].values(), _MOST_QUEUES))
                 turns.pass_over()
             for queue in chain.from_iterable(zip_longest(*lines)):
                 if queue is not None and queue.adapter is not None and not queue.adapter.pages:
                     yield next(iter(queue))
-        yield from self._waiting
+        yield from self.waiting
 
     def release_held_back(self) -> None:
         """Release requests whose shared prefill is done, and forget late adapters that have been read.
@@ -82,12 +82,12 @@ class Admission:
         """
         self._prefills.release_followers()
         if self.late:
-            self.late = {adapter for adapter in self.late if adapter.requests and not is_read(self._store, adapter)}
+            self.late = {adapter for adapter in self.late if adapter.requests and not is_read(self.store, adapter)}
 
     def note_late(self, adapter: Adapter) -> None:
         """Record an adapter that missed its deadline; no read estimate is trusted for `DOUBT_SECONDS`."""
         self.late.add(adapter)
-        self._doubt_until = self._clock() + DOUBT_SECONDS
+        self._doubt_until = self.clock() + DOUBT_SECONDS
 
     def admit(self, builder: StepBuilder) -> None:
         """Move waiting requests to the running ones, in queue order.
@@ -113,7 +113,7 @@ class Admission:
         While a mode policy excludes requests, or adapters have no index, up to `max_num_seqs` other requests may run;
         the excluded ones keep their pages.
         """
-        most, running, waiting = self._max_num_seqs, builder.running, self._waiting
+        most, running, waiting = self._max_num_seqs, builder.running, self.waiting
         if len(running) - builder.indices.count_left_out(builder.eligible_adapters) < most:
             return SlotSource.FREE
         if builder.eligible_adapters is not None and builder.num_sequences < most:
@@ -129,12 +129,12 @@ class Admission:
     def open_queue(self, builder: StepBuilder, slot_source: SlotSource) -> None:
         """Restart the step's candidates: the requests that may take a slot of this source."""
         is_doubtful = builder.now < self._doubt_until
-        is_limited = self._limits.max_adapters_per_step is not None or builder.eligible_adapters is not None
+        is_limited = self.limits.max_adapters_per_step is not None or builder.eligible_adapters is not None
         builder.slot_source = slot_source
         builder.order = QueueOrder(
-            self._waiting,
-            self._lifecycle.service.restart_turns(),
-            self._store,
+            self.waiting,
+            self.lifecycle.service.restart_turns(),
+            self.store,
             overdue_before=builder.overdue_before,
             is_eligible=partial(self._is_adapter_eligible, builder) if is_limited or is_doubtful or self.late else None,
             may_begin=builder.may_begin,
@@ -148,18 +148,18 @@ class Admission:
             return False
         if adapter is None or (adapter.pages and adapter.transfer is None):
             return True
-        return self._loads.may_start(adapter, min(request.num_tokens, builder.tokens.left))
+        return self.loads.may_start(adapter, min(request.num_tokens, builder.tokens.left))
 
     def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all running requests.
 
         blocks: its prefix in the prefix cache.
         """
-        if not self._memory.fits(request, blocks):
+        if not self.memory.fits(request, blocks):
             return False
         if not builder.running:
             return True
-        fits, growth = self._memory.fits, builder.pages.growth
+        fits, growth = self.memory.fits, builder.pages.growth
         return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
     # -- candidates
@@ -171,14 +171,14 @@ class Admission:
         """
         if builder.tokens.left <= 0 or (slot_source := self.find_slot(builder)) is None:
             return
-        if self._pages.recipient in self._waiting:
+        if self._pages.recipient in self.waiting:
             builder.pages.donors = self._pages.donors(builder.now)
         self.open_queue(builder, slot_source)
         while (request := self._next(builder)) is not None:
-            blocks = self._memory.match(request)
-            kept = self._memory.kept_tokens(request, blocks)
+            blocks = self.memory.match(request)
+            kept = self.memory.kept_tokens(request, blocks)
             count = request.num_tokens - kept
-            if count > builder.tokens.left and not self._limits.chunked_prefill:
+            if count > builder.tokens.left and not self.limits.chunked_prefill:
                 return
             if self._prefills.hold_back(request, kept):
                 builder.order.advance()
@@ -227,11 +227,11 @@ class Admission:
         if adapter is not None and indices.lacks_index(adapter):
             if head is None:
                 return indices.has_donor
-            return is_read(self._store, adapter) and indices.has_donor_for(adapter, head)
+            return is_read(self.store, adapter) and indices.has_donor_for(adapter, head)
         if adapter is None or builder.slot_source is SlotSource.ADAPTER:
             return builder.slot_source is not SlotSource.ADAPTER
         is_doubted = adapter in self.late or (not adapter.pages and builder.now < self._doubt_until)
-        return not is_doubted or is_read(self._store, adapter)
+        return not is_doubted or is_read(self.store, adapter)
 
     # -- pages
 
@@ -249,7 +249,7 @@ class Admission:
 
     def _find_room(self, request: Request, builder: StepBuilder) -> bool:
         """Free pages for a request that lacks them, or skip or fail it; False ends the step's admission."""
-        if self._store.give_up_loads():
+        if self.store.give_up_loads():
             return True
         tenant = request.fairness_key
         if builder.is_async and (builder.slots.has_donor_for(tenant) or self._beyond_shares(request, builder)):
@@ -258,12 +258,12 @@ class Admission:
         if victims := self._find_victims(request, builder):
             for victim in victims:
                 builder.preempt(victim)
-            return not self._memory.swapped.frees_pages  # if so, the pages are free only after the copy
-        if builder.running or self._store.loads.under_way:
+            return not self.memory.swapped.frees_pages  # if so, the pages are free only after the copy
+        if builder.running or self.store.loads.under_way:
             builder.pages.bar(tenant)
             return not builder.is_overdue(tenant)
         message = "the arena has too few pages left beside pinned adapters; unpin some"
-        self._lifecycle.end(request, message, LoadFailure.NO_ROOM)
+        self.lifecycle.end(request, message, LoadFailure.NO_ROOM)
         builder.order.advance()
         return True
 
@@ -295,21 +295,21 @@ class Admission:
         An adapter that can't be loaded fails this request only.
         """
         if request.start_time is None:
-            request.start_time = self._clock()
+            request.start_time = self.clock()
         try:
-            self._memory.start(request, blocks, count)
+            self.memory.start(request, blocks, count)
         except Exception as error:
-            self._lifecycle.end(request, *load_error(request, error))
+            self.lifecycle.end(request, *load_error(request, error))
             builder.order.advance()
             return
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         builder.order.advance()
         if request is self._pages.recipient:
             self._pages.recipient = None
         request.state = RequestState.LOADING if is_loading(request) else RequestState.RUNNING
-        request.began_at = len(blocks) * self._memory.block_tokens
+        request.began_at = len(blocks) * self.memory.block_tokens
         self._prefills.begin(request)
-        length = self._lifecycle.lengths.final_length(request)
+        length = self.lifecycle.lengths.final_length(request)
         builder.admit(request, 0 if request.restoring is not None else count, length)
 
 

@@ -31,26 +31,26 @@ class Lifecycle:
     requests: in progress, by id. failed: outputs of requests that have ended outside of a step's result.
     """
 
-    _limits: EngineConfig
-    _waiting: WaitingQueue
-    _running: Running
+    limits: EngineConfig
+    waiting: WaitingQueue
+    running: Running
     service: Service
     store: AdapterStore
     memory: RequestMemory
-    _clock: Callable[[], float]
+    clock: Callable[[], float]
     requests: dict[str, Request] = field(default_factory=dict)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     ended_outside_steps: list[RequestOutput] = field(default_factory=list)
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.room = QueueRoom(self._limits.max_waiting, self._clock)
+        self.room = QueueRoom(self.limits.max_waiting, self.clock)
 
     def add(self, request: Request) -> None:
         """Queue a validated request; one that has run on another engine goes first."""
         self.requests[request.id] = request
         self.service.arrive(request.fairness_key)
-        (self._waiting.append_first if request.num_paid_tokens else self._waiting.append)(request)
+        (self.waiting.append_first if request.num_paid_tokens else self.waiting.append)(request)
         if request.adapter is not None:
             self.store.hold(request.adapter)
 
@@ -67,19 +67,19 @@ class Lifecycle:
         """Free all that a running request holds, which may keep its KV in host memory, and put it at the head of the
         queue.
         """
-        self._running.remove(request)
+        self.running.remove(request)
         if not self.memory.swap_out(request):
             request.prompt_logprobs.clear()
         self._release(request)
         request.state = state
         request.num_computed_tokens = 0
         self.service.arrive(request.fairness_key)
-        self._waiting.append_first(request)
+        self.waiting.append_first(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, whichever queue it is in; the caller has its output."""
         if request.is_running:
-            self._running.remove(request)
+            self.running.remove(request)
             self._release(request)
             self.room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -87,7 +87,7 @@ class Lifecycle:
                     request.adapter.num_overflows = None
                 self.lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE
         del self.requests[request.id]
         self.memory.forget_image(request)

@@ -35,15 +35,15 @@ class LoadAhead:
     refused: failed to load ahead. unfit: not read, because the arena could not hold them.
     """
 
-    _limits: EngineConfig
-    _store: AdapterStore
-    _memory: RequestMemory
+    limits: EngineConfig
+    store: AdapterStore
+    memory: RequestMemory
     _refused: WeakSet[Adapter] = field(default_factory=WeakSet)
     _unfit: set[Adapter] = field(default_factory=set)
 
     def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
         """Return waiting requests for adapters that can't be loaded, with the error; a failed read is reported once."""
-        store = self._store
+        store = self.store
         store.images.watch()
         if not store.images.has_failures and not self._unfit:
             return []
@@ -63,18 +63,18 @@ class LoadAhead:
     def read(self, waiting: Iterable[Request]) -> None:
         """Start reading the adapters of the next waiting requests from disk; `waiting` has them in order."""
         adapters = list(self._first(waiting))
-        if unfit := self._store.unfit(adapters):
+        if unfit := self.store.unfit(adapters):
             self._unfit.update(unfit)
             adapters = [adapter for adapter in adapters if adapter not in self._unfit]
         if adapters:
-            self._store.loads.ahead(adapters)
+            self.store.loads.ahead(adapters)
 
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
         """Yield the non-resident adapters of the first requests that wait for no slow read.
 
         A request sent back for a late adapter that is still being read needs no further read.
         """
-        images, left = self._store.images, self._limits.lookahead
+        images, left = self.store.images, self.limits.lookahead
         for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
             adapter = request.adapter
             if adapter is not None:
@@ -88,18 +88,18 @@ class LoadAhead:
 
     def load(self, waiting: WaitingQueue) -> None:
         """Load the adapters of the next waiting requests, without evicting adapters that other requests wait for."""
-        if not self._limits.prefetch:
+        if not self.limits.prefetch:
             return
         adapters = waiting.adapters()
         wanted = sum(len(adapter.pages) for adapter in adapters if adapter.is_idle)
-        for request in itertools.islice(waiting, self._limits.prefetch):
+        for request in itertools.islice(waiting, self.limits.prefetch):
             adapter = request.adapter
-            if adapter is None or adapter in self._refused or self._store.tier(adapter) is not Tier.HOST:
+            if adapter is None or adapter in self._refused or self.store.tier(adapter) is not Tier.HOST:
                 continue
-            if not self._memory.make_spare_room(adapter.num_pages, wanted):
+            if not self.memory.make_spare_room(adapter.num_pages, wanted):
                 return
             try:
-                self._store.prefetch(adapter)
+                self.store.prefetch(adapter)
             except ExecutorLost:
                 raise
             except Exception as error:

@@ -1,4 +1,7 @@
-"""Running requests by adapter and by call, with the plan of a step of them; waiting ones by tenant and adapter."""
+"""The queues: running requests by adapter and choice group, waiting ones by tenant and adapter.
+
+Tests: tests/core/scheduling/test_queues.py, tests/core/scheduling/test_queue_order.py.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
 from ..requests.types import BASE_LORA_INDEX, PENDING, ScheduledSequence, StepPlan
 
-_BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
+_BEFORE_ALL = 1 << 62  # subtracted from the queue positions of requests that have run
 
-#: Requests by adapter, in the order in which each adapter and each request of it come first.
+#: Requests by adapter. Adapters are in the order of their first requests.
 RequestsByAdapter = dict[Adapter | None, list[Request]]
 
 
@@ -31,21 +34,22 @@ def num_missing(request: Request) -> int:
 
 
 class Running(list[Request]):
-    """Running requests in order of admission; only `append` and `remove` change it, which also maintain the rest."""
+    """Running requests in order of admission. Change it by `append` and `remove` only: they update the other fields."""
 
     def __init__(self) -> None:
         super().__init__()
         self._groups: RequestsByAdapter | None = None
         self.choice_groups: dict[str, dict[Request, None]] = {}
-        """Requests of calls with n > 1, by call; `StepShares` reorders both levels to take turns."""
+        """Choices of requests with n > 1, by choice group; `StepShares` reorders both levels to give turns."""
         self.single_requests: dict[Request, None] = {}
-        """Requests alone in their call."""
+        """Requests without a choice group."""
         self.plan: StepPlan | None = None
-        """The last step's plan, if every request decoded a token in it and none joined or left: its rows are reused."""
+        """The last step's plan, if every request decoded a token in it and none joined or left: its sequences are
+        reused."""
         self.tenants: dict[str, int] = {}
         """Number of running requests by tenant."""
         self.chosen: list[Request] | None = None
-        """The requests with a row, where there are more requests than rows; None once a request joins or leaves."""
+        """The scheduled requests, if there are more requests than slots; None once a request joins or leaves."""
 
     @property
     def num_groups(self) -> int:
@@ -77,44 +81,45 @@ class Running(list[Request]):
         return self._groups
 
     def count_by_adapter(self) -> dict[Adapter | None, int]:
-        """Return their numbers by adapter; None: of the base model."""
+        """Return the number of requests by adapter; None: of the base model."""
         return {adapter: len(group) for adapter, group in self.by_adapter().items()}
 
 
 class AdapterQueue(OrderedDict[Request, None]):
-    """Waiting requests of one tenant for one adapter, in order; `firsts` has the first answer of each call."""
+    """Waiting requests of one tenant for one adapter, in order."""
 
     def __init__(self, adapter: Adapter | None) -> None:
         super().__init__()
         self.adapter = adapter
         self.first_choices: OrderedDict[Request, None] = OrderedDict()
+        """Without the later choices of each choice group."""
 
 
 class WaitingQueue(OrderedDict[Request, None]):
-    """Waiting requests in order; only the methods here change it, which also maintain the groups.
+    """Waiting requests in order. Change it by its methods only: they update the queues per tenant and adapter.
 
-    They take constant time, except that `append_first` and `release` scan the earlier requests.
+    Methods take constant time, except that `append_first` and `release` scan the earlier requests.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._last = 0
-        self._last_choice_group = ""  # of the newest request: the answers of a call come one after another
+        self._last_choice_group = ""  # of the newest request: choices of one request arrive one after another
         self.tenants: dict[str, dict[Adapter | None, AdapterQueue]] = {}
         self.num_of: dict[Adapter | None, int] = {}
         """Number of requests by adapter (None: the base model), including held-back requests."""
         self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
-        """Tenants with candidates for an adapter, or for the base model."""
+        """Tenants with candidates, by adapter (None: the base model)."""
         self._new_tenants: dict[str, None] = {}
         self._held_back: dict[Request, None] = {}
-        self._absent: Adapter | None = None  # an adapter without pages, when one was last looked for
+        self._absent: Adapter | None = None  # the adapter without pages that was found last
 
     def has(self, tenant: str) -> bool:
         """True if a tenant has a waiting request, held back or not."""
         return tenant in self.tenants or any(request.fairness_key == tenant for request in self._held_back)
 
     def count(self, tenant: str) -> int:
-        """Return the number of a tenant's waiting requests, without held-back ones; from any thread."""
+        """Return the number of a tenant's waiting requests, except held-back ones; from any thread."""
         return sum(map(len, [*self.tenants.get(tenant, {}).values()]))
 
     def append(self, request: Request) -> None:
@@ -128,8 +133,8 @@ class WaitingQueue(OrderedDict[Request, None]):
             line[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run before: ahead of all new requests, in order of arrival among such requests."""
-        if not request.queue_position:  # it ran elsewhere
+        """Add a request that has run before. It goes before all new requests, in order of arrival among its like."""
+        if not request.queue_position:  # it ran on another engine
             self._number(request)
         if request.queue_position > 0:
             request.queue_position -= _BEFORE_ALL
@@ -148,13 +153,13 @@ class WaitingQueue(OrderedDict[Request, None]):
             self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
-        """Keep a request in the queue, but not among the candidates for admission, until it is released."""
+        """Keep a request in the queue, but exclude it from admission until it is released."""
         if request not in self._held_back:
             self._leave_group(request)
             self._held_back[request] = None
 
     def release(self, request: Request) -> None:
-        """Make a held-back request a candidate again, at its position in its group, unless it has left the queue."""
+        """Make a held-back request a candidate again, at its old position, unless it has left the queue."""
         if request in self._held_back:
             del self._held_back[request]
             self._rejoin(request)
@@ -165,11 +170,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         return list(new)
 
     def has_first_choices(self) -> bool:
-        """True if the first answer of a call is a candidate."""
+        """True if a first choice is a candidate."""
         return any(group.first_choices for groups in self.tenants.values() for group in groups.values())
 
     def has_absent(self) -> bool:
-        """True if a request waits for an adapter without pages; one such is remembered, as it mostly waits on."""
+        """True if a request waits for an adapter without pages. One such adapter is remembered, to find it fast."""
         last = self._absent
         if last is None or last.pages or last not in self.num_of:
             self._absent = next((each for each in self.num_of if each is not None and not each.pages), None)
@@ -191,7 +196,7 @@ class WaitingQueue(OrderedDict[Request, None]):
             _insert(line, request)
 
     def _lines(self, request: Request) -> Sequence[OrderedDict[Request, None]]:
-        """Return a request's group, made if there is none, and the group's line of first answers if it is one."""
+        """Return the queues that a request belongs to: its adapter's and, for a first choice, their first choices."""
         groups = self.tenants.get(request.fairness_key)
         if groups is None:
             groups = self.tenants[request.fairness_key] = {}
@@ -219,7 +224,7 @@ class WaitingQueue(OrderedDict[Request, None]):
 
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
-    """Insert a request by its position; few earlier ones are expected."""
+    """Insert a request by its position. Few earlier requests are expected."""
     before = list(itertools.takewhile(lambda other: other.queue_position < request.queue_position, requests))
     requests[request] = None
     for earlier in (request, *reversed(before)):
@@ -231,10 +236,10 @@ def plan_step(
 ) -> StepPlan:
     """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default.
 
-    Prefill rows come first; rows of one slot are adjacent within each kind (Punica §6).
+    Prefills come first. Within prefills and within decodes, sequences of one adapter are adjacent (Punica §6).
     """
     if None in groups:
-        groups = {None: groups[None], **groups}  # base-model rows come first
+        groups = {None: groups[None], **groups}  # base-model sequences come first
     prefills: list[ScheduledSequence] = []
     decodes: list[ScheduledSequence] = []
     is_ragged = False
@@ -255,64 +260,65 @@ def plan_step(
 
 @contextmanager
 def as_if_finished(plan: StepPlan, find: Callable[[ScheduledSequence], Request | None]) -> Iterator[list[Request]]:
-    """Have the requests of a plan that is under way as they will be behind it, with `PENDING` for the token that they
-    draw, until the context ends. Its value: the requests that draw one.
+    """Change requests as if a plan that still runs had finished, until the context ends.
 
-    find: returns the request of a row, None if that is stale.
+    Sampled tokens are `PENDING`. Yields the requests that sample one. find: returns the request of a sequence, None if
+    the sequence is stale.
     """
-    drawn, moved = [], []
+    sampled, moved = [], []
     for sequence in plan.sequences:
         if (request := find(sequence)) is not None:
             moved.append((request, len(sequence.tokens)))
             request.num_computed_tokens += len(sequence.tokens)
             if sequence.samples:
-                drawn.append(request)
+                sampled.append(request)
                 request.token_ids += PENDING
     try:
-        yield drawn
+        yield sampled
     finally:
         for request, count in moved:
             request.num_computed_tokens -= count
-        for request in drawn:
+        for request in sampled:
             request.token_ids.pop()
 
 
-def continue_from(plan: StepPlan, ahead: StepPlan) -> None:
-    """Have the rows of `ahead` go on from the tokens that `plan`, which is under way, draws.
+def continue_from(plan: StepPlan, following: StepPlan) -> None:
+    """Let the sequences of `following` continue from the tokens that `plan`, which still runs, samples.
 
-    A row is of the same request as a row of `plan` if it has the same pages: a stale row's are no request's any more.
+    Two sequences belong to one request if they have the same list of pages (`PageList`): the list of a stale sequence
+    belongs to no request any more.
     """
     sequences = plan.sequences
-    if ahead.sequences is sequences:
-        ahead.sources = range(len(sequences))
+    if following.sequences is sequences:
+        following.sources = range(len(sequences))
         for sequence in sequences:
             sequence.start += 1
             sequence.tokens = PENDING
         return
-    places = {id(sequence.pages): place for place, sequence in enumerate(sequences) if sequence.samples}
-    ahead.sources = sources = [places.get(id(sequence.pages), -1) for sequence in ahead.sequences]
-    for sequence, place in zip(ahead.sequences, sources, strict=True):
-        if place >= 0:
-            before = sequences[place]
+    positions = {id(sequence.pages): position for position, sequence in enumerate(sequences) if sequence.samples}
+    following.sources = sources = [positions.get(id(sequence.pages), -1) for sequence in following.sequences]
+    for sequence, position in zip(following.sequences, sources, strict=True):
+        if position >= 0:
+            before = sequences[position]
             sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
 
 
 def _new_sequence(request: Request, count: int) -> ScheduledSequence:
-    """Return a new row for a request; if it decodes, the request keeps the row for its next steps."""
+    """Return a new sequence for a request. If it decodes, the request keeps it for its next steps."""
     start, token_ids = request.num_computed_tokens, request.token_ids
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
     sequence = ScheduledSequence(
-        request.id,
-        BASE_LORA_INDEX,
-        tokens,
-        start,
-        request.block_table.pages,
-        request.params,
-        request.seed,
-        samples,
-        token_ids,
-        request.num_prompt_tokens,
-        request.sampler,
+        request_id=request.id,
+        lora_index=BASE_LORA_INDEX,
+        tokens=tokens,
+        start=start,
+        pages=request.block_table.pages,
+        params=request.params,
+        seed=request.seed,
+        samples=samples,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        state=request.sampler,
     )
     if count == 1 and samples:
         request.sequence = sequence

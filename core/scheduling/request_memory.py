@@ -28,10 +28,10 @@ class RequestMemory:
     arriving: requests with KV being copied back.
     """
 
-    _pool: PagePool
-    _store: AdapterStore
-    _prefix: PrefixCache
-    _reclaimer: Reclaimer
+    pool: PagePool
+    store: AdapterStore
+    prefix: PrefixCache
+    reclaimer: Reclaimer
     block_tokens: int
     use_prefix_cache: bool
     share_prefix_cache: bool
@@ -42,13 +42,13 @@ class RequestMemory:
     @property
     def num_available_pages(self) -> int:
         """Pages that are free or can be evicted."""
-        return self._reclaimer.available
+        return self.reclaimer.available
 
     def match(self, request: Request) -> list[Block]:
         """Return the cached blocks of the request's prefix; none if it asks for its prompt's log-probabilities."""
         if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
-        return self._prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+        return self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
 
     def scope(self, request: Request) -> tuple[str, str]:
         """Return the key within which blocks are shared: the request's tenant and its salt."""
@@ -63,11 +63,11 @@ class RequestMemory:
         adapter = request.adapter
         if adapter is not None and not adapter.pages:
             wanted += adapter.num_pages
-        if wanted <= self._pool.num_free:  # then nothing has to be evicted
+        if wanted <= self.pool.num_free:  # then nothing has to be evicted
             return True
         available = self.num_available_pages
         if blocks:
-            available -= self._prefix.unused(blocks)
+            available -= self.prefix.unused(blocks)
         if adapter is not None and adapter.is_idle:
             available -= len(adapter.pages)
         return wanted <= available
@@ -78,13 +78,13 @@ class RequestMemory:
         An adapter may still be being read: its layers arrive during the prefill.
         Raises what loading the adapter raises; then nothing is held.
         """
-        table = BlockTable(self._pool, self._prefix, self.block_tokens, self._prefix.take(blocks, request.num_tokens))
+        table = BlockTable(self.pool, self.prefix, self.block_tokens, self.prefix.take(blocks, request.num_tokens))
         adapter = request.adapter
         if adapter is not None:
             try:
                 if not adapter.pages:
-                    self._reclaimer.make_room(adapter.num_pages)
-                self._store.acquire(adapter)
+                    self.reclaimer.make_room(adapter.num_pages)
+                self.store.acquire(adapter)
             except Exception:
                 table.free()
                 raise
@@ -123,7 +123,7 @@ class RequestMemory:
         first, last = 0, -(-num_tokens // self.block_tokens)
         if self.use_prefix_cache and request.params.prompt_logprobs is None:
             leaving = self.swapped.leaving()
-            while first < request.num_known_blocks and self._pool.references(pages[first]) > 1 + leaving[pages[first]]:
+            while first < request.num_known_blocks and self.pool.references(pages[first]) > 1 + leaving[pages[first]]:
                 first += 1
         try:
             request.kv_image = self.swapped.swap_out(request.block_table, range(first, last), num_tokens)
@@ -179,14 +179,14 @@ class RequestMemory:
 
     def make_spare_room(self, num_pages: int, wanted: int) -> bool:
         """Free `num_pages` if at least `wanted` more could still be freed; False, and nothing done, if not."""
-        return self._reclaimer.spare - wanted >= num_pages and self._reclaimer.make_room(num_pages)
+        return self.reclaimer.spare - wanted >= num_pages and self.reclaimer.make_room(num_pages)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting unused pages if needed; False if there are not enough."""
         short = num_tokens - request.room
         if short > 0:
             missing = -(-short // self.block_tokens)
-            if missing > self._pool.num_free and not self._reclaimer.make_room(missing):
+            if missing > self.pool.num_free and not self.reclaimer.make_room(missing):
                 return False
             request.block_table.add_pages(missing)
             request.room += missing * self.block_tokens
@@ -203,9 +203,9 @@ class RequestMemory:
         False, and nothing done, if there are not enough for all.
         """
         count, block = len(requests), self.block_tokens
-        if count > self._pool.num_free and not self._reclaimer.make_room(count):
+        if count > self.pool.num_free and not self.reclaimer.make_room(count):
             return False
-        for request, page in zip(requests, self._pool.allocate(count, PageKind.KV), strict=True):
+        for request, page in zip(requests, self.pool.allocate(count, PageKind.KV), strict=True):
             request.block_table.pages.append(page)
             request.room += block
         return True
@@ -218,7 +218,7 @@ class RequestMemory:
             tokens = request.token_ids[index * step : (index + 1) * step]
             page = request.block_table.pages[index]
             version, scope = _version(request.adapter), self.scope(request)
-            block = self._prefix.insert(version, request.last_block, tokens, page, scope)
+            block = self.prefix.insert(version, request.last_block, tokens, page, scope)
             if block is None:
                 request.caching = False
                 return
@@ -236,7 +236,7 @@ class RequestMemory:
         del request.block_table
         request.last_block = request.sequence = None
         if request.adapter is not None:
-            self._store.release(request.adapter)
+            self.store.release(request.adapter)
 
 
 def swaps(setting: Literal["auto", "swap", "recompute"], costs: RestoreCosts) -> bool:

@@ -23,6 +23,7 @@ from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
 from ..requests.request import Request, RequestState
+from ..requests.sampling_params import InvalidRequest
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
@@ -66,9 +67,25 @@ class Scheduler:
         self.running = Running()
         policy = queue or TokenCounters(limits.weights)
         self._service = Service(limits, self.running, self.waiting, policy, lambda: (clock(), self.num_steps))
-        self.lifecycle = self.lifecycle_type(limits, self.waiting, self.running, self._service, store, memory, clock)
+        self.lifecycle = self.lifecycle_type(
+            limits=limits,
+            waiting=self.waiting,
+            running=self.running,
+            service=self._service,
+            store=store,
+            memory=memory,
+            clock=clock,
+        )
         self._requests = self.lifecycle.requests
-        self._admission = self.admission_type(limits, self.waiting, store, memory, loads, self.lifecycle, clock)
+        self._admission = self.admission_type(
+            limits=limits,
+            waiting=self.waiting,
+            store=store,
+            memory=memory,
+            loads=loads,
+            lifecycle=self.lifecycle,
+            clock=clock,
+        )
         self._clock = clock
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._turns = AdapterTurns(limits, self.running, self.waiting)
@@ -106,6 +123,11 @@ class Scheduler:
     def check_room(self, tenant: str, count: int = 1) -> None:
         """Raise Overloaded when the queue has no room for `count` more requests of `tenant`."""
         self.lifecycle.room.check(self.waiting, tenant, count)
+
+    def check_new(self, request_id: str) -> None:
+        """Raise InvalidRequest if a request with this id is in progress."""
+        if request_id in self._requests:
+            raise InvalidRequest("request_id", f"request id {request_id!r} is in use; choose another")
 
     def add(self, request: Request) -> None:
         """Queue a validated request. One that has run on another engine goes first."""

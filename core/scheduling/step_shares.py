@@ -1,4 +1,7 @@
-"""Shares of a step's rows among calls with one and with several answers."""
+"""Shares of a step among requests with one choice and requests with several.
+
+Tests: tests/core/scheduling/test_step_shares.py.
+"""
 
 from __future__ import annotations
 
@@ -10,54 +13,53 @@ from ..requests.request import Request
 from .queues import Running, WaitingQueue
 
 SHARE = 0.4
-"""Time that the larger calls may take for their answers, as a share of the time that steps take without these."""
+"""Time that the larger groups may add to steps, as a share of the time of a step without them."""
 
 MAX_DEBT = 64
-"""Most time that the larger calls may owe, in steps without them: a pause of the machine must not starve them."""
+"""Most time that the larger groups may owe, in steps without them: a pause of the machine must not starve them."""
 
 LONGEST_STEP = 4
-"""Most time that the answers of the larger calls should add to one step, in steps without them."""
+"""Most time that the larger groups should add to one step, in steps without them."""
 
 FIRST_ENTRIES = 8
-"""Answers of the larger calls in their first step."""
+"""Choices of the larger groups in their first step."""
 
 NUM_SAMPLES = 8
-"""Number of latest steps without the larger calls; the least of their times is the baseline."""
+"""Number of latest steps without the larger groups; the least of their times is the baseline."""
 
 WINDOW = 16
-"""Steps in a row with the larger calls, per such sample, before a step without them measures the baseline again."""
+"""Steps in a row with the larger groups, per sample, before a step without them measures the baseline again."""
 
 
 class StepShares:
-    """Chooses the answers that take part in a step, when some calls have more running answers than others.
+    """Chooses the choices that are in a step, when some choice groups have more running choices than others.
 
-    Calls with the fewest answers always run whole. The larger calls are rate-limited by a debt: each step adds its time
-    above the baseline step (one without them), and pays back `SHARE` of a baseline step. While they are in debt, steps
-    run without them; then with as many of their answers as one step bears, in turns. So a call with one answer keeps at
-    least 1 / (1 + SHARE) of its rate, whatever the cost: rows on a CPU, scores, or text that the server sends. Where a
-    row costs next to nothing, as on a GPU, all answers run all the time. A paused answer keeps its slot, its pages and
-    its state.
+    Groups with the fewest choices always run whole. The larger groups are rate-limited by a debt: each step adds its
+    time above the baseline step (one without them), and pays back `SHARE` of a baseline step. While they are in debt,
+    steps run without them; then with as many of their choices as one step bears, in turns. Thus a request with one
+    choice keeps at least 1 / (1 + SHARE) of its rate, whatever is expensive: sequences on a CPU, logprobs, or text that
+    the server sends. If a sequence costs next to nothing, as on a GPU, all choices run all the time. A descheduled
+    choice keeps its slot, its pages and its state.
     """
 
     def __init__(self, max_num_seqs: int, clock: Callable[[], float]) -> None:
-        """max_rows: of a step."""
         self._max_num_seqs = max_num_seqs
         self._clock = clock
-        self._without: deque[float] = deque(maxlen=NUM_SAMPLES)  # seconds of steps without the larger calls
-        self._usual = 0.0  # the least of them: in others the server may still have sent what steps before brought
+        self._without: deque[float] = deque(maxlen=NUM_SAMPLES)  # seconds of steps without the larger groups
+        self._usual = 0.0  # the least of them: in others the server may still have sent earlier outputs
         self._debt = 0.0  # seconds
-        self._excess = 0.0  # seconds that the last step with them took beyond the time that pays for itself
-        self._max_entries = FIRST_ENTRIES  # of the larger calls in a step with them
+        self._excess = 0.0  # seconds that the last step with them took beyond its share
+        self._max_entries = FIRST_ENTRIES  # choices of the larger groups in a step with them
         self._num_with = NUM_SAMPLES * WINDOW  # steps since the last one without
         self.pending: deque[int | None] = deque()
-        """Of each step since `_began`: places of the larger calls; None if its time is no measure."""
-        self._began = 0.0  # the time from which on these steps take theirs
+        """Choices of the larger groups in each step since `_began`; None if the step's time does not count."""
+        self._began = 0.0  # when the first of these steps began
 
     def choose(self, running: Running, waiting: WaitingQueue, *, is_async: bool = False) -> list[Request] | None:
-        """Return the requests of the next step, None for all running ones. Call it while calls with n > 1 run.
+        """Return the requests of the next step; None: all running ones. Call it while a choice group runs.
 
-        With every row taken, one is left to a call that waits for its first. The result exceeds a step's rows where the
-        requests alone in their calls do. is_async: the step chosen last is still under way; its time is a guess.
+        With every slot taken, one is left to a waiting first choice. The result may exceed the slots if the smallest
+        groups do. is_async: the step chosen last still runs; its time is a guess.
         """
         free = self._max_num_seqs
         if len(running) >= free and running.num_groups < free and waiting.has_first_choices():
@@ -72,82 +74,82 @@ class StepShares:
                 None if len(running) <= free else self._select(running, 0, max(1, free - len(running.single_requests)))
             )
         self._settle(is_async)
-        places = max(1, free - (len(running) - larger))
-        debt = self._debt + sum([self._excess if dealt else -SHARE * self._usual for dealt in self.pending])
+        entries = max(1, free - (len(running) - larger))
+        debt = self._debt + sum([self._excess if num_chosen else -SHARE * self._usual for num_chosen in self.pending])
         if debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
             self._num_with = 0
             self.pending.append(0)
-            return self._select(running, fewest, places, without=True)
+            return self._select(running, fewest, entries, without=True)
         self._num_with += 1
-        dealt = min(self._max_entries, larger, places)
-        self.pending.append(dealt)
-        return None if dealt == larger else self._select(running, fewest, dealt)
+        num_chosen = min(self._max_entries, larger, entries)
+        self.pending.append(num_chosen)
+        return None if num_chosen == larger else self._select(running, fewest, num_chosen)
 
     def ignore(self) -> None:
-        """Ignore the time of the step chosen last: it also computes a prompt of another call."""
+        """Ignore the time of the step chosen last: it also computes the prompt of another request."""
         if self.pending:
             self.pending[-1] = None
 
     def rollback(self) -> None:
-        """The step chosen last is not run."""
+        """Record that the step chosen last is not run."""
         if self.pending:
             self.pending.pop()
 
     def _settle(self, is_async: bool) -> None:
-        """Account for the steps that have ended, all but one under way, with equal parts of the time since `_began`."""
+        """Charge for the steps that have ended, in equal parts of the time since `_began`."""
         if is_async and not self.pending:
-            self.pending.append(None)  # it was not chosen here
-        now, dealt = self._clock(), self.pending
-        if ended := len(dealt) - is_async:
-            parts = [dealt.popleft() for _ in range(ended)]
+            self.pending.append(None)  # the step that still runs was not chosen here
+        now, pending = self._clock(), self.pending
+        if ended := len(pending) - is_async:
+            parts = [pending.popleft() for _ in range(ended)]
             for each in parts:
                 self._charge((now - self._began) / ended, None if None in parts else each)
         if ended or not is_async:
             self._began = now
 
-    def _charge(self, seconds: float, dealt: int | None) -> None:
-        """Charge the larger calls for a step, and fit their rows to its time."""
-        if dealt is None:
+    def _charge(self, seconds: float, num_chosen: int | None) -> None:
+        """Charge the larger groups for a step, and adapt their number of choices to its time."""
+        if num_chosen is None:
             seconds = self._usual
-        elif not dealt:
+        elif not num_chosen:
             self._without.append(seconds)
             self._usual = min(self._without)
         usual = self._usual
         excess = seconds - (1 + SHARE) * usual
         self._debt = min(max(0.0, self._debt + excess), MAX_DEBT * usual)
-        if not usual or not dealt:
+        if not usual or not num_chosen:
             return
         self._excess = excess
         if seconds > (1 + LONGEST_STEP) * usual:
-            self._max_entries = max(1, dealt // 2)
-        elif dealt == self._max_entries and seconds < (1 + LONGEST_STEP / 2) * usual:
+            self._max_entries = max(1, num_chosen // 2)
+        elif num_chosen == self._max_entries and seconds < (1 + LONGEST_STEP / 2) * usual:
             self._max_entries = min(2 * self._max_entries, self._max_num_seqs)
 
-    def _select(self, running: Running, fewest: int, places: int, without: bool = False) -> list[Request]:
-        """Return all requests of calls with `fewest` answers or less, and `places` of the larger calls', in turns.
+    def _select(self, running: Running, fewest: int, entries: int, without: bool = False) -> list[Request]:
+        """Return all requests of groups with at most `fewest` choices, and `entries` of the larger groups', in turns.
 
-        without: none of the larger call that is first in turn, and at most `fewest` of each other.
+        without: none of the larger group that is first in turn, and at most `fewest` of each other one.
         """
-        calls = running.choice_groups
+        groups = running.choice_groups
         chosen, counts = list(running.single_requests), {}
-        for call, members in calls.items():
+        for group, members in groups.items():
             if len(members) > fewest:
-                counts[call] = 0
+                counts[group] = 0
             else:
                 chosen += members
         order = deque(counts)
         first = order[0]
         if without:
             order.popleft()
-        while places and order:
-            call = order.popleft()
-            counts[call] += 1
-            places -= 1
-            if counts[call] < (fewest if without else len(calls[call])):
-                order.append(call)
-        calls[first] = calls.pop(first)  # to the end of the line
-        for call, count in counts.items():
-            members = calls[call]
+        while entries and order:
+            group = order.popleft()
+            counts[group] += 1
+            entries -= 1
+            if counts[group] < (fewest if without else len(groups[group])):
+                order.append(group)
+        groups[first] = groups.pop(first)  # it is the last in the next step
+        for group, count in counts.items():
+            members = groups[group]
             taking = list(islice(members, count))
             for request in taking:
                 del members[request]

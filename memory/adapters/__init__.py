@@ -1,1 +1,1 @@
-"""Adapters as the engine knows them: versions, tiers, loads, and the store that owns them."""
+"""Adapters in the engine: versions, tiers, loads, and the store that owns them."""

@@ -1,4 +1,4 @@
-"""An adapter as the engine knows it, one version of one name, and the interface to what reads and moves its bytes."""
+"""An adapter version, and the interface of the backend that reads and moves adapter bytes."""
 
 from __future__ import annotations
 
@@ -20,53 +20,60 @@ MAX_NAME_CHARACTERS = 256
 
 
 def check_name(name: str) -> str:
-    """The name, if every answer, log line and metric can hold it; else AdapterFormatError, which shows it safely."""
+    """Return the name if responses, log lines and metrics can contain it; else raise AdapterFormatError, safely
+    quoted.
+    """
     if len(name) > MAX_NAME_CHARACTERS:
         raise AdapterFormatError(
-            f"{shown(name[:MAX_NAME_CHARACTERS])}… has {len(name)} characters; a name has at most {MAX_NAME_CHARACTERS}"
+            f"{shown(name[:MAX_NAME_CHARACTERS])}… has {len(name)} characters; names have at most {MAX_NAME_CHARACTERS}"
         )
     if not name or not name.isprintable() or name != name.strip():
         raise AdapterFormatError(
-            f"{shown(name)} is no name: printable characters are needed, in UTF-8, without blanks around them"
+            f"{shown(name)} can't be a name: use printable UTF-8 characters, no blanks at the ends"
         )
     if any(part in ("", ".", "..") for part in name.split("/")):
-        raise AdapterFormatError(f"{shown(name)} is no name: its parts between slashes can't be empty, '.' or '..'")
+        raise AdapterFormatError(f"{shown(name)} can't be a name: a part between slashes is empty, '.' or '..'")
     return name
 
 
 class Tier(StrEnum):
-    """Tier of an adapter's bytes; LOADING: being read from disk; FAILED: on disk, but its read failed."""
+    """Where an adapter's bytes are."""
 
     DISK = "disk"
     LOADING = "loading"
+    """Being read from disk, or copied into its pages."""
     HOST = "host"
     DEVICE = "device"
     FAILED = "failed"
+    """On disk, but reading it failed."""
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Adapter:
-    """One version of one adapter. `pages` is empty unless it is resident.
-
-    requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
-    transfer: the copy of its bytes into the pages, until it is complete. load_seconds: of its latest copy from host
-    memory to the pages. num_overflows: requests that ended because its logits were not finite; None once one has ended
-    well. label: the version as clients see it, see `versions`.
-    """
+    """One version of one adapter."""
 
     name: str
     version: int
+    """Counts up over all adapters; requests and the prefix cache identify a version by it."""
     manifest: AdapterManifest
     layout: AdapterLayout
     label: str = ""
+    """The version as clients see it; see `versions`."""
     pages: list[int] = field(default_factory=list)
+    """Empty unless the adapter is resident."""
     transfer: Transfer | None = None
+    """The copy of its bytes into the pages, until it is complete."""
     is_idle: bool = False
+    """True if the adapter is resident, and neither pinned nor used by a running request."""
     references: int = 0
+    """Running requests; they pin its pages."""
     requests: int = 0
+    """Live requests that hold this version, waiting or running."""
     uses: int = 0
     load_seconds: float | None = None
+    """Duration of its latest copy from host memory into the pages."""
     num_overflows: int | None = 0
+    """Requests that ended because its logits were not finite; None once a request has ended normally."""
     rank: int = field(init=False)  # used in every step
 
     def __post_init__(self) -> None:
@@ -75,7 +82,7 @@ class Adapter:
 
     @property
     def num_pages(self) -> int:
-        """Pages that it takes when it is resident."""
+        """Number of pages that it takes when it is resident."""
         return self.layout.num_pages
 
     def __repr__(self) -> str:
@@ -86,19 +93,23 @@ class AdapterBackend(Protocol):
     """Reads and moves adapter bytes; the executor implements it, so the store never touches a tensor."""
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        """Check a directory and the headers of its files, which must really lie below `roots` if there are any."""
+        """Check a directory and the headers of its files. If `roots` are given, the files must really be below one of
+        them.
+        """
         ...
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        """Read the weights into `image`, publishing every layer; on a thread of its own."""
+        """Read the weights into `image` and publish every layer; called on its own thread."""
         ...
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        """Move an image, whole or still being read, into its pages; None when it already has been."""
+        """Move an image, complete or still being read, into its pages; None if the move is already done."""
         ...
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
-        """Copy an adapter's pages to the host, whole when this returns; None when it can be read again at any time."""
+        """Copy an adapter's pages to host memory and return the image, complete; None if it can be read again at any
+        time.
+        """
         ...

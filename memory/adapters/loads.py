@@ -1,4 +1,4 @@
-"""Loading of adapters: reads from disk into host memory, and copies from there into pages."""
+"""Adapter loads: reads from disk into host memory, and copies from host memory into pages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """image: what is being loaded. start: seconds, on the owner's clock. left: the pages of a cancelled one."""
+    """A load in progress, or a cancelled one whose pages are still being written."""
 
     adapter: Adapter
     image: HostImage
+    """The image that is being copied."""
     start: float
+    """Start time in seconds, on the owner's clock."""
     left: list[int] | None = None
+    """The pages of a cancelled load; None for a live load."""
 
 
 @dataclass(eq=False)
 class AdapterLoads:
-    """Reads versions of adapters into host images, which stay as long as there is room for them, and fills pages.
-
-    under_way: loads with incomplete pages, and cancelled loads until nothing writes to their pages.
-    """
+    """Reads adapter versions into host images, which stay as long as there is room, and fills pages from them."""
 
     _pool: PagePool
     _backend: AdapterBackend
@@ -41,15 +41,17 @@ class AdapterLoads:
     _page_bytes: int
     _clock: Callable[[], float]
     under_way: dict[Transfer, _Load] = field(default_factory=dict)
+    """Loads whose pages are incomplete, and cancelled loads until nothing writes to their pages."""
 
     # -- from the disk into host memory
 
     def request(self, adapter: Adapter) -> None:
-        """Start reading an adapter unless it is in host memory, being read, or has failed."""
+        """Start reading an adapter, unless it is in host memory, is being read, or has failed."""
         if self._images.keep(adapter):
             return
         if adapter.transfer is not None and _is_whole(load := self.under_way[adapter.transfer]):
-            # The image made room for others when it was only copied from. The directory may hold something else by now.
+            # The image was dropped for others while it was only the source of a copy. By now the directory may hold
+            # other files.
             self.keep(adapter, load.image)
             return
         manifest, layout = adapter.manifest, adapter.layout
@@ -60,22 +62,26 @@ class AdapterLoads:
             self._costs.observe("disk_adapter_page", (self._clock() - start) / layout.num_pages)
 
         self._images.request(
-            adapter, self._size(adapter), read, label=str(manifest.path), group=str(manifest.path.parent),
+            adapter,
+            self._size(adapter),
+            read,
+            label=str(manifest.path),
+            group=str(manifest.path.parent),
             may_drop=lambda: _may_drop(adapter),
-        )  # fmt: skip
+        )
 
     def ahead(self, adapters: Iterable[Adapter]) -> None:
-        """Start reading, in order, the adapters that are on disk only, as many as host memory holds together.
+        """Start reading, in order, the adapters that are only on disk, as many as fit in host memory together.
 
         Images that requests hold keep their room. The first adapter is read whatever its size, so that there is always
-        progress. Earlier reads that have not begun wait behind these.
+        progress. Earlier reads that have not begun wait until these are done.
         """
         adapters, num_bytes = list(dict.fromkeys(adapters)), 0
         for adapter in adapters:
             if not adapter.pages:
                 size = self._size(adapter)
                 num_bytes += size
-                if num_bytes > size and not self._images.is_requested(adapter):  # a requested one has its room already
+                if num_bytes > size and not self._images.is_requested(adapter):  # a requested one already has its room
                     has_room = num_bytes <= self._images.budget.capacity_bytes and self._images.has_room(size)
                     if not has_room:
                         break
@@ -83,11 +89,13 @@ class AdapterLoads:
         self._images.arrange(adapters)
 
     def keep(self, adapter: Adapter, image: HostImage) -> None:
-        """Keep an image made elsewhere, in place of the present one."""
+        """Keep an image that was made elsewhere, in place of the present one."""
         self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
 
     def make_image(self, adapter: Adapter) -> None:
-        """Make an image of a resident adapter; without one it will be read again, if it can be. Raises ExecutorLost."""
+        """Make an image of a resident adapter. If that fails, the adapter will be read again if it can be. Raises
+        ExecutorLost.
+        """
         if self._images.is_ready(adapter) and self._images.error(adapter) is None:
             return
         try:
@@ -101,7 +109,9 @@ class AdapterLoads:
             self.keep(adapter, image)
 
     def fetch(self, adapter: Adapter) -> bool:
-        """Start reading an adapter if needed; True once all of it is in memory. Raises its read's error."""
+        """Start reading an adapter if needed; return True once all of it is in host memory or pages. Raises its read's
+        error.
+        """
         if adapter.transfer is not None:
             image = self.under_way[adapter.transfer].image
             if image.error is not None:
@@ -115,15 +125,14 @@ class AdapterLoads:
         return image.stream.num_ready == adapter.layout.num_layers
 
     def is_reading(self, adapter: Adapter) -> bool:
-        """True if an adapter has pages into which bytes are still being read."""
+        """True if the adapter has pages into which bytes are still being read."""
         return adapter.transfer is not None and _is_coming(self.under_way[adapter.transfer])
 
     def seconds_left(self, adapter: Adapter, patience: float) -> float:
-        """Estimated seconds until the rest of an adapter has been read, from the times of earlier reads and its own
-        pace.
+        """Estimate the seconds until the rest of an adapter has been read, from earlier reads and its own pace.
 
-        Infinite before its first layer, since a disk that hangs looks no different until then, and for a read without
-        progress for `patience` longer than the estimate.
+        Infinite before its first layer, because a disk that hangs looks the same until then. Also infinite for a read
+        without progress for `patience` longer than the estimate.
         """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
         image = self._images.peek(adapter) if load is None else load.image
@@ -138,10 +147,10 @@ class AdapterLoads:
     # -- from host memory into pages
 
     def load(self, adapter: Adapter) -> bool:
-        """Give an adapter free pages and begin to fill them; True if it is still being read. Does not wait.
+        """Give an adapter free pages and start filling them, without waiting; return True if it is still being read.
 
-        The adapter has a `transfer` until all of it is there. Raises OutOfPages when free pages are short, the error of
-        its read, or what the copy raises; then it has no pages.
+        The adapter has a `transfer` until its bytes are complete. Raises OutOfPages if free pages are short, the error
+        of its read, or the error of the copy; then it has no pages.
         """
         if self._pool.num_free < adapter.num_pages:
             raise OutOfPages(
@@ -165,10 +174,10 @@ class AdapterLoads:
         return is_streamed
 
     def finish_ended(self) -> list[tuple[Adapter, BaseException | None]]:
-        """Complete finished loads, and free the pages of cancelled ones once nothing writes to them.
+        """Complete finished loads, and free the pages of cancelled loads once nothing writes to them.
 
-        Return the loaded adapters, with None, and the failed ones, with their error; the caller must evict the failed
-        ones. Raises ExecutorLost.
+        Return loaded adapters with None and failed adapters with their error; the caller must evict the failed ones.
+        Raises ExecutorLost.
         """
         self._free_what_is_quiet()
         found: list[tuple[Adapter, BaseException | None]] = []
@@ -180,7 +189,7 @@ class AdapterLoads:
                 is_done, has_failed = transfer.is_done(), transfer.has_failed()
             except ExecutorLost:
                 raise
-            except Exception as error:  # a driver that refuses a copy; others' loads go on
+            except Exception as error:  # a driver that refuses a copy; other loads continue
                 logger.exception("loading %r failed", adapter)
                 found.append((adapter, error.with_traceback(None)))
                 continue
@@ -192,7 +201,7 @@ class AdapterLoads:
             elif has_failed:
                 if isinstance(load.image.error, ExecutorLost):  # the reading thread saw it first
                     raise load.image.error
-                found.append((adapter, load.image.error or RuntimeError("its bytes did not come")))
+                found.append((adapter, load.image.error or RuntimeError("the read ended too early")))
         return found
 
     def unread(self) -> list[Adapter]:
@@ -200,7 +209,7 @@ class AdapterLoads:
         return [load.adapter for load in self.under_way.values() if load.left is None and _is_coming(load)]
 
     def cancel(self, transfer: Transfer, pages: list[int]) -> None:
-        """End a load before its time; its pages are free once nothing writes to them."""
+        """End a load early; its pages become free once nothing writes to them."""
         load = self.under_way[transfer]
         load.adapter.transfer = None
         load.left = pages
@@ -208,7 +217,7 @@ class AdapterLoads:
         self._free_what_is_quiet()
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
-        """Pages of cancelled loads, for `PagePool.check_integrity`; an adapter's own are the store's to tell."""
+        """Pages of cancelled loads, for `PagePool.check_integrity`; the store reports the pages of adapters."""
         for load in self.under_way.values():
             if load.left is not None:
                 yield PageKind.ADAPTER, load.left
@@ -228,15 +237,15 @@ class AdapterLoads:
 
 
 def _is_whole(load: _Load) -> bool:
-    """True once all of its bytes have been read."""
+    """True once all bytes have been read."""
     return load.image.stream.num_ready == load.adapter.layout.num_layers
 
 
 def _is_coming(load: _Load) -> bool:
-    """True while some of its bytes are still being read."""
+    """True while some bytes are still being read."""
     return load.image.error is None and not _is_whole(load)
 
 
 def _may_drop(adapter: Adapter) -> bool:
-    """True if a host image may be dropped: no request holds the version, or it can be saved again from its pages."""
+    """True if a host image may be dropped: no request holds the version, or its pages can be saved again."""
     return adapter.requests == 0 or (bool(adapter.pages) and adapter.transfer is None)

@@ -1,4 +1,4 @@
-"""What a load or a removal changes in a registry's names: the one rule for servers and clusters, as plans to write."""
+"""Plans for loading and removing adapters: the changes to a registry's names, by one rule for servers and clusters."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from .versions import MAX_NUMBER, number_of, versioned
 
 
 class LabelTaken(FileExistsError):
-    """A version was given other content before; its message says which."""
+    """The version label already belongs to other content; the message names it."""
 
 
 class Load(NamedTuple):
-    """A load as it is to be written. entry: what it makes, or what is there already where `changes` is empty. existed:
-    the name meant something before.
-    """
+    """A planned load, ready to be written."""
 
     entry: Entry
+    """The entry that the load makes; the existing entry if `changes` is empty."""
     changes: Changes
     existed: bool
+    """True if the name had a meaning before."""
 
 
 def plan_load(
-    store: RegistryStore, entry: Entry, *, replace: bool = True, keep: int = 1, before: Entry | None = None,
+    store: RegistryStore,
+    entry: Entry,
+    *,
+    replace: bool = True,
+    keep: int = 1,
+    before: Entry | None = None,
     last_number: int = 0,
-) -> Load:  # fmt: skip
-    """Make `entry` the newest version of its name.
+) -> Load:
+    """Plan to make `entry` the newest version of its name.
 
-    entry: with a version's label, or "" for the name's next number. keep: versions of the name to keep, the newest
-    counted. before: the newest version where the registry doesn't know it. last_number: of that one, if it has one.
-    The same content under a version that is there changes nothing. FileExistsError for a name that it may not
-    `replace`, LabelTaken for a version that has, or had, another content.
+    entry: has a version label, or "" for the name's next number. keep: number of versions of the name to keep,
+    including the newest. before: the newest version, if the registry does not know it. last_number: its version number,
+    if it has one. Loading the same content under an existing version changes nothing. Raises FileExistsError for a name
+    that it may not `replace`, and LabelTaken for a version that has, or had, other content.
     """
     newest = store.get(entry.name) or before
     there = _version(store, entry, before) if entry.version else None
@@ -49,7 +54,7 @@ def plan_load(
 
 
 def _version(store: RegistryStore, entry: Entry, before: Entry | None) -> Entry | None:
-    """The version that has the label already."""
+    """The existing version with this label, or None."""
     if before is not None and before.label == entry.version:
         return before
     return store.find(versioned(entry.name, entry.version))
@@ -57,14 +62,16 @@ def _version(store: RegistryStore, entry: Entry, before: Entry | None) -> Entry 
 
 def _next_number(store: RegistryStore, name: str, last_number: int) -> str:
     number = last_number + 1
-    while store.get(versioned(name, str(number))) is not None:  # a name of its own, of a start or a store
+    # skips `name@number` that is an adapter of its own, from the command line or a store
+    while store.get(versioned(name, str(number))) is not None:
         number += 1
     return str(number)
 
 
 def plan_removal(store: RegistryStore, name: str) -> Changes:
-    """Forget a name and its kept versions, or one version: if it is the newest, the latest kept one takes its place.
-    KeyError.
+    """Plan to forget a name and its kept versions, or one version.
+
+    When the newest version is removed, the latest kept version becomes the newest. Raises KeyError for an unknown name.
     """
     entry = store.find(name)
     if entry is None:
@@ -83,18 +90,18 @@ def plan_removal(store: RegistryStore, name: str) -> Changes:
 
 
 def _check_label(store: RegistryStore, entry: Entry, *, is_there: bool, last_number: int) -> None:
-    """LabelTaken unless the version is new, or comes back with the content that it had."""
+    """Raise LabelTaken unless the version is new, or comes back with its old content."""
     name, label = entry.name, entry.version
     full = versioned(name, label)
     if is_there:
-        raise LabelTaken(f"there is a version '{full}' with other content already")
+        raise LabelTaken(f"version '{full}' already exists with other content; choose another version")
     content, number = store.retired_content(name, label), number_of(label)
     if content is not None and content != entry.content_hash:
-        raise LabelTaken(f"'{full}' was a version with other content, which was retired")
+        raise LabelTaken(f"version '{full}' had other content and was retired; choose another version")
     if number is not None and number > MAX_NUMBER:
-        raise LabelTaken(f"a version that is a number is at most {MAX_NUMBER}, not {label}")
+        raise LabelTaken(f"a numeric version is at most {MAX_NUMBER}, not {label}")
     if number is not None and content is None and number <= last_number:
-        raise LabelTaken(f"the versions of '{name}' up to {last_number} were given already")
+        raise LabelTaken(f"versions of '{name}' up to {last_number} were already given; choose a higher one")
 
 
 def _changes(store: RegistryStore, made: Entry, newest: Entry | None, keep: int) -> Changes:
@@ -102,7 +109,7 @@ def _changes(store: RegistryStore, made: Entry, newest: Entry | None, keep: int)
     if newest is not None and keep > 1:
         alias = versioned(name, newest.label)
         there = store.get(alias)
-        if there is None or there.plain_name == name:  # else it is a name of its own
+        if there is None or there.plain_name == name:  # else the alias is an adapter of its own
             changes.append((alias, newest._replace(name=alias, version=newest.label, paused=False, pinned=False)))
             kept = [*(one for one in kept if one != alias), alias]
     gone = kept[: max(0, len(kept) + 1 - keep)]

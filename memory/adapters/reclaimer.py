@@ -1,4 +1,4 @@
-"""Reclaiming of pages: evicts unused items in one order."""
+"""Reclaiming pages by evicting unused items in one order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .adapter import Adapter
 from .store import AdapterStore
 
 _COSTS = np.array([0 if kind in (PageKind.FREE, PageKind.SHADOW) else BLOCKED for kind in PageKind], np.uint32)
-"""Cost of taking a page of each kind for shadow weights; `find_runs` sets the cost of idle adapters' pages."""
+"""Cost of taking a page of each kind for merged weights; `find_runs` sets the cost of idle adapters' pages."""
 _COSTS[PageKind.CACHED] = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaimer:
-    """Evicts idle adapters, unused prefix blocks and shadow weights by one order."""
+    """Evicts idle adapters, unused prefix blocks and merged weights in one order."""
 
     pool: PagePool
     order: EvictionOrder
@@ -37,11 +37,11 @@ class Reclaimer:
 
     @property
     def spare(self) -> int:
-        """Available pages minus the merged weights in use."""
+        """Available pages, without the merged weights in use."""
         return self.available - (self.shadow.num_pages if self.shadow.in_use else 0)
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free. False, and nothing evicted, if that is impossible."""
+        """Evict until `num_pages` are free; return False, and evict nothing, if that is impossible."""
         if self.pool.num_free >= num_pages:
             return True
         if self.available < num_pages:
@@ -57,10 +57,11 @@ class Reclaimer:
         return True
 
     def find_runs(self, sizes: Sequence[int], wished: Sequence[range] | None = None) -> list[range] | None:
-        """Return runs of `sizes` pages that `clear` can free; None if there are none.
+        """Return runs of `sizes` pages that `clear` can free, or None.
 
-        They are for shadow weights that replace the present ones. They evict as little as possible, and never an item
-        that a waiting request will use: steps can do without a shadow. wished: preferred runs, taken if possible.
+        The runs are for merged weights that replace the present ones. Taking them evicts as little as possible, and
+        never an item that a waiting request will use, because steps can run without merged weights. wished: preferred
+        runs, taken if possible.
         """
         costs = _COSTS[self.pool.kinds()]
         costs[list(self._idle_pages())] = 1
@@ -69,11 +70,11 @@ class Reclaimer:
         return place_runs(sizes, costs)
 
     def clear(self, run: range) -> int | None:
-        """Evict what is in a run of pages; returns how many had something. None, and nothing evicted, if one is used or
-        wanted by now.
+        """Evict everything in a run of pages, and return how many pages were in use. Return None, and evict nothing, if
+        a page is now in use by a request or wanted by one.
         """
         kinds = self.pool.kinds()[run.start : run.stop]
-        pages = (kinds.nonzero()[0] + run.start).tolist()  # that are not free
+        pages = (kinds.nonzero()[0] + run.start).tolist()  # the pages that are not free
         idle = self._idle_pages() if (kinds == PageKind.ADAPTER).any() else {}
         if any(page not in idle and self.pool.kind(page) is not PageKind.CACHED for page in pages):
             return None
@@ -90,7 +91,7 @@ class Reclaimer:
         return {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
 
     def reclaim_all(self) -> int:
-        """Evict everything that no request uses; returns the pages freed."""
+        """Evict everything that no request uses; return the number of pages freed."""
         free = self.pool.num_free
         self.make_room(self.available)
         return self.pool.num_free - free

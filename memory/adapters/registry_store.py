@@ -1,8 +1,8 @@
-"""The cluster's adapters in a SQLite file: what each name means, since which generation.
+"""The adapter registry's SQLite file: what each name means, and since which generation.
 
-Generations count the changes of one file, removals included, and never go back: a name that is registered again has a
-higher one than before. A change is on the disk when the method that made it returns. The file also remembers the last
-version number of each name, and the content of retired versions, so that a version never means two contents.
+Generations count the changes of one file, removals included, and never go back. A name that is registered again gets a
+higher generation than before. A change is on disk when the method that made it returns. The file also remembers the
+last version number of each name, and the content of retired versions. Therefore a version never means two contents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .adapter import check_name
 from .versions import LABEL, VersionNames, number_of, split_version, versioned
 
 APPLICATION_ID = 0x43485253
-"""SQLite's `application_id` of these files, CHRS."""
+"""SQLite's `application_id` of these files, "CHRS"."""
 
 MIGRATIONS = (
     """
@@ -45,13 +45,13 @@ MIGRATIONS = (
     ) STRICT;
     """,
 )
-"""What brings a file of the schema's version `i` to version `i + 1`; version 0 is an empty file."""
+"""Item `i` migrates a file from schema version `i` to `i + 1`; version 0 is an empty file."""
 
 MAX_ADAPTERS = 100_000
-"""Most adapters of a cluster: a front's copy of so many takes 100 MB."""
+"""The most adapters of a cluster; an API server's copy of so many takes 100 MB."""
 
 MAX_RETIRED = 100_000
-"""Retired versions whose content is remembered, the latest ones."""
+"""Number of retired versions whose content is remembered; the latest ones are."""
 
 MAX_RANK = 1 << 16
 MAX_ADAPTER_BYTES = 1 << 48
@@ -60,34 +60,35 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class RegistryError(RuntimeError):
-    """The registry's file can't be used; the message names it and says why."""
+    """The registry's file can't be used; the message names the file and the reason."""
 
 
 class RegistryFull(ValueError):
-    """There is no room for one more adapter."""
+    """The registry has no room for another adapter."""
 
 
 class Entry(NamedTuple):
-    """What a name means. generation: of the change that made it mean this. bytes: of the adapter's files.
-
-    version: its label; "" for the generation, in files of earlier releases. paused: whether it takes no new requests.
-    """
+    """The meaning of a name."""
 
     name: str
     content_hash: str
     path: str
     generation: int
+    """Generation of the change that gave the name this meaning."""
     rank: int
     bytes: int
+    """Size of the adapter's files."""
     pinned: bool
     version: str = ""
+    """Its label; "" means the generation, in files of earlier releases."""
     paused: bool = False
+    """True if it takes no new requests."""
 
     @classmethod
     def of(
         cls, name: str, manifest: AdapterManifest, label: str, *, pinned: bool = False, paused: bool = False
     ) -> Entry:
-        """Return what a name is to mean; the change that writes it sets the generation. label: "" for the next one."""
+        """Make the entry for a name; the change that writes it sets the generation. label: "" for the next number."""
         return cls(
             name,
             content_hash=manifest.content_hash or "",
@@ -106,59 +107,62 @@ class Entry(NamedTuple):
 
     @property
     def plain_name(self) -> str:
-        """The adapter's name, also of an entry `name@version`."""
+        """The adapter's name, also for an entry `name@version`."""
         plain, own = split_version(self.name)
         return plain if own and own == self.version else self.name
 
 
 Changes = Sequence[tuple[str, Entry | None]]
-"""Names, and what they mean from now on; None: nothing."""
+"""Names with their new meanings; None removes a name."""
 
 
 class Done(NamedTuple):
-    """Changes that were made. told: with their generations, in order. before: what undoes them."""
+    """Changes that were made."""
 
     told: list[tuple[str, Entry | None]]
+    """The changes in order, with their generations."""
     before: list[tuple[str, Entry | None]]
+    """The changes that undo them."""
 
     @property
     def retired(self) -> list[Entry]:
-        """Entries that this has taken a name from; another name may still mean their content."""
+        """Entries that lost a name; another name may still mean their content."""
         return [old for _, old in self.before if old is not None]
 
 
 def check_entry(fields: Sequence[Any]) -> Entry:
-    """An entry of fields that a peer sent, in `Entry`'s order. ValueError for what no entry has."""
+    """Build an entry from fields that a peer sent, in the order of `Entry`. Raises ValueError if a field is invalid."""
     if len(fields) != len(Entry._fields):
-        raise ValueError(f"an adapter has {len(Entry._fields)} fields, not {len(fields)}")
+        raise ValueError(f"an adapter entry has {len(Entry._fields)} fields, not {len(fields)}")
     name, content_hash, path, generation, rank, num_bytes, pinned, version, paused = fields
     try:
         check_name(name if isinstance(name, str) else "")
     except AdapterFormatError as error:
         raise ValueError(str(error)) from None
     if not isinstance(content_hash, str) or not _HASH.fullmatch(content_hash):
-        raise ValueError("content_hash is no SHA-256 in hexadecimal digits")
+        raise ValueError("content_hash must be a SHA-256 in 64 lowercase hexadecimal digits")
     if not isinstance(path, str) or not os.path.isabs(path) or "\0" in path or len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ValueError(f"path is no absolute path of at most {MAX_PATH_BYTES} bytes")
+        raise ValueError(f"path must be an absolute path of at most {MAX_PATH_BYTES} bytes")
     _check_count("generation", generation, 1 << 62)
     _check_count("rank", rank, MAX_RANK)
     _check_count("bytes", num_bytes, MAX_ADAPTER_BYTES)
     if type(pinned) is not bool or type(paused) is not bool:
-        raise ValueError("pinned or paused is no boolean")
+        raise ValueError("pinned and paused must be booleans")
     if not isinstance(version, str) or (version and not LABEL.fullmatch(version)):
-        raise ValueError("version is none")
+        raise ValueError("version must be 1 to 64 letters, digits or . _ + -")
     return Entry(name, content_hash, path, generation, rank, num_bytes, pinned, version, paused)
 
 
 def _check_count(what: str, value: Any, most: int) -> None:
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{what} is no integer from 0 to {most}")
+        raise ValueError(f"{what} must be an integer from 0 to {most}")
 
 
 class RegistryStore:
-    """The file of one registry, which it holds alone; not for several threads at once.
+    """The file of one registry, which holds it exclusively; not thread-safe.
 
-    Raises RegistryError when the file is another program's, of a newer schema, damaged, or held by another registry.
+    Raises RegistryError if the file belongs to another program, has a newer schema, is damaged, or is held by another
+    registry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,14 +170,14 @@ class RegistryStore:
         try:
             self._db = sqlite3.connect(path, timeout=1, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
-            raise RegistryError(f"the registry's file {path} can't be opened: {error}") from None
+            raise RegistryError(f"the registry file {path} can't be opened: {error}") from None
         try:
             self._open()
         except sqlite3.Error as error:
             self._db.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                raise RegistryError(f"the registry's file {path} is held by another registry") from None
-            raise RegistryError(f"the registry's file {path} can't be used: {error}") from None
+                raise RegistryError(f"the registry file {path} is held by another registry") from None
+            raise RegistryError(f"the registry file {path} can't be used: {error}") from None
         except BaseException:
             self._db.close()
             raise
@@ -188,10 +192,10 @@ class RegistryStore:
             raise RegistryError(
                 f"{self._path} has schema {version}, written by a newer Chorus; this one reads up to {len(MIGRATIONS)}"
             )
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # of another registry, and so of no use to one
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # locks out another registry
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")  # a commit has reached the disk, not only the system
-        db.execute("BEGIN IMMEDIATE")  # takes the lock, for good
+        db.execute("PRAGMA synchronous = FULL")  # a commit reaches the disk, not only the system's cache
+        db.execute("BEGIN IMMEDIATE")  # takes the lock, which is kept until the file is closed
         for number in range(version, len(MIGRATIONS)):
             for statement in MIGRATIONS[number].split(";"):
                 db.execute(statement)
@@ -214,7 +218,7 @@ class RegistryStore:
 
     @property
     def is_new(self) -> bool:
-        """True of a file in which nothing was ever registered."""
+        """True for a file in which nothing was ever registered."""
         return self.generation == 0
 
     def entries(self) -> list[Entry]:
@@ -224,11 +228,11 @@ class RegistryStore:
         return self._entries.find(name) if name in self._entries else None
 
     def find(self, name: str) -> Entry | None:
-        """What a name means; `name@version` may be the newest version's, too."""
+        """The entry of a name; `name@version` may also name the newest version."""
         return self._entries.find(name)
 
     def kept(self, name: str) -> list[str]:
-        """`name@version` of the earlier versions of a name, the oldest first."""
+        """`name@version` of the earlier versions of a name, oldest first."""
         return self._entries.kept(name)
 
     def last_number(self, name: str) -> int:
@@ -237,14 +241,14 @@ class RegistryStore:
         return max(self._entries.last_number(name), 0 if row is None else row[0])
 
     def retired_content(self, name: str, label: str) -> str | None:
-        """The content hash of a version that was retired; None of one that is not known."""
+        """The content hash of a retired version; None if it is unknown."""
         row = self._ask("SELECT content_hash FROM retired WHERE name = ? AND label = ?", name, label)
         return None if row is None else row[0]
 
     def put(self, entry: Entry, *, replace: bool = True) -> Entry:
-        """Make a name mean this from now on; the entry with its generation.
+        """Give a name this meaning, and return the entry with its generation.
 
-        FileExistsError for a name that it may not `replace`; RegistryFull.
+        Raises FileExistsError for a name that it may not `replace`, and RegistryFull.
         """
         if not replace and entry.name in self._entries:
             raise FileExistsError(entry.name)
@@ -253,15 +257,17 @@ class RegistryStore:
         return made
 
     def remove(self, name: str) -> int:
-        """Forget a name; the generation of that. KeyError if it is not registered."""
+        """Forget a name, and return the generation of the change. Raises KeyError if it is not registered."""
         if name not in self._entries:
             raise KeyError(name)
         self.change([(name, None)])
         return self.generation
 
     def change(self, changes: Changes, *, retires: bool = True) -> Done:
-        """Make changes, all or none. retires: remember versions that lose their names; not where changes are undone.
-        RegistryFull; RegistryError where they can't be written.
+        """Make all changes, or none if one fails.
+
+        retires: remember versions that lose their names; False when changes are undone. Raises RegistryFull, and
+        RegistryError if they can't be written.
         """
         if not changes:
             return Done([], [])
@@ -288,12 +294,12 @@ class RegistryStore:
         return [one for one in gone if not self._is_elsewhere(one, done)]
 
     def _is_elsewhere(self, entry: Entry, done: Done) -> bool:
-        """True if a version has another name, too, which the changes leave as it is."""
+        """True if a version has another name that the changes leave as it is."""
         names = {entry.plain_name, versioned(entry.plain_name, entry.label)} - {name for name, _ in done.told}
         return any((one := self.get(name)) is not None and one.label == entry.label for name in names)
 
     def _commit(self, done: Done, retired: Sequence[Entry]) -> None:
-        """Write changes and count them, all or nothing."""
+        """Write the changes and their generation in one transaction."""
         db, generation = self._db, self.generation + len(done.told)
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -315,11 +321,11 @@ class RegistryStore:
         except sqlite3.Error as error:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
-            raise RegistryError(f"the registry's file {self._path} can't be written: {error}") from None
+            raise RegistryError(f"the registry file {self._path} can't be written: {error}") from None
         self.generation = generation
 
     def _count(self, entries: Sequence[Entry]) -> None:
-        """Remember the numbers of versions."""
+        """Remember the highest version number of each name."""
         upsert = (
             "INSERT INTO numbers VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET number = max(number, excluded.number)"
         )
@@ -331,4 +337,4 @@ class RegistryStore:
         try:
             return self._db.execute(statement, values).fetchone()
         except sqlite3.Error as error:
-            raise RegistryError(f"the registry's file {self._path} can't be read: {error}") from None
+            raise RegistryError(f"the registry file {self._path} can't be read: {error}") from None

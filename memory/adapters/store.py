@@ -1,7 +1,7 @@
 """The adapter store: which adapters exist, where their bytes are, and which requests use them.
 
-An adapter name points at its current version; requests hold a version, so a reload never changes what a running
-request computes with. Idle resident adapters stay in the pool until their pages are wanted.
+An adapter name points at its current version. Requests hold a version, so a reload never changes the weights that a
+running request uses. Idle resident adapters stay in the pool until their pages are wanted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ class UnknownAdapter(KeyError):
 
 
 class AdapterStore:
-    """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses.
-
-    images: the weights in host memory, by adapter. loads: reads weights into `images`, and copies them into pages.
-    """
+    """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses."""
 
     def __init__(
         self,
@@ -51,17 +48,17 @@ class AdapterStore:
         self._order = order
         self._costs = costs
         self._current: VersionNames[Adapter] = VersionNames()
-        # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
-        # where objects happen to lie in memory.
+        # Replaced or removed versions that requests still hold. A dict keeps them in order: their handling must not
+        # depend on object addresses.
         self._retired: dict[Adapter, None] = {}
-        self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, the oldest first
+        self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, oldest first
         self._num_registered_pages = 0
         self._pinned: set[Adapter] = set()
         self._resident: dict[Adapter, None] = {}
         self._versions = itertools.count(1)
         self.on_leaving: Callable[[Adapter, bool], None] = lambda adapter, is_gone: None
-        """Called before an adapter loses its pages or ceases to be its name's current version; and with True once
-        nothing is left of the version.
+        """Called with False before an adapter loses its pages or stops being its name's current version, and with True
+        when the version is removed for good.
         """
         self.num_idle_pages = 0
         self.num_hits = 0
@@ -80,13 +77,12 @@ class AdapterStore:
         label: str | None = None,
         keep: int | None = 1,
     ) -> Adapter:
-        """Make `source` the adapter `name`, replacing an earlier version for requests to come.
+        """Make `source` the adapter `name`, replacing an earlier version for future requests.
 
-        label: its version; None: a number above all that the name has had. keep: see `VersionNames.put`.
-        source: a directory, which is read and checked here, or the manifest of one that was. image: the weights of a
-        manifest that was checked, so that what was checked is what is served, whatever becomes of the directory.
-        Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
-        or one that could never fit the pool.
+        label: its version; None for the name's next number. keep: see `VersionNames.put`. source: a directory, which is
+        read and checked here, or the manifest of a checked directory. image: the weights of a checked manifest; then
+        the checked weights are served even if the directory changes. Raises AdapterFormatError, and keeps the earlier
+        version, if the directory holds no servable adapter, or one that could never fit the pool.
         """
         check_name(name)
         manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
@@ -112,17 +108,19 @@ class AdapterStore:
         return self._current.last_number(name)
 
     def layout_of(self, manifest: AdapterManifest) -> AdapterLayout:
-        """Layout of an adapter's weights; for any thread. AdapterFormatError when they could never fit."""
+        """Layout of an adapter's weights; thread-safe. Raises AdapterFormatError if they could never fit."""
         layout = self._backend.layout(manifest)
         if layout.num_pages >= self._pool.num_usable:
             raise AdapterFormatError(
-                f"{manifest.path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
+                f"{manifest.path}: needs {layout.num_pages} pages of the pool, which has {self._pool.num_usable} "
                 "and must hold KV too; raise memory_bytes"
             )
         return layout
 
     def unregister(self, name: str) -> None:
-        """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""
+        """Forget `name`. Requests that hold it finish with it, then its pages are freed. Raises UnknownAdapter if
+        absent.
+        """
         try:
             adapter = self._current.pop(name)
         except KeyError:
@@ -131,29 +129,29 @@ class AdapterStore:
         self.unpin(adapter)
 
     def unregister_newest(self, name: str) -> None:
-        """Forget the newest version of `name`; it then means the latest kept one, if there is one."""
+        """Forget the newest version of `name`; the latest kept version, if there is one, becomes the newest."""
         adapter = self._current.promote(name)
         self._retire(adapter)
         self.unpin(adapter)
 
     def get(self, name: str) -> Adapter:
-        """The newest version of a name, or the one of `name@version`."""
+        """Return the newest version of a name, or the version of `name@version`."""
         if (adapter := self._current.find(name)) is None:
             raise UnknownAdapter(f"adapter {name!r} is not registered")
         return adapter
 
     def kept(self, name: str) -> list[str]:
-        """`name@version` of the earlier versions that are registered, the oldest first."""
+        """`name@version` of the earlier registered versions, oldest first."""
         return self._current.kept(name)
 
     def find(self, content_hash: str | None) -> Adapter | None:
-        """A registered adapter that computes what the hash is of, whatever its name; None where none is known to."""
+        """Return a registered adapter with this content hash, under any name; None if none is known."""
         if content_hash is None:
             return None
         return next(iter(self._by_content.get(content_hash, ())), None)
 
     def note(self, adapter: Adapter, manifest: AdapterManifest) -> None:
-        """Keep what was found out about a registered version, such as its content's hash."""
+        """Update the manifest of a registered version, for example with its content hash."""
         self._unindex(adapter)
         adapter.manifest = manifest
         self._index(adapter)
@@ -165,7 +163,7 @@ class AdapterStore:
         return len(self._current)
 
     def versions(self) -> Iterator[Adapter]:
-        """All versions that are registered, or that requests still hold."""
+        """All versions that are registered or that requests still hold."""
         return itertools.chain(self._current.values(), self._retired)
 
     def names(self) -> list[str]:
@@ -176,15 +174,15 @@ class AdapterStore:
         return list(self._current.items())
 
     def cached(self) -> list[tuple[str, Adapter]]:
-        """The registered versions with pages or with an image, whole or not, by name; all others are on disk alone.
+        """The registered versions with pages or an image, complete or not, by name; all others are only on disk.
 
-        It costs as much as there are of these, however many are registered.
+        Its cost depends on the number of these versions, not on the number of registered ones.
         """
         near = self._resident.keys() | self.images.keys()
         return sorted((self._name_of(adapter), adapter) for adapter in near if adapter not in self._retired)
 
     def resident(self) -> Iterable[Adapter]:
-        """Versions with pages."""
+        """Versions that have pages."""
         return self._resident
 
     # -- tiers
@@ -206,14 +204,14 @@ class AdapterStore:
         return resident, [each for each in (images.keys() & adapters) - resident if images.is_coming(each)]
 
     def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
-        """Return the adapters that the arena can't hold beside the pinned ones."""
+        """Return the adapters that don't fit in the pool next to the pinned ones."""
         most = self._pool.num_usable - self.num_pinned_pages
         return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
     def poll(self) -> list[tuple[Adapter, BaseException]]:
-        """Complete ended transfers; return the adapters that failed to load, with the error.
+        """Complete ended transfers; return the adapters that failed to load, with their errors.
 
-        The caller must fail their running requests, then evict those that have pages yet.
+        The caller must fail their running requests, then evict those that still have pages.
         """
         failed: list[tuple[Adapter, BaseException]] = []
         if not self.loads.under_way:
@@ -224,7 +222,7 @@ class AdapterStore:
                 self._offer(adapter)
                 continue
             failed.append((adapter, error))
-            if self.images.error(adapter) is None:  # else waiting requests have yet to get the error
+            if self.images.error(adapter) is None:  # else waiting requests must still get the error
                 self.images.drop(adapter)
             self.unpin(adapter)
         return failed
@@ -249,11 +247,10 @@ class AdapterStore:
                 self._offer(adapter)
 
     def acquire(self, adapter: Adapter) -> None:
-        """Pin `adapter` for a running request, loading it into free pages when it is not resident.
+        """Pin `adapter` for a running request, loading it into free pages if it is not resident.
 
-        A read that is under way is not waited for: the adapter then has a `transfer`.
-        Raises OutOfPages when free pages are short, AdapterFormatError when its weights can't be read; either way
-        nothing is held.
+        It does not wait for a read in progress: the adapter then has a `transfer`. Raises OutOfPages if free pages are
+        short, and AdapterFormatError if its weights can't be read; either way nothing is held.
         """
         if adapter.pages:
             self.num_hits += 1
@@ -265,9 +262,9 @@ class AdapterStore:
         adapter.uses += 1
 
     def prefetch(self, adapter: Adapter) -> None:
-        """Load an adapter that is in host memory into free pages, for a request to come; it is idle when it is there.
+        """Load an adapter from host memory into free pages for a future request; it is idle once it is loaded.
 
-        Raises what `acquire` raises.
+        Raises the errors of `acquire`.
         """
         self._load(adapter)
         self._offer(adapter)
@@ -283,14 +280,14 @@ class AdapterStore:
             self._offer(adapter)
 
     def pin(self, adapter: Adapter) -> None:
-        """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
+        """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises the errors of `acquire`."""
         if adapter not in self._pinned:
             self.acquire(adapter)
             self._pinned.add(adapter)
             adapter.requests += 1
 
     def unpin(self, adapter: Adapter) -> None:
-        """Let a pinned adapter be evicted again when idle. Nothing happens when it is not pinned."""
+        """Let a pinned adapter be evicted again when it is idle. Does nothing if it is not pinned."""
         if adapter in self._pinned:
             self._pinned.remove(adapter)
             self.release(adapter)
@@ -301,7 +298,7 @@ class AdapterStore:
 
     @property
     def num_loadable(self) -> int:
-        """Adapters of the registered ones' average size that fit into pages which are free, or cached KV."""
+        """How many adapters of the average registered size fit into the free pages and the pages of cached KV."""
         num_pages = self._num_registered_pages
         return self._pool.num_unused * len(self._current) // num_pages if num_pages else self._pool.num_unused
 
@@ -310,9 +307,10 @@ class AdapterStore:
         return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
 
     def evict(self, adapter: Adapter) -> None:
-        """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays.
+        """Free the pages of an adapter that no running request uses; its host image, if there is one, stays.
 
-        If requests hold it and there is none, one is made: its directory may hold something else by now.
+        If requests hold it and it has no image, an image is made first, because its directory may hold other files by
+        now.
         """
         self.on_leaving(adapter, False)
         self._withdraw(adapter)
@@ -327,9 +325,9 @@ class AdapterStore:
         self.num_evictions += 1
 
     def give_up_loads(self) -> bool:
-        """Cancel loads without a running request while they still wait for reads; return whether there were any.
+        """Cancel loads that no running request needs and that still wait for reads; return whether there were any.
 
-        The reads go on into host memory. Loads with complete reads, which are only being copied, go on.
+        The reads continue into host memory. Loads that have been read completely, and are only being copied, continue.
         """
         unused = [adapter for adapter in self.loads.unread() if not adapter.references]
         for adapter in unused:
@@ -363,7 +361,7 @@ class AdapterStore:
         self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
 
     def _withdraw(self, adapter: Adapter) -> None:
-        """Make an adapter that is in use, or gone, no longer evictable."""
+        """Make an adapter that is in use, or removed, no longer evictable."""
         self._order.discard(adapter)
         if adapter.is_idle:
             adapter.is_idle = False

@@ -1,4 +1,4 @@
-"""Names of adapters and of their versions: `name` is the newest version, `name@version` an older one that is kept."""
+"""Names of adapters and versions: `name` is the newest version, `name@version` an older version that is kept."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import ItemsView, Iterator, ValuesView
 from typing import Generic, Protocol, TypeVar
 
 MARK = "@"
-"""Between a name and a version."""
+"""Separates a name from a version."""
 
 
 LABEL = re.compile(r"[A-Za-z0-9._+-]{1,64}")
-"""A version as clients may give it."""
+"""A version label as clients may give it."""
 
 
 class HasLabel(Protocol):
-    """A version. label: its part behind the mark."""
+    """Anything with a version label."""
 
     @property
     def label(self) -> str: ...
@@ -24,14 +24,14 @@ class HasLabel(Protocol):
 V = TypeVar("V", bound=HasLabel)
 
 MAX_NUMBER = 10**15 - 1
-"""Largest version number that a client may choose."""
+"""The largest version number that a client may choose."""
 
 MAX_COUNTED = 100_000
 """Names without an adapter whose last version number is remembered."""
 
 
 def number_of(label: str) -> int | None:
-    """The number that a version is; None for one that is text, such as `step-3` or `007`."""
+    """The number of a numeric version; None for a text label such as `step-3` or `007`."""
     return int(label) if label.isdecimal() and (label == "0" or label[0] != "0") else None
 
 
@@ -40,26 +40,26 @@ def versioned(name: str, label: str) -> str:
 
 
 def split_version(name: str) -> tuple[str, str]:
-    """The name without its version, and the version; "" without one."""
+    """Split a name into the plain name and the version; the version is "" if there is none."""
     plain, mark, label = name.rpartition(MARK)
     return (plain, label) if mark and plain and label else (name, "")
 
 
 class VersionNames(Generic[V]):
-    """What each name means. Iterates over names; the kept versions of a name are names, too, the oldest first."""
+    """Maps names to versions. Iterates over names; kept versions are names, too, oldest first."""
 
     def __init__(self) -> None:
         self._all: dict[str, V] = {}
         self._kept: dict[str, dict[str, None]] = {}
         self._last: dict[str, int] = {}
-        self._first = 0  # names whose last number was forgotten had none above it
+        self._first = 0  # no name whose last number was forgotten had a higher number
 
     def last_number(self, name: str) -> int:
         """The highest version number that a name has had; 0 before its first."""
         return self._last.get(name, self._first)
 
     def find(self, name: str) -> V | None:
-        """What a name means; `name@version` may also be the newest version's."""
+        """The version of a name; `name@version` may also name the newest version."""
         one = self._all.get(name)
         if one is None:
             plain, label = split_version(name)
@@ -68,9 +68,10 @@ class VersionNames(Generic[V]):
         return one
 
     def put(self, name: str, one: V, keep: int | None = 1) -> list[V]:
-        """Make a name mean `one`; return what no name means any more.
+        """Make a name mean `one`; return the versions that no name means any more.
 
-        keep: versions of the name to keep, the newest counted; None: leave what is kept, and do not keep the newest.
+        keep: number of versions of the name to keep, including the newest. None: leave the kept versions alone, and
+        don't keep the present newest version.
         """
         gone, before = [], self._all.get(name)
         self._set(name, one)
@@ -84,7 +85,7 @@ class VersionNames(Generic[V]):
         return gone + [self.pop(alias) for alias in kept[: max(0, len(kept) + 1 - (keep or 1))]]
 
     def pop(self, name: str) -> V:
-        """Forget a name, and not its kept versions. KeyError."""
+        """Forget a name, but not its kept versions. Raises KeyError."""
         one = self._all.pop(name)
         self._forget_counts()
         plain, _ = split_version(name)
@@ -95,7 +96,7 @@ class VersionNames(Generic[V]):
         return one
 
     def promote(self, name: str) -> V:
-        """Forget the newest version of a name; the latest of its kept versions, if there is one, takes its place."""
+        """Forget the newest version of a name; the latest kept version, if there is one, becomes the newest."""
         kept = self.kept(name)
         if not kept:
             return self.pop(name)
@@ -104,7 +105,7 @@ class VersionNames(Generic[V]):
         return newest
 
     def kept(self, name: str) -> list[str]:
-        """Names of the kept versions of a name, the oldest first."""
+        """Names of the kept versions of a name, oldest first."""
         return list(self._kept.get(name, ()))
 
     def items(self) -> ItemsView[str, V]:
@@ -133,7 +134,7 @@ class VersionNames(Generic[V]):
             self._last[counted] = max(number, self._last.get(counted, self._first))
 
     def _forget_counts(self) -> None:
-        """Forget the numbers of names that have no adapter, once there are many; none of them comes again."""
+        """Once there are many names without an adapter, forget their numbers; no number of theirs is given again."""
         if len(self._last) > 2 * len(self._all) + MAX_COUNTED:
             gone = [name for name in self._last if name not in self._all]
             self._first = max(self._first, *(self._last.pop(name) for name in gone))

@@ -1,1 +1,1 @@
-"""An adapter's files on disk, which strangers write: found, parsed and checked, never trusted."""
+"""An adapter's files on disk, which come from strangers: they are found, parsed and checked, never trusted."""

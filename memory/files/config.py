@@ -1,4 +1,6 @@
-"""`adapter_config.json`: which modules an adapter changes, by which rank and scale, exactly as PEFT decides it."""
+"""`adapter_config.json`: the modules that an adapter changes, with their ranks and scales, exactly as PEFT computes
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from .name_pattern import NamePattern, Steps
 
 CONFIG_FILE = "adapter_config.json"
 
-#: Two patterns for each of a large model's 1,000 modules, by their full names, take half of it; and while it is parsed,
-#: no other Python code runs.
+#: Two patterns for each of a large model's 1,000 modules, by their full names, take half of it. While it is parsed, no
+#: other Python code runs.
 MAX_CONFIG_BYTES = 1 << 18
 MAX_RANK = 4096
 MAX_BASE_CHARACTERS = 256
 MAX_PATTERNS = 1024
 
-#: Modules that PEFT targets in a Llama-architecture model when `target_modules` is null.
+#: The modules that PEFT targets in a Llama-like model if `target_modules` is null.
 DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
 
-#: Fields that change the arithmetic in ways that are not served, and what to do about them.
+#: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
     "use_dora": "DoRA is not supported; merge it into the base model or train plain LoRA",
     "modules_to_save": "fully trained modules are not supported; train without modules_to_save",
@@ -45,23 +47,21 @@ _UNSERVED = {
     "alora_invocation_tokens": "activated LoRA is not supported; train plain LoRA",
 }
 
-#: Tasks of models with a head that draws no tokens.
+#: Tasks of models whose head samples no tokens.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
-#: Initialisations that also change the base weights, so that the adapter fits only a base changed alike.
+#: Initialisations that also change the base weights: the adapter fits only a base model changed alike.
 _BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 class AdapterConfig:
-    """A checked configuration. Module keys are names inside the base model: `model.layers.0.self_attn.q_proj`.
-
-    base_model: what the adapter says it was trained on, if anything.
-    """
+    """A checked configuration. Module keys are names inside the base model: `model.layers.0.self_attn.q_proj`."""
 
     def __init__(self, fields: _Fields) -> None:
         fields.refuse_unserved()
         base = fields.raw.get("base_model_name_or_path")
         self.base_model = base[:MAX_BASE_CHARACTERS] if isinstance(base, str) and base else None
+        """The base model that the adapter names, if any."""
         self._rank = fields.rank("r", fields.raw.get("r", 8))
         self._alpha = fields.alpha("lora_alpha", fields.raw.get("lora_alpha", 8))
         self._ranks = fields.patterns("rank_pattern", fields.rank)
@@ -80,13 +80,15 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, directory: AdapterDirectory) -> AdapterConfig:
-        """Read its `adapter_config.json`. AdapterFormatError for what would not be served as PEFT applies it."""
+        """Read a directory's `adapter_config.json`. Raises AdapterFormatError if it could not be served as PEFT applies
+        it.
+        """
         return cls(_Fields(directory.path / CONFIG_FILE, _read(directory)))
 
     def targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """Rank and scale of every linear module that it changes (PEFT's `check_target_module_exists`).
 
-        The scale is `lora_alpha / r`, or `/ sqrt(r)` for rsLoRA, after the patterns.
+        The scale is `lora_alpha / r`, or `lora_alpha / sqrt(r)` for rsLoRA, after the patterns.
         """
         if self.targets_all_linear:
             found = names.ends
@@ -102,7 +104,7 @@ class AdapterConfig:
         }
 
     def _in_layers(self, names: ModuleNames, layers: frozenset[int]) -> int:
-        """The ends of the names that are in one of the layers to transform."""
+        """The ends of the names in one of the layers to transform."""
         ends = 0
         for pattern, anywhere in self._layer_patterns:
             ends |= pattern.before_number(names, anywhere=anywhere)
@@ -115,7 +117,7 @@ _LAYER = re.compile(r"\.([0-9]+)\.")
 
 
 class _Fields:
-    """The raw fields, and how a wrong one is refused."""
+    """The raw fields of a configuration, and the errors for wrong ones."""
 
     def __init__(self, file: Path, raw: dict[str, Any]) -> None:
         self.file = file
@@ -192,7 +194,7 @@ class _Fields:
         return frozenset(numbers)
 
     def layer_patterns(self) -> tuple[tuple[NamePattern, bool], ...]:
-        """Text before a layer's number, and whether it may begin behind any dot."""
+        """Patterns of the text before a layer's number; True if the text may begin after any dot."""
         value = self.names("layers_pattern")
         if not value:
             return ((self.compile("layers_pattern", _ANY_LAYER), False),)
@@ -201,7 +203,7 @@ class _Fields:
             raise self.refuse("layers_pattern", f"{len(patterns)} patterns, at most {MAX_PATTERNS} are taken")
         compiled = [self.compile("layers_pattern", each) for each in patterns]
         if any(pattern.is_one_of_several for pattern in compiled):
-            raise self.refuse("layers_pattern", "PEFT looks for a number behind the last alternative only; use a group")
+            raise self.refuse("layers_pattern", "PEFT looks for a number after the last alternative only; use a group")
         return tuple((pattern, True) for pattern in compiled)
 
     def compile(self, name: str, pattern: str) -> NamePattern:
@@ -229,9 +231,11 @@ class _Matcher:
 def _first_matches(
     patterns: tuple[tuple[NamePattern, Any], ...], names: ModuleNames, ends: int, default: Any
 ) -> dict[str, Any]:
-    """Of each name in `ends` the value of the first pattern that matches its end, from a dot on: `get_pattern_key`."""
+    """For each name in `ends`, the value of the first pattern that matches its end after a dot: PEFT's
+    `get_pattern_key`.
+    """
     found = dict.fromkeys(names.at(ends), default)
-    for pattern, value in patterns:  # to the last, because a wrong one is refused even where no name is left
+    for pattern, value in patterns:  # all patterns are compiled: a wrong one is refused even if no name is left
         matching = pattern.tail(names, ends)
         ends &= ~matching
         found.update(dict.fromkeys(names.at(matching), value))

@@ -1,7 +1,7 @@
-"""Adapters that came as bytes: each in a directory named by the SHA-256 of its files, which is whole or not there.
+"""Uploaded adapters: each is in a directory named by the SHA-256 of its files, which is complete or does not exist.
 
-A draft is written beside the others, under a name of its own, and gets its final name in one step once all of it is on
-the disk. Several processes may use one root: who writes or holds a directory has it locked.
+An upload is staged in a temporary directory, and gets its final name atomically once all of it is on disk. Several
+processes may share one root: a process locks the directories that it writes or holds.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ log = logging.getLogger(__name__)
 
 DRAFT, GONE = ".draft-", ".gone-"
 ROOM_FILE = ".room"
-"""File of a draft that is as long as the bytes that it has room for."""
+"""A file of a staged upload; it is as long as the bytes reserved for the upload."""
 
 CONTENT_NAME = re.compile(r"[0-9a-f]{64}")
-"""The name of a whole directory."""
+"""The name of a complete directory."""
 
 
 class TooLarge(ValueError):
-    """One adapter has more bytes than may be kept of it."""
+    """An adapter has more bytes than the limit for one."""
 
 
 class StoreFull(RuntimeError):
-    """There is no room for further bytes until adapters are removed."""
+    """There is no room for more bytes until adapters are removed."""
 
 
 class ContentStore:
-    """Directories below `root`; of any thread, but it waits for the disk.
+    """Directories below `root`; thread-safe, but its methods wait for the disk.
 
-    max_bytes: of one adapter. max_total_bytes: of all of them. Raises OSError where the root can't be used.
+    max_bytes: limit of one adapter. max_total_bytes: limit of all together. Raises OSError if the root can't be used.
     """
 
     places: tuple[str, ...] = ("",)
-    """Directories below the root whose content counts."""
+    """The directories below the root whose content counts."""
 
     def __init__(self, root: Path, max_bytes: int, max_total_bytes: int) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -59,46 +59,51 @@ class ContentStore:
         self.recount()
 
     def draft(self, expected: int = 0) -> StagedUpload:
-        """An empty draft, for a `with` block. expected: bytes that it has room for from the start, so that drafts that
-        are written at once don't take it from each other. StoreFull.
+        """Stage an empty upload, in a `with` block. Raises StoreFull.
+
+        expected: bytes reserved from the start, so concurrent uploads don't take them from each other.
         """
         self.reserve(expected)
         return StagedUpload(self, expected)
 
     def directories(self) -> list[Path]:
-        """Directories that are whole."""
+        """Complete directories."""
         return [path for path in self.root.iterdir() if CONTENT_NAME.fullmatch(path.name)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in use, drafts included."""
+        """Bytes in use, staged uploads included."""
         with self._counting():
             return self._read_count()
 
     def reserve(self, num_bytes: int) -> None:
-        """Take room for bytes that are to be written. StoreFull: nothing is taken."""
+        """Reserve room for bytes that will be written. Raises StoreFull, and reserves nothing, if there is too
+        little.
+        """
         with self._counting():
             used = self._read_count()
             if used + num_bytes > self._max_total_bytes or used >= self._max_total_bytes:
                 raise StoreFull(
-                    f"adapters sent as bytes take {used} of the {self._max_total_bytes} bytes there are for them; "
+                    f"uploaded adapters take {used} of the {self._max_total_bytes} bytes that they may use; "
                     "remove some, or raise --max-uploaded-bytes"
                 )
             self._write_count(used + num_bytes)
 
     def give_back(self, num_bytes: int) -> None:
-        """Free room that was taken."""
+        """Free reserved room."""
         with self._counting():
             self._write_count(self._read_count() - num_bytes)
 
     def recount(self) -> None:
-        """Count what is on the disk: processes that were killed have given nothing back."""
+        """Count the bytes on disk: processes that were killed have freed nothing."""
         with self._counting():
             found = [path for place in self.places for path in _directories(self.root / place)]
             self._write_count(sum(map(_bytes_taken, found)))
 
     def remove_unused(self, is_used: Callable[[list[Path]], Collection[Path]]) -> None:
-        """Remove directories of which `is_used` does not return; it is asked for the ones that no draft holds."""
+        """Remove the directories that `is_used` does not return; it is called with those that no staged upload
+        holds.
+        """
         found = [path for path in self.directories() if not _is_held(path)]
         used = is_used(found) if found else ()
         for path in found:
@@ -106,17 +111,18 @@ class ContentStore:
                 self.remove(path)
 
     def remove(self, path: Path) -> bool:
-        """Remove a directory, unless a draft holds it; True if it was removed."""
+        """Remove a directory, unless a staged upload holds it; return True if it was removed."""
         gone = Path(tempfile.mkdtemp(prefix=GONE, dir=self.root))
-        moved = self._move(path, gone / path.name)  # in one step: no reader finds half of it
+        moved = self._move(path, gone / path.name)  # atomically, so no reader finds half of it
         if moved:
             self.give_back(bytes_of(gone / path.name))
         shutil.rmtree(gone, ignore_errors=True)
         return moved
 
     def hold(self, draft: Path, path: Path) -> tuple[int, bool]:
-        """Give a draft's directory its final name, unless the same files are there already; a descriptor that holds the
-        directory until it is closed, and whether it is the draft's.
+        """Give a staged upload its final name, unless the same files already exist.
+
+        Return a descriptor that holds the directory until it is closed, and whether the directory is the upload's own.
         """
         with self._counting():
             is_new = False
@@ -126,16 +132,16 @@ class ContentStore:
             try:
                 held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError as error:
-                raise OSError(error.errno, f"{path} can't be made: {error.strerror}") from None
+                raise OSError(error.errno, f"{path} can't be created: {error.strerror}") from None
             fcntl.flock(held, fcntl.LOCK_SH)
         _sync(self.root)
         return held, is_new
 
     def on_unused(self, path: Path) -> None:
-        """A draft made a directory and failed behind that, so that nothing may need it."""
+        """Called when an upload created a directory and failed later, so nothing may need the directory."""
 
     def _move(self, path: Path, to: Path) -> bool:
-        """Rename a directory that no draft holds; False if one does, or there is none."""
+        """Rename a directory that no staged upload holds; return False if one does, or the directory does not exist."""
         with self._counting():
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -152,7 +158,7 @@ class ContentStore:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Alone among all who use the count."""
+        """Exclude all others that use the count."""
         with self._lock:
             yield
 
@@ -164,12 +170,13 @@ class ContentStore:
 
 
 class StagedUpload:
-    """Files that are being written, in a `with` block; without `seal` they are gone at its end, and with it they are
-    kept that long at least, though nothing uses them yet. Calls follow each other.
+    """Files being written, in a `with` block. Without `seal` they are removed at its end.
+
+    With `seal` they are kept at least that long, even if nothing uses them yet. Calls run one at a time.
     """
 
     def __init__(self, store: ContentStore, reserved: int) -> None:
-        """reserved: bytes that were taken for it."""
+        """reserved: bytes reserved for it."""
         self._store = store
         self._reserved = reserved
         self._sealed: tuple[Path, bool] | None = None
@@ -178,7 +185,7 @@ class StagedUpload:
         self._lock = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         with (self._path / ROOM_FILE).open("wb") as room:
-            room.truncate(reserved)  # takes no room itself
+            room.truncate(reserved)  # a sparse file takes no room itself
         self._files: dict[str, tuple[BinaryIO, hashlib._Hash]] = {}
         self._is_over = False
         self._busy = threading.Lock()
@@ -193,7 +200,7 @@ class StagedUpload:
         self.end(failed=kind is not None)
 
     def end(self, *, failed: bool = False) -> None:
-        """Write and hold no more. failed: nothing may need what was sealed."""
+        """Stop writing and release the files. failed: nothing may need the sealed directory."""
         with self._busy:
             if not self._is_over:
                 self._is_over = True
@@ -210,8 +217,8 @@ class StagedUpload:
             self._store.give_back(self._reserved - (self.num_bytes if is_new else 0))
             if sealed is not None and is_new and failed:
                 self._store.on_unused(sealed)
-        except OSError as error:  # the bytes are counted again later, and what no name means is set aside
-            log.warning("the end of an upload could not be written down: %s", error)
+        except OSError as error:  # the bytes are recounted later, and a directory without a name is set aside
+            log.warning("the end of an upload could not be recorded: %s", error)
         finally:
             for fd in (self._lock, self._held):
                 if fd is not None:
@@ -223,14 +230,14 @@ class StagedUpload:
         return self._files.keys()
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Append to a file. TooLarge, StoreFull, OSError."""
+        """Append to a file. Raises TooLarge, StoreFull and OSError."""
         with self._busy:
             self._write(name, data)
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
         self._require_open()
         if self.num_bytes + len(data) > self._store.max_bytes:
-            raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes that are taken of one")
+            raise TooLarge(f"the adapter has more than the {self._store.max_bytes} bytes allowed")
         if (more := self.num_bytes + len(data) - self._reserved) > 0:
             self._store.reserve(more)
             self._reserved += more
@@ -242,14 +249,16 @@ class StagedUpload:
         digest.update(data)
 
     def seal(self) -> Path:
-        """Give the files their final directory; if the same files are there already, that one."""
+        """Move the files to their final directory and return it; if the same files already exist, return that
+        directory.
+        """
         with self._busy:
             self._require_open()
             return self._seal()
 
     def _require_open(self) -> None:
         if self._is_over:
-            raise OSError("the draft has ended")
+            raise OSError("the upload has ended")
 
     def _seal(self) -> Path:
         content = hashlib.sha256()
@@ -274,14 +283,14 @@ def _sync(directory: Path) -> None:
 
 
 def _directories(place: Path) -> list[Path]:
-    """Directories of content, whole or being written."""
+    """Directories of content, complete or being written."""
     with suppress(FileNotFoundError):
         return [one for one in place.iterdir() if CONTENT_NAME.fullmatch(one.name) or one.name.startswith(DRAFT)]
     return []
 
 
 def _bytes_taken(directory: Path) -> int:
-    """Bytes of a directory's files, or as many as a draft has room for."""
+    """Bytes of a directory's files, or the reserved bytes of a staged upload."""
     room = 0
     with suppress(FileNotFoundError):
         room = (directory / ROOM_FILE).stat().st_size
@@ -289,14 +298,14 @@ def _bytes_taken(directory: Path) -> int:
 
 
 def bytes_of(directory: Path) -> int:
-    """Bytes of a directory's files; 0 where there is none."""
+    """Bytes of a directory's files; 0 if it does not exist."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return sum(entry.stat().st_size for entry in os.scandir(directory))
     return 0
 
 
 def _is_held(path: Path) -> bool:
-    """True if a draft holds a directory, or it is gone."""
+    """True if a staged upload holds a directory, or it is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -309,7 +318,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _remove_unless_written(draft: Path) -> None:
-    """Remove what a process that has ended left behind."""
+    """Remove a staged upload whose process has ended."""
     with suppress(OSError):
         fd = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""An adapter's directory, held open: its files are looked up in it and nowhere else, and read as they were found."""
+"""An adapter's directory, held open: its files are looked up only in it, and read as they were found."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NO_GGUF = (
 )
 
 _CLOSED = os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
-_LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already do something
+_LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already have effects
 
 
 class AdapterDirectory:
-    """A directory that was opened. Its files may be links, as in Hugging Face's caches.
+    """An opened directory. Its files may be links, as in Hugging Face's caches.
 
-    roots: resolved directories below which the directory and every file must really lie; none: anywhere.
-    AdapterFormatError for what can't be opened, is of the wrong kind or lies elsewhere.
+    roots: resolved directories; the directory and every file must really be below one of them. None given: anywhere.
+    Raises AdapterFormatError for a file that can't be opened, has the wrong kind, or is elsewhere.
     """
 
     def __init__(self, path: Path, roots: Sequence[Path] = ()) -> None:
@@ -58,7 +58,7 @@ class AdapterDirectory:
         os.close(self._fd)
 
     def has(self, name: str) -> bool:
-        """True if there is anything of this name, be it a link to nowhere."""
+        """True if the name exists, even as a dangling link."""
         try:
             os.lstat(name, dir_fd=self._fd)
         except OSError:
@@ -66,15 +66,17 @@ class AdapterDirectory:
         return True
 
     def names(self) -> list[str]:
-        """Return the sorted names of what is in it, of at most `MAX_NAMES`; none if it can't be listed."""
+        """Return the sorted names in the directory, at most `MAX_NAMES`; empty if it can't be listed."""
         try:
             with os.scandir(self._fd) as entries:
                 return sorted(entry.name for entry in islice(entries, MAX_NAMES))
-        except (OSError, TypeError):  # where a descriptor can't be listed
+        except (OSError, TypeError):  # on systems where a descriptor can't be listed
             return []
 
     def open(self, name: str, kind: str) -> int:
-        """A descriptor of the regular file `name`, for the caller to close. kind: what is needed, for the message."""
+        """Open the regular file `name` and return a descriptor, which the caller closes. kind: the needed file, for
+        messages.
+        """
         file = self.path / name
         try:
             fd = os.open(name, (_LOOK_ONLY or os.O_RDONLY) | _CLOSED, dir_fd=self._fd)
@@ -101,7 +103,7 @@ class AdapterDirectory:
         return fd
 
     def read(self, name: str, limit: int, kind: str) -> bytes:
-        """A whole file of at most `limit` bytes."""
+        """Read a whole file of at most `limit` bytes."""
         file = self.path / name
         fd = self.open(name, kind)
         try:
@@ -117,7 +119,7 @@ class AdapterDirectory:
         return bytes(data)
 
     def _check_place(self, fd: int, path: Path) -> None:
-        """Refuse what really lies outside of the roots."""
+        """Refuse a file that really is outside of the roots."""
         if self._roots and not any(_is_below(_real_path(fd, path), root) for root in self._roots):
             raise AdapterFormatError(
                 f"{path}: lies outside the directories that adapters may be loaded from; copy the file there"
@@ -133,7 +135,7 @@ class AdapterDirectory:
 
 
 def _real_path(fd: int, path: Path) -> str:
-    """Path of an open file. On Linux as the kernel knows it, so that nothing can be swapped in between."""
+    """Path of an open file. On Linux the kernel reports it, so nothing can be swapped in between."""
     if sys.platform == "linux":
         return os.readlink(f"/proc/self/fd/{fd}")
     return os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""Errors of adapters that are refused."""
+"""Errors for refused adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LONGEST = 160
 
 
 class LoadFailure(StrEnum):
-    """Reason why an adapter is missing, or pages were lacking; the values are error codes that clients receive."""
+    """Why an adapter is missing, or had too few pages; the values are error codes for clients."""
 
     UNREADABLE = "adapter_unreadable"
     TIMEOUT = "adapter_timeout"
@@ -31,19 +31,19 @@ class AdapterFormatError(ValueError):
 
 
 class AdapterChanged(AdapterFormatError):
-    """A file is not the one that was registered."""
+    """A file is no longer the one that was registered."""
 
     failure = LoadFailure.CHANGED
 
 
 class AdapterUnreadable(AdapterFormatError):
-    """The disk gave an error; the same read may succeed later."""
+    """The disk returned an error; the same read may succeed later."""
 
     failure = LoadFailure.UNREADABLE
 
 
 def unreadable(path: object, error: Exception) -> AdapterUnreadable:
-    """The error for what the system says of a file."""
+    """Convert the system's error for a file."""
     return AdapterUnreadable(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
@@ -54,7 +54,7 @@ class NoRoom(AdapterFormatError):
 
 
 def shown(value: object) -> str:
-    """`value` as it may stand in a message: printable, on one line, of bounded length, whatever the file held."""
+    """Format `value` for a message: printable, on one line, of bounded length, whatever the file contained."""
     try:
         text = ascii(value)
     except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
@@ -63,7 +63,7 @@ def shown(value: object) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Take the tracebacks from an error and from all that led to it."""
+    """Drop the tracebacks of an error and of all errors that led to it."""
     left, seen = [error], set()
     while left:
         one = left.pop()

@@ -1,4 +1,4 @@
-"""True if an adapter's file still is what was registered, and what the adapter is wherever it lies."""
+"""Checks that an adapter's file is still the registered one, and computes content hashes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _GLANCE_BYTES = 4096
 
 
 def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
-    """The weights that were inspected, for a `with` block. AdapterFormatError when the file is another one by now.
+    """Open the weights that were inspected, for a `with` block. Raises AdapterFormatError if the file has changed.
 
-    A new mode, owner or link changes a file's time of change too: where it looks like another one for nothing but that,
-    or was copied, it is read once more if the hash of what was registered is known.
+    A new mode, owner or link also updates a file's change time. If the file seems changed only by that, or was copied,
+    it is read again, provided that the hash of the registered content is known.
     """
     file = open_weights(manifest.path, manifest.modules)
     try:
@@ -36,16 +36,17 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
 
 
 def with_effect(manifest: AdapterManifest) -> AdapterManifest:
-    """The manifest with whether the adapter computes nothing. A few KiB tell, unless they are zeros."""
+    """Determine whether the adapter has any effect. A few KiB suffice, unless they are zeros."""
     with open_unchanged(manifest) as file:
         return replace(manifest, no_effect=not _Reader(file).has_effect(manifest))
 
 
 def with_content(manifest: AdapterManifest) -> AdapterManifest:
-    """The manifest with the hash of what the adapter computes, and whether that is nothing.
+    """Compute the content hash of the adapter, and whether it has any effect.
 
-    The hash is one of every target's rank, scale and weights in the order of layers and modules: two adapters of one
-    hash answer alike, wherever they lie and in whatever order their tensors were saved. All weights are read for it.
+    The hash covers every target's rank, scale and weights in the order of layers and modules. Two adapters with equal
+    hashes give the same outputs, wherever they are stored and in whatever order their tensors were saved. It reads all
+    weights.
     """
     with open_unchanged(manifest) as file:
         reader = _Reader(file)
@@ -56,7 +57,7 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
 
 
 def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
-    """True if the file has the bytes that were registered."""
+    """True if the file has the registered bytes."""
     return (
         file.size == manifest.file_size
         and manifest.places is not None
@@ -66,14 +67,14 @@ def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
 
 
 class _Reader:
-    """Reads a file's tensors through a buffer of its own."""
+    """Reads a file's tensors through its own buffer."""
 
     def __init__(self, file: AdapterWeights) -> None:
         self._file = file
         self._buffer = bytearray(_CHUNK_BYTES)
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
-        """True if any target changes anything: neither its scale is zero nor all of its A or of its B."""
+        """True if any target changes anything: its scale is not zero, and neither all of its A nor all of its B is."""
         return any(
             all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, module))
             for part in manifest.parts
@@ -100,12 +101,12 @@ class _Reader:
         return digest.hexdigest()
 
     def _has_values(self, info: TensorInfo) -> bool:
-        """True if any value is not zero; most tensors tell by their first ones."""
+        """True if any value is not zero; for most tensors the first values decide."""
         glance = replace(info, num_bytes=min(info.num_bytes, _GLANCE_BYTES))
         return any(_any(chunk, info.dtype) for part in (glance, info) for chunk in self._chunks(part))
 
     def _chunks(self, info: TensorInfo) -> Iterator[memoryview]:
-        """A tensor's bytes, each until the next are asked for."""
+        """A tensor's bytes in chunks; a chunk is valid until the next one."""
         for start in range(0, info.num_bytes, _CHUNK_BYTES):
             chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
             self._file.read_into(chunk, info.offset + start)
@@ -113,7 +114,7 @@ class _Reader:
 
 
 def _any(chunk: memoryview, dtype: str) -> bool:
-    """True if any value is not zero; minus zero is zero."""
+    """True if any value is not zero; minus zero counts as zero."""
     wide = ITEM_BYTES[dtype] == 4
     values = np.frombuffer(chunk, dtype=np.uint32 if wide else np.uint16)
     return bool((values & (0x7FFFFFFF if wide else 0x7FFF)).any())

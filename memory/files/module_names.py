@@ -1,4 +1,4 @@
-"""The names that an adapter's patterns are matched with, all of them in one text, so that one pass matches them all."""
+"""The module names that an adapter's patterns are matched with, in one text, so that one pass matches all of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _MAX_RUNS = 64  # kept: files of one model mostly repeat the same few kinds of c
 
 
 class ModuleNames:
-    """Module names one after another. A set of places between their characters is one number, a bit for each place.
+    """Module names one after another. A set of places between their characters is one number, with a bit for each
+    place.
 
-    starts, ends: the places before each name's first and behind its last character. Behind a name's end lies a place
-    that no character leads to, so that no match goes from one name on into the next.
+    starts, ends: the places before each name's first and after its last character. After a name's end follows a place
+    that no character leads to, so no match can continue from one name into the next.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -45,11 +46,11 @@ class ModuleNames:
         self._runs: dict[int, tuple[int, ...]] = {}
 
     def character(self, character: str) -> int:
-        """The places that `character` follows."""
+        """The places just before each `character`."""
         return self._characters.get(character, 0)
 
     def where(self, is_taken: Callable[[str], object]) -> int:
-        """The places that a character follows which `is_taken` takes."""
+        """The places just before a character that `is_taken` accepts."""
         found = 0
         for character, places in self._characters.items():
             if is_taken(character):
@@ -57,7 +58,7 @@ class ModuleNames:
         return found
 
     def runs(self, characters: int) -> tuple[int, ...]:
-        """The places that 1, 2, 4, … in a row of some characters follow. characters: the places that these follow."""
+        """The places before runs of 1, 2, 4, … of some characters. characters: the places before these characters."""
         if characters not in self._runs:
             found, run, count = [], characters, 1
             while run:
@@ -74,7 +75,7 @@ class ModuleNames:
         return _number([self._end_of[name] for name in names], len(self.text))
 
     def with_tail(self, tail: str) -> Sequence[str]:
-        """The names that are `tail`, or end with it behind a dot."""
+        """The names that equal `tail`, or end with it after a dot."""
         return self._with_tail.get(tail, ())
 
     def at(self, ends: int) -> list[str]:
@@ -88,7 +89,7 @@ class ModuleNames:
 
 
 def _number(places: Iterable[int], size: int) -> int:
-    """The number that has the bits of `places`, all below `size`."""
+    """The number with the bits `places`, all below `size`."""
     bits = bytearray(b"0") * size
     for place in places:
         bits[size - 1 - place] = ord("1")

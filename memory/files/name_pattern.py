@@ -1,9 +1,9 @@
-"""Regular expressions that an untrusted file matches module names with, as `re` does, in a bounded number of steps.
+"""Regular expressions from untrusted files, matched with module names like `re`, but in a bounded number of steps.
 
-`re` parses them. No backtracking: a step leads from the set of all places where a prefix of the pattern may end to the
-set of places where a longer prefix may end, in all module names at once. Supported is what PEFT's files use: literals,
-`.`, classes, groups, alternatives, repeats and look-ahead, which ms-swift writes anywhere in a pattern and google-re2
-does not have. The rest is refused by name.
+`re` parses them. There is no backtracking. A step leads from the set of all places where a prefix of the pattern may
+end to the places where a longer prefix may end, in all module names at once. It supports the syntax of PEFT's files:
+literals, `.`, classes, groups, alternatives, repeats, and look-ahead, which ms-swift uses anywhere in a pattern and
+google-re2 lacks. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MAX_CHARACTERS = 2000
 MAX_REPEATS = 255
 MAX_DEPTH = 20
 
-#: Steps that all patterns of one file may take together, half a second at most. A thousand plain names take 25,000.
+#: The most steps of all patterns of one file together: half a second at most. A thousand plain names take 25,000.
 MAX_STEPS = 50_000
 
 _STEPS_AT_ONCE = 64
-_STEPS_OF_A_CLASS = 10  # every character of the names is looked at
-_CHARACTERS_PER_STEP = 16  # of a pattern that is parsed
+_STEPS_OF_A_CLASS = 10  # every character of the names is examined
+_CHARACTERS_PER_STEP = 16  # of a pattern being parsed
 
-#: An escaped character, or a class, which may lack its end.
+#: An escaped character, or a class, which may be unterminated.
 _OPAQUE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL)
 
-#: What `re` may read otherwise one day, in a class.
+#: Characters in a class that a future `re` may interpret differently.
 _AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\[|--|&&|~~|\|\|)")
 
 _parser: Any = import_module("re._parser")
@@ -40,11 +40,11 @@ _ops: Any = import_module("re._constants")
 
 
 class PatternError(ValueError):
-    """Reason why something is no pattern of the kind that is served."""
+    """Why a pattern is not supported."""
 
 
 class Steps:
-    """Budget of steps that the patterns of one file may take together."""
+    """Budget of steps for all patterns of one file together."""
 
     def __init__(self, left: int = MAX_STEPS) -> None:
         self.left = left
@@ -54,21 +54,21 @@ class Steps:
         self.left -= count
         if self.left <= self._pause_at:
             self._pause_at = self.left - _STEPS_AT_ONCE
-            time.sleep(0)  # lets another thread have the interpreter at once, not when this one's turn is up
+            time.sleep(0)  # lets another thread run at once, not at the end of this one's time slice
         if self.left < 0:
             raise PatternError("its patterns take too many steps; write fewer of them, without repeats of repeats")
 
 
 @dataclass(slots=True)
 class _Walk:
-    """One pass over the names. backwards: from where the pattern ends to where it begins."""
+    """One pass over the names. backwards: from the pattern's end to its beginning."""
 
     names: ModuleNames
     steps: Steps
     backwards: bool = False
 
     def move(self, places: int, characters: int, count: int = 1) -> int:
-        """Over `count` characters, of which `characters` are known to stand there."""
+        """Move over `count` characters that are among `characters`."""
         return places >> count & characters if self.backwards else (places & characters) << count
 
 
@@ -77,10 +77,10 @@ _Part = Callable[[_Walk, int], int]
 
 
 class NamePattern:
-    """One expression. Raises what `refuse` makes of the reason when it is none that is served.
+    """One expression. If it is not supported, raises the error that `refuse` makes from the reason.
 
-    It is parsed when it is matched, and nothing of that stays: a file's thousand patterns, parsed all at once, are so
-    many objects that the garbage collector looks at them for a tenth of a second, while every other thread waits.
+    It is parsed when it is matched, and the result is not kept. A file's thousand patterns, parsed all at once, are so
+    many objects that the garbage collector takes a tenth of a second, while every other thread waits.
     """
 
     def __init__(self, pattern: str, refuse: Callable[[str], Exception], steps: Steps) -> None:
@@ -107,7 +107,9 @@ class NamePattern:
         return self._run(names, names.starts | names.after_dots if among else 0) & among
 
     def before_number(self, names: ModuleNames, *, anywhere: bool) -> int:
-        r"""The ends of the names that `{pattern}\.\d+\.` finds at the beginning, or `anywhere` behind a dot, too."""
+        r"""The ends of the names in which `{pattern}\.\d+\.` matches at the beginning, or with `anywhere` also after a
+        dot.
+        """
         begin = names.starts | names.after_dots if anywhere else names.starts
         return self._run(names, begin, _NUMBER)
 
@@ -124,16 +126,14 @@ class NamePattern:
         try:
             return _parsed(self._pattern, self._steps)
         except (PatternError, re.error, OverflowError) as error:
-            raise self._refuse(
-                f"{shown(self._pattern)} is no regular expression as PEFT's files have them: {error}"
-            ) from None
+            raise self._refuse(f"{shown(self._pattern)} is not a supported regular expression: {error}") from None
 
 
 # -- the parts
 
 
 def _word(text: str) -> _Part:
-    """Literals one after another: most of what a pattern is."""
+    """Literals one after another, the largest part of most patterns."""
 
     def run(walk: _Walk, places: int) -> int:
         walk.steps.take(1 + len(text) // 8)
@@ -163,7 +163,7 @@ class _Class:
         return walk.move(places, self.characters(walk.names))
 
     def repeat(self, walk: _Walk, places: int) -> int:
-        """Any number of them, none too, in as many steps as the number has digits."""
+        """Any number of them, including none, in logarithmically many steps."""
         for power, run in enumerate(walk.names.runs(self.characters(walk.names))):
             walk.steps.take()
             places |= walk.move(places, run, 1 << power)
@@ -211,7 +211,7 @@ def _repeat(part: _Part, least: int, most: int | None) -> _Part:
             if not new:
                 break
             walk.steps.take()
-            new = part(walk, new) & ~found  # a place that took fewer repeats is worth more than one that took more
+            new = part(walk, new) & ~found  # a place reached with fewer repeats is better than with more
             found |= new
         return found
 
@@ -219,7 +219,7 @@ def _repeat(part: _Part, least: int, most: int | None) -> _Part:
 
 
 def _where(find: Callable[[ModuleNames], int]) -> _Part:
-    """Nothing, at certain places."""
+    """Match nothing, at certain places."""
 
     def run(walk: _Walk, places: int) -> int:
         walk.steps.take()
@@ -229,7 +229,7 @@ def _where(find: Callable[[ModuleNames], int]) -> _Part:
 
 
 def _ahead(part: _Part, wanted: bool) -> _Part:
-    """Nothing, where `part` comes next, or where it doesn't."""
+    """Match nothing, where `part` follows, or where it does not."""
 
     def run(walk: _Walk, places: int) -> int:
         begins = part(_Walk(walk.names, walk.steps, backwards=True), walk.names.everywhere)
@@ -259,15 +259,17 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 }
 
 
-# -- from what `re` has parsed
+# -- from the result of `re`'s parser
 
 
 def _parsed(pattern: str, steps: Steps) -> _Part:
     steps.take(len(pattern) // _CHARACTERS_PER_STEP)
     for each in _OPAQUE.finditer(pattern):
         if each[0].startswith("[") and (found := _AMBIGUOUS.search(each[0], 1)):
-            raise PatternError(f"{shown(found[1])} at position {each.start() + found.start(1)} stands in a character "
-                               "set; write it with a backslash")  # fmt: skip
+            raise PatternError(
+                f"{shown(found[1])} at position {each.start() + found.start(1)} stands in a character "
+                "set; write it with a backslash"
+            )
     try:
         tree = _parser.parse(pattern)
     except RecursionError:
@@ -307,7 +309,7 @@ def _item(op: Any, value: Any, steps: Steps, depth: int) -> _Part:
             return _either([_part_of(each, steps, depth) for each in value[1]])
         case _ops.SUBPATTERN if not (value[1] or value[2]):
             return _part_of(value[3], steps, depth + 1)
-        case _ops.MAX_REPEAT | _ops.MIN_REPEAT:  # which names match does not depend on how many are tried first
+        case _ops.MAX_REPEAT | _ops.MIN_REPEAT:  # which names match does not depend on how many repeats are tried first
             least, most, items = value
             if max(least, 0 if most is _ops.MAXREPEAT else most) > MAX_REPEATS:
                 raise PatternError(f"a repeat of more than {MAX_REPEATS} times")

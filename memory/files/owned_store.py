@@ -1,7 +1,7 @@
-"""Uploads of one server or cluster: a content store that removes only what its owner has retired.
+"""Uploads of one server or cluster: a content store that removes only the content that its owner has retired.
 
-A version that is retired leaves a tombstone, and its directory goes once nothing uses it. A directory that no name
-means and that has no tombstone is an orphan: names may be lost, so it is moved to `lost` and kept for days.
+A retired version leaves a tombstone, and its directory is removed once nothing uses it. A directory without a name and
+without a tombstone is an orphan. Names may have been lost, so it is moved to `lost` and kept for days.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWNER_FILE, COUNT_FILE, LOST, TOMBSTONE = "owner.json", "bytes", "lost", ".retir
 COUNT_BYTES = 8
 
 ORPHAN_SECONDS = 60.0
-"""Seconds until a directory that no name means is moved: another process may be about to register it."""
+"""Seconds until a directory without a name is moved: another process may be about to register it."""
 
 LOST_SECONDS = 7 * 86400.0
 """Seconds for which a directory is kept in `lost`."""
@@ -36,30 +36,39 @@ CLAIM_POLL_SECONDS = 0.05
 
 
 class OtherOwner(RuntimeError):
-    """The directory is another server's or cluster's; the message says whose and what to do."""
+    """The directory belongs to another server or cluster; the message names it and says how to fix it."""
 
 
 class Owner(NamedTuple):
-    """Who uses a directory. identity: of the file that keeps its names. is_shared: several processes have it at once.
-    takes_over: the names were lost, and this is the new file of them.
-    """
+    """The user of a directory."""
 
     identity: str
+    """Identity of the file that keeps its names."""
     is_shared: bool = False
+    """True if several processes use the directory at once."""
     takes_over: bool = False
+    """True if the names were lost, and this is their new file."""
 
 
 class OwnedStore(ContentStore):
-    """See the module. Several processes of one cluster may use one; the bytes in use are counted in a file."""
+    """A content store with an owner, see the module. Processes of one cluster may share it; a file counts the bytes in
+    use.
+    """
 
     places = ("", LOST)
 
     def __init__(
-        self, root: Path, max_bytes: int, max_total_bytes: int, owner: Owner, *, grace_seconds: float = 0.0,
+        self,
+        root: Path,
+        max_bytes: int,
+        max_total_bytes: int,
+        owner: Owner,
+        *,
+        grace_seconds: float = 0.0,
         clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
-        """grace_seconds: for which a retired directory stays unused before it is removed. OtherOwner for a directory
-        that another owner has, or uses.
+    ) -> None:
+        """grace_seconds: how long a retired directory must be unused before it is removed. Raises OtherOwner for a
+        directory that another owner has or uses.
         """
         root.mkdir(parents=True, exist_ok=True)
         self.owner = owner.identity
@@ -74,7 +83,7 @@ class OwnedStore(ContentStore):
         self._counted_at = clock()
 
     def close(self) -> None:
-        """Let others have the directory."""
+        """Release the directory for others."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -82,7 +91,7 @@ class OwnedStore(ContentStore):
                 os.close(self._count)
 
     def retire(self, paths: Iterable[Path]) -> None:
-        """Write tombstones: the names that meant these directories mean others by now."""
+        """Write tombstones for directories whose names now mean others."""
         for path in paths:
             if CONTENT_NAME.fullmatch(path.name):
                 self._tombstone(path.name).touch()
@@ -91,20 +100,22 @@ class OwnedStore(ContentStore):
         self.retire([path])
 
     def find(self, path: Path) -> Path:
-        """Where a directory is that the names mean: here, wherever the root was then, or brought back from `lost`."""
+        """Find a named directory: in the present root, even if it was registered in another root, or brought back from
+        `lost`.
+        """
         if not CONTENT_NAME.fullmatch(path.name):
             return path
         here = self.root / path.name
         if not here.is_dir():
             with suppress(OSError):
                 (self.root / LOST / path.name).rename(here)
-                log.warning("%s was lost and is back: a name means it", here)
+                log.warning("%s was lost and is back, because a name needs it", here)
         return here if here.is_dir() else path
 
     def sweep(self, named: Collection[str], used: Callable[[], Collection[str]]) -> None:
-        """Remove directories that were retired, and move orphans.
+        """Remove retired directories, and move orphans.
 
-        named: the names of directories that adapters' names mean. used: asked for those that requests hold, too.
+        named: the directories that adapters' names mean. used: returns those that requests hold, too.
         """
         with self._sweeping:
             self._sweep(set(named), used)
@@ -132,7 +143,7 @@ class OwnedStore(ContentStore):
     @contextmanager
     def _counting(self) -> Iterator[None]:
         with self._lock:
-            if self._is_closed:  # its descriptor may be another file's by now
+            if self._is_closed:  # its descriptor may belong to another file by now
                 raise OSError(f"{self.root} is closed")
             fcntl.flock(self._count, fcntl.LOCK_EX)
             try:
@@ -153,15 +164,17 @@ class OwnedStore(ContentStore):
             return
         os.utime(to, (self._clock(), self._clock()))
         log.warning(
-            "%s is no adapter's, and nothing has retired it: it is kept in %s for %d days; load it again from there, "
+            "%s belongs to no adapter and was not retired: it is kept in %s for %d days; load it again from there, "
             "or restore the file of names and restart",
-            self.root / name, to, LOST_SECONDS / 86400,
-        )  # fmt: skip
+            self.root / name,
+            to,
+            LOST_SECONDS / 86400,
+        )
 
     def _expire(self, now: float) -> None:
         for path in (self.root / LOST).glob("*"):
             if CONTENT_NAME.fullmatch(path.name) and now - path.stat().st_mtime > LOST_SECONDS and self.remove(path):
-                log.warning("%s was lost for %d days and is removed", path, LOST_SECONDS / 86400)
+                log.warning("%s was lost for %d days and was removed", path, LOST_SECONDS / 86400)
 
     def _tombstone(self, name: str) -> Path:
         return self.root / f"{name}{TOMBSTONE}"
@@ -171,14 +184,14 @@ class OwnedStore(ContentStore):
 
 
 def _claim(file: Path, owner: Owner) -> int:
-    """A descriptor that locks the directory for an owner, whose identity it holds from now on. OtherOwner."""
+    """Lock the directory for an owner, store the owner's identity, and return the descriptor. Raises OtherOwner."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + CLAIM_SECONDS
         while not _try_claim(fd, file, owner):
             if time.monotonic() >= deadline:
                 raise OtherOwner(
-                    f"{file.parent} is in use by another server or cluster; end that one, or give another directory"
+                    f"{file.parent} is in use by another server or cluster; stop that one, or use another directory"
                 )
             time.sleep(CLAIM_POLL_SECONDS)
     except BaseException:
@@ -197,7 +210,7 @@ def _try_claim(fd: int, file: Path, owner: Owner) -> bool:
             raise OtherOwner(
                 f"{file.parent} belongs to another server or cluster: its names are in a file with the identity "
                 f"{there}, and this one's has {owner.identity}. Restore that file if it was lost, or give another "
-                f"directory; to give up the names of what lies there, remove {file}"
+                f"directory. To abandon the names of its contents, remove {file}"
             )
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""JSON from files that others wrote: what is ambiguous is an error, and no value takes long to read."""
+"""Strict JSON for files from strangers: ambiguity is an error, and no value takes long to read."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 
 from .error import shown
 
-MAX_CONTAINERS = 1 << 15  # so many that the garbage collector does not look at all that the process has
-MAX_DIGITS = 19  # what 64 bits hold
+MAX_CONTAINERS = 1 << 15  # few enough that the garbage collector does not scan all objects of the process
+MAX_DIGITS = 19  # a 64-bit integer has no more
 MAX_NUMBER_CHARACTERS = 64
-_PYTHONS_DIGITS = 4300  # more, and json.loads itself refuses
+_PYTHONS_DIGITS = 4300  # json.loads itself refuses more
 
 
 def loads(data: bytes) -> Any:
-    """Parse UTF-8 JSON. ValueError for anything malformed, for a key that an object has twice, for endless nesting.
+    """Parse UTF-8 JSON. Raises ValueError for malformed data, for a duplicate key in an object, and for endless
+    nesting.
 
-    An integer of more digits than 64 bits hold is read as infinity, which no field takes: Python needs minutes to
-    convert and to multiply a header full of long ones.
+    An integer with more digits than a 64-bit one is read as infinity, which no field accepts. Python needs minutes to
+    convert and multiply a header full of long ones.
     """
     if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects, nested or beside each other")
+        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects in all")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer, parse_float=_number)
     except RecursionError:
@@ -47,5 +48,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {shown(twice)} is there twice")
+        raise ValueError(f"key {shown(twice)} occurs twice")
     return result

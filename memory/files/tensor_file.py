@@ -1,7 +1,7 @@
-"""A safetensors file from an untrusted place, read with plain reads.
+"""A safetensors file from an untrusted source, read with plain reads.
 
 A mapped file that gets truncated kills the process that touches it; a read only fails. The header is checked as
-strictly as the safetensors library does: every byte of the file belongs to exactly one tensor.
+strictly as by the safetensors library: every byte of the file belongs to exactly one tensor.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Self, TypeGuard
 from . import strict_json
 from .error import AdapterFormatError, shown, unreadable
 
-#: Twice what 200 layers with seven targets need, and little enough that no other thread waits while it is parsed.
+#: Twice the need of 200 layers with seven targets, and small enough that no other thread waits while it is parsed.
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 13
 MAX_DIMENSIONS = 8
 
-#: Bytes per element of the element types that are served.
+#: Bytes per element of the supported element types.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _METADATA = "__metadata__"
@@ -32,7 +32,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the file: its element type, shape, and place from the file's beginning."""
+    """One tensor of the file: its element type, shape, and position from the file's beginning."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class TensorInfo:
 
 
 class FileIdentity(NamedTuple):
-    """Identity of a file, which tells it from one put in its place or written over, be it of equal size and time."""
+    """Identity of a file, which differs for a replaced or overwritten one, even of equal size and time."""
 
     device: int
     inode: int
@@ -49,11 +49,11 @@ class FileIdentity(NamedTuple):
 
 
 class TensorFile:
-    """An open safetensors file, which it closes at the end of a `with` block. fd: a descriptor of a regular file.
+    """An open safetensors file, closed at the end of a `with` block. fd: a descriptor of a regular file.
 
-    `size`, `mtime_ns`, `identity`: which state of it was opened. `header`: the bytes up to its first tensor's, and
-    `tensors`, what they list, raise AdapterFormatError when they don't add up. plain_name: how a tensor is to be
-    called.
+    `size`, `mtime_ns` and `identity` describe the opened state. `header` has the bytes before the first tensor, and
+    `tensors` the tensors that it lists; both raise AdapterFormatError if they are inconsistent. plain_name: normalises
+    a tensor's name.
     """
 
     def __init__(self, path: Path, fd: int, plain_name: Callable[[str], str] = str) -> None:
@@ -73,7 +73,7 @@ class TensorFile:
         os.close(self.fd)
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` (bytes) from `offset`. AdapterFormatError when the file ends before, or can't be read."""
+        """Fill `target` (bytes) from `offset`. Raises AdapterFormatError if the file ends early, or can't be read."""
         done = 0
         try:
             while done < len(target):
@@ -85,7 +85,7 @@ class TensorFile:
             raise unreadable(self.path, error) from error
 
     def is_unchanged(self) -> bool:
-        """True if the file still is what was opened, judged by its size and times of change."""
+        """True if the file is still the one that was opened, judged by its size and times of change."""
         try:
             return self._state() == (self.size, self.mtime_ns, self.identity)
         except OSError as error:
@@ -113,14 +113,14 @@ class TensorFile:
         for name, entry in header.items():
             plain = self._plain_name(name)
             if plain in tensors:
-                raise self._refuse(f"tensor {shown(name)} is there twice, once under another prefix; save it again")
+                raise self._refuse(f"tensor {shown(name)} occurs twice, once under another prefix; save it again")
             tensors[plain] = self._parse(name, entry, len(self.header))
         self._check_coverage(tensors, len(self.header))
         return tensors
 
     @cached_property
     def header(self) -> bytes:
-        """The file's bytes up to its first tensor's."""
+        """The file's bytes before its first tensor."""
         if self.size < 8:
             raise self._refuse(f"has {self.size} bytes, not even a safetensors header; it is cut off")
         length = int.from_bytes(self._bytes(0, 8), "little")
@@ -150,9 +150,9 @@ class TensorFile:
                 f"{at} has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
             )
         if not _is_counts(shape):
-            raise self._refuse(f"{at} has shape {shown(shape)}, which is no list of sizes; it is corrupt")
+            raise self._refuse(f"{at} has shape {shown(shape)}, not a list of sizes; it is corrupt")
         if not _is_counts(offsets) or len(offsets) != 2:
-            raise self._refuse(f"{at} has data_offsets {shown(offsets)}, which are no two places; it is corrupt")
+            raise self._refuse(f"{at} has data_offsets {shown(offsets)}, not two positions; it is corrupt")
         begin, end = offsets
         if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
             raise self._refuse(
@@ -191,15 +191,14 @@ _TYPE_BITS = 2
 
 @dataclass(frozen=True, slots=True)
 class TensorPlaces:
-    """Iterates over (first byte, number of the element type in `ITEM_BYTES`' order) of each tensor.
-
-    header_bytes: from the file's beginning to its data. digest: of the header, so that a file with another header is
-    recognised without parsing. packed: the places, 8 bytes each.
-    """
+    """Iterates over (first byte, index of the element type in `ITEM_BYTES`) of each tensor."""
 
     header_bytes: int
+    """Bytes from the file's beginning to its data."""
     digest: bytes
+    """Of the header: a file with another header is recognised without parsing."""
     packed: bytes
+    """The positions, 8 bytes each."""
 
     @classmethod
     def pack(cls, header_bytes: int, digest: bytes, tensors: Iterable[TensorInfo]) -> TensorPlaces:

@@ -1,4 +1,4 @@
-"""What a directory or a tensor is that no adapter served here has, and what to do instead."""
+"""Recognises directories and tensors that can't be served, and says how to fix them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MLX_FILE = "adapters.safetensors"
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,12})")
 _MOST_LOOKED_AT = 256
-"""Sub-directories that are searched for an adapter. Chosen."""
+"""The most sub-directories that are searched for an adapter."""
 
 _HEADS = ("score", "classifier", "qa_outputs", "v_head")
-"""Names of the modules that classifiers, and PPO's models, have in place of the model's head, or beside it."""
+"""Module names of the heads that classifiers and PPO models have in place of, or in addition to, the model's own."""
 
 _KEPT_WHOLE = ("embed_tokens", "lm_head")
 _MODULE = re.compile(r"(?:^|\.)(?:layers\.[0-9]+|norm|[a-z_]*layernorm|modules_to_save)\.")
@@ -47,7 +47,7 @@ def hint_of(directory: AdapterDirectory, config_file: str) -> str:
 
 
 def refuse_other_weights(directory: AdapterDirectory, weights_file: str) -> None:
-    """Raise AdapterFormatError if a directory has its weights in a form that is not read."""
+    """Raise AdapterFormatError if a directory has its weights in an unsupported form."""
     if directory.has(weights_file):
         return
     file = directory.path / weights_file
@@ -64,7 +64,7 @@ def refuse_other_weights(directory: AdapterDirectory, weights_file: str) -> None
 
 
 def why_not_lora(name: str, shape: Sequence[int]) -> str:
-    """Return what is wrong with a tensor that is no part of LoRA on any module."""
+    """Return why a tensor is not part of LoRA on any module."""
     module = name.split(".")[-2] if name.count(".") else name
     if module in _HEADS or any(f".{head}." in name for head in _HEADS):
         return (

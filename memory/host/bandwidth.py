@@ -12,7 +12,7 @@ import torch
 
 
 class Bandwidth:
-    """Rates over a buffer that no cache holds, in GB/s (10⁹ bytes)."""
+    """Rates over a buffer that is larger than every cache, in GB/s (10⁹ bytes)."""
 
     def __init__(self, buffer: torch.Tensor, threads: int, seconds: float) -> None:
         """buffer: bytes, all zero. seconds: how long each rate is measured; the best repetition counts."""
@@ -22,13 +22,13 @@ class Bandwidth:
         self._libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def read(self) -> float:
-        """Bytes that are read, by the best of three reductions. torch's threads are to be as many."""
+        """Rate of reading: the best of three reductions. torch must use as many threads."""
         size, start = self._buffer.numel(), self._buffer.data_ptr()
         integers, floats = self._buffer.view(torch.int64), self._buffer.view(torch.float32)
         part = size // self._threads
 
         def search(index: int) -> None:
-            self._libc.memchr(start + index * part, 1, part)  # zeros: it never finds one
+            self._libc.memchr(start + index * part, 1, part)  # all zeros: it never finds one
 
         times = [
             shortest(lambda: self._together(search), self._seconds),
@@ -38,7 +38,7 @@ class Bandwidth:
         return size / min(times) / 1e9
 
     def copy(self) -> float:
-        """Bytes that are read, and as many that are written."""
+        """Rate of copying: bytes read plus bytes written."""
         size, start = self._buffer.numel(), self._buffer.data_ptr()
         part = size // self._threads // 2
 
@@ -49,7 +49,7 @@ class Bandwidth:
         return size / shortest(lambda: self._together(copy), self._seconds) / 1e9
 
     def _together(self, work: Callable[[int], None]) -> None:
-        """Run `work(i)` on every thread at once; foreign calls leave the interpreter's lock."""
+        """Run `work(i)` on every thread at once; foreign calls release the interpreter's lock."""
         threads = [threading.Thread(target=work, args=(index,)) for index in range(1, self._threads)]
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""One budget of host memory for adapters' images and swapped-out KV."""
+"""One host memory budget for adapters' images and swapped-out KV."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Lodger(Protocol):
-    """Keeps things in host memory, some of which may be dropped at any time."""
+    """A user of host memory, some of whose data may be dropped at any time."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +49,9 @@ class HostBudget:
             lodger.spare(excess)
 
     def claim(self, num_bytes: int, lodger: Lodger) -> bool:
-        """Make room at the expense of a lodger other than `lodger`; False, and nothing dropped, if none has enough."""
+        """Make room at the expense of a lodger other than `lodger`; return False, and drop nothing, if none has
+        enough.
+        """
         if (excess := self.excess(num_bytes)) <= 0:
             return True
         for other in self._lodgers:

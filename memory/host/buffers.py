@@ -1,4 +1,4 @@
-"""Buffers that host images are read into, used again when an image is gone."""
+"""Buffers for reading host images, reused when an image is freed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _ALIGNMENT = 1 << 16
 
 
 class Buffers(Protocol):
-    """Host memory to read images into."""
+    """A source of host memory to read images into."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
         ...
 
 
 class HostBuffers:
-    """Hands out tensors; when the last reference to one is dropped, its memory is kept for the next.
+    """Allocates tensors; when the last reference to one is dropped, its memory is kept for the next.
 
     The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` are
-    kept; beyond that the longest idle go back to the system. Any thread may take or drop.
+    kept; beyond that, the longest idle memory is returned to the system. Any thread may take or drop.
 
-    A dropped tensor's memory comes back by a finalizer, which may run inside any line of any thread, also in this
-    class: it never waits for the lock.
+    A finalizer returns a dropped tensor's memory. It may run at any line of any thread, even in this class, so it never
+    waits for the lock.
     """
 
     def __init__(self, max_idle_bytes: int = 128 << 20) -> None:
         self._max_idle_bytes = max_idle_bytes
-        self._idle: list[mmap.mmap] = []  # the longest idle first
+        self._idle: list[mmap.mmap] = []  # longest idle first
         self._dropped: deque[mmap.mmap] = deque()  # filled by finalizers
         self._lock = threading.Lock()
 
@@ -48,7 +48,7 @@ class HostBuffers:
         return sum(map(len, self._idle))
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
         count = math.prod(shape)
         num_bytes = -(-max(1, count * dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
         mapping = self._find(num_bytes) or hugepages.map_memory(num_bytes)

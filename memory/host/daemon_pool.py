@@ -1,7 +1,7 @@
-"""Daemon threads for what may never return, such as a file on a server that is gone: each kind of work has its own.
+"""Daemon threads for calls that may never return, such as reads from a lost file server: each kind of work has a pool.
 
 The standard library's pool joins its threads when the interpreter exits, so one thread that waits for a dead disk would
-keep a process from ending; and a pool that everything shares is lost for everything once one kind of work fills it.
+keep a process from ending. And one kind of work that fills a shared pool would block all others.
 """
 
 from __future__ import annotations
@@ -31,29 +31,34 @@ IDLE_SECONDS = 10.0
 
 
 class PoolFull(Exception):
-    """All threads of a pool are busy and its queue is full; the same work may be taken later."""
+    """All threads of a pool are busy and its queue is full; the same work may be accepted later."""
 
 
 class NoAnswer(TimeoutError):
-    """A call exceeded its timeout; its thread goes on."""
+    """A call exceeded its timeout; its thread continues."""
 
 
 class DaemonPool(Executor):
-    """An executor of daemon threads, which are started as they are needed. None of them keeps the process alive.
+    """An executor of daemon threads, started as needed. None of them keeps the process alive.
 
-    `threads` calls run at once. A call set aside no longer counts, so that another may begin in its place, up to
-    `most_threads` in all and a quarter of it per group: what hangs keeps nothing else from being done. At most
-    `max_waiting` further calls wait for a thread; more raise PoolFull.
+    `threads` calls run at once. A call set aside no longer counts, so another may begin in its place, up to
+    `most_threads` in all and a quarter of that per group. Thus hanging calls don't block others. At most `max_waiting`
+    further calls wait for a thread; more raise PoolFull.
 
-    To start a thread takes milliseconds while other threads compute. So a thread that begins a call starts the thread
+    Starting a thread takes milliseconds while other threads compute. So a thread that begins a call starts the thread
     for the next one; `submit` starts one only if there is none at all.
     """
 
     def __init__(
-        self, name: str, threads: int, max_waiting: float = 1024, *, most_threads: int = 0,
+        self,
+        name: str,
+        threads: int,
+        max_waiting: float = 1024,
+        *,
+        most_threads: int = 0,
         initializer: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        """most_threads: `threads` if that is more. initializer: called on each thread first."""
+    ) -> None:
+        """most_threads: `threads` if that is more. initializer: called first on each thread."""
         self._name = name
         self._num_wanted = threads
         self._max_waiting = max_waiting
@@ -63,21 +68,22 @@ class DaemonPool(Executor):
         self._numbers = itertools.count(1)
         self._queue: deque[tuple[Future, Callable[[], Any], str]] = deque()
         self._running: dict[Future, str] = {}  # with their groups
-        self._aside: set[Future] = set()  # of `_running`
-        self._hanging: Counter[str] = Counter()  # number of `_aside` by group
+        self._aside: set[Future] = set()  # a subset of `_running`
+        self._hanging: Counter[str] = Counter()  # size of `_aside` by group
         self._num_threads = 0
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Run `function` on one of the threads. Raises PoolFull, and RuntimeError when no thread could be started for
-        it, or after `shutdown`.
+        """Run `function` on one of the threads.
+
+        Raises PoolFull, and RuntimeError if no thread could be started for it, or after `shutdown`.
         """
         return self.submit_to("", partial(function, *args, **kwargs))
 
     def submit_to(self, group: str, call: Callable[[], T]) -> Future[T]:
-        """As `submit`. group: of calls that may all hang at once, such as reads of one directory; empty: none."""
+        """Like `submit`. group: names calls that may all hang at once, such as reads of one directory; empty: none."""
         future: Future[T] = Future()
         with self._changed:
             self._check_room()
@@ -91,11 +97,11 @@ class DaemonPool(Executor):
         return future
 
     async def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """The result of a call, awaited on the running loop. Raises PoolFull."""
+        """Await the result of a call on the running loop. Raises PoolFull."""
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
     def wait_for(self, function: Callable[[], T], seconds: float) -> T:
-        """Return or raise what `function` does. Raises PoolFull, and NoAnswer after `seconds`."""
+        """Return or raise the outcome of `function`. Raises PoolFull, and NoAnswer after `seconds`."""
         future = self.submit(function)
         try:
             return future.result(seconds)
@@ -105,7 +111,7 @@ class DaemonPool(Executor):
             future.cancel()
             raise NoAnswer(f"it did not answer within {seconds:g} seconds") from None
         finally:
-            del future  # an error's frames would hold it, and it the error
+            del future  # the frames of an error would reference it, and it the error
 
     def arrange(self, futures: Sequence[Future]) -> None:
         """Move `futures` that have not begun to the head of the queue, in this order."""
@@ -116,7 +122,7 @@ class DaemonPool(Executor):
             self._queue = deque(sorted(self._queue, key=lambda job: places.get(job[0], len(places))))
 
     def set_aside(self, future: Future) -> bool:
-        """Stop counting a call that runs, so that another may begin; return whether that could be done."""
+        """Stop counting a running call, so another may begin; return whether that was possible."""
         with self._changed:
             if future not in self._running:
                 return False
@@ -131,7 +137,9 @@ class DaemonPool(Executor):
         return group != "" and self._hanging[group] >= self._most_of_group
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Take no more calls; never waits, whatever `wait` says: a thread may be stuck for ever. See `join`."""
+        """Accept no more calls. Never waits, whatever `wait` says, because a thread may be stuck forever. See
+        `join`.
+        """
         with self._changed:
             self._is_closed = True
             dropped = [future for future, _, _ in self._queue] if cancel_futures else []
@@ -142,12 +150,12 @@ class DaemonPool(Executor):
             future.cancel()
 
     def join(self, seconds: float) -> None:
-        """Once it has been shut down: wait at most so long until all threads have ended, but for calls set aside."""
+        """After `shutdown`: wait for at most `seconds` until all threads have ended, except calls set aside."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_threads <= len(self._aside), seconds)
 
     def _check_room(self) -> None:
-        """The caller holds the lock."""
+        """Raise PoolFull if the queue is full. The caller holds the lock."""
         if self._is_closed:
             raise RuntimeError(f"the pool {self._name} is closed")
         most = self._num_wanted + self._max_waiting
@@ -174,14 +182,14 @@ class DaemonPool(Executor):
                 result = call()
             except BaseException as raised:
                 error = raised
-                if isinstance(error, AdapterFormatError):  # its message says it all
-                    forget_frames(error)  # they hold what was read, for as long as the error is referenced
-        with self._changed:  # before the result is seen, so that its waiter can submit the next
+                if isinstance(error, AdapterFormatError):  # its message says everything
+                    forget_frames(error)  # its frames would keep the read data alive
+        with self._changed:  # before the result is visible, so that its waiter can submit the next
             group = self._running.pop(future)
             if future in self._aside:
                 self._aside.remove(future)
                 self._hanging[group] -= 1
-            self._changed.notify()  # others of its group may begin
+            self._changed.notify()  # other calls of its group may begin
         del call
         if not is_wanted:
             return
@@ -189,10 +197,10 @@ class DaemonPool(Executor):
             future.set_result(result)
         else:
             future.set_exception(error)
-        del future, result, error  # this frame is the error's, too
+        del future, result, error  # this frame belongs to the error, too
 
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
-        """Next call, waiting for it; None when the thread is to end. The thread counts as idle meanwhile."""
+        """Wait for the next call; None if the thread should end. The thread counts as idle meanwhile."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._may_begin() or self._is_closed, IDLE_SECONDS):
                 if self._num_idle > 1:
@@ -214,13 +222,15 @@ class DaemonPool(Executor):
         return future, call
 
     def _may_begin(self) -> bool:
-        """True if a thread may come for a call. The caller holds the lock."""
+        """True if a thread may take a call. The caller holds the lock."""
         if len(self._running) - len(self._aside) >= self._num_wanted:
             return False
         return any(not self.is_full(group) for _, _, group in self._queue)
 
     def _count_next(self) -> bool:
-        """Count one more thread, which the caller is to start, if none is idle and one may be. It holds the lock."""
+        """Count one more thread, which the caller must start, if none is idle and one may be. The caller holds the
+        lock.
+        """
         if self._num_idle or self._num_threads == self._most_threads or self._is_closed:
             return False
         self._num_threads += 1
@@ -244,10 +254,10 @@ _SLICE_NS = 100_000
 
 
 def ask_for_short_slices() -> bool:
-    """Ask Linux to run the calling thread often and briefly, at no higher priority; whether it agreed.
+    """Ask Linux to run the calling thread often and briefly, without higher priority; return whether it agreed.
 
-    Threads that compute keep a core for their whole slice of some milliseconds; one with a shorter slice that has
-    waited may interrupt them (EEVDF, Linux 6.12). Elsewhere nothing changes.
+    Computing threads keep a core for their whole time slice of some milliseconds. A waiting thread with a shorter slice
+    may interrupt them (EEVDF, Linux 6.12). Elsewhere nothing changes.
     """
     number = _SYS_SCHED_SETATTR.get(platform.machine())
     if platform.system() != "Linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:

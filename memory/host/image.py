@@ -1,4 +1,4 @@
-"""An adapter's bytes in host memory, in the layout of its pages: whole, or still being read."""
+"""An adapter's bytes in host memory, in the layout of its pages: complete, or still being read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..files.error import forget_frames
 
 
 class LayerStream:
-    """Counts the layers that have been read. One thread publishes; any may look, wait or fail it.
+    """Counts the layers that have been read. One thread publishes; any thread may check, wait or fail it.
 
-    A prefill that waits for layer l only when it reaches layer l trails a warm one by about one layer's copy, instead
-    of by all of them.
+    A prefill that waits for layer l only when it reaches layer l is later than a warm one by about one layer's copy,
+    not by all of them.
     """
 
     FAILED = -1
@@ -36,7 +36,9 @@ class LayerStream:
         return self._ready.ctypes.data
 
     def publish(self, num_ready: int) -> bool:
-        """Publish layers 0 … num_ready-1, which must be written. False, and nothing published, once it has failed."""
+        """Publish layers 0 … num_ready-1, which must be written. Return False, and publish nothing, if it has
+        failed.
+        """
         with self._changed:
             if self._ready[0] == self.FAILED:
                 return False
@@ -45,7 +47,7 @@ class LayerStream:
             return True
 
     def fail(self) -> None:
-        """Mark the stream as failed: no more layers will come; from any thread."""
+        """Mark the stream as failed: no more layers will come; thread-safe."""
         self.publish(self.FAILED)
 
     def wait(self, layer: int, timeout: float) -> bool:
@@ -56,31 +58,32 @@ class LayerStream:
 
 
 class ReadGivenUp(Exception):
-    """The rest of an image is not needed any more: its read must end."""
+    """The rest of an image is no longer needed: its read must end."""
 
 
 class HostImage:
-    """`data` is what the backend reads into: it is set before the first layer is published and belongs to the backend.
-
-    stream: how many layers are in `data`; one thread reads, any may look. error: why it failed; it then holds no memory
-    and has no followers, so that a reference to the error keeps nothing else alive.
-    """
+    """An image that is read layer by layer."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        """Why it failed. A failed image holds no memory and has no followers, so a reference to the error keeps nothing
+        alive.
+        """
         self.data: Any = None
+        """The buffer that the backend reads into and owns; set before the first layer is published."""
         self.stream = LayerStream()
+        """Counts the layers in `data`; one thread reads, any may look."""
         self._followers: tuple[Callable[[], None], ...] = ()
         self._lock = threading.Lock()
 
     def publish(self, num_ready: int) -> None:
-        """Publish layers 0 … num_ready-1 of `data`; on the reading thread. ReadGivenUp once it has failed."""
+        """Publish layers 0 … num_ready-1 of `data`, on the reading thread. Raises ReadGivenUp once it has failed."""
         if not self.stream.publish(num_ready):
             raise ReadGivenUp
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the image as failed, with the error; from any thread. Only the first failure counts.
+        """Mark the image as failed, with the error; thread-safe. Only the first failure counts.
 
         The error loses its frames, which refer to the buffers that were read into.
         """
@@ -96,7 +99,7 @@ class HostImage:
         self.data = None
 
     def follow(self, follower: Callable[[], None]) -> None:
-        """Have `follower` called on the reading thread whenever more layers have been read from now on.
+        """Call `follower` on the reading thread whenever more layers have been read from now on.
 
         Layers published before this call may cause no call: check `stream` afterwards.
         """
@@ -105,7 +108,7 @@ class HostImage:
                 self._followers += (follower,)
 
     def unfollow(self, follower: Callable[[], None]) -> None:
-        """Stop calling `follower`. Does nothing if it didn't follow."""
+        """Stop calling `follower`. Does nothing if it was not following."""
         with self._lock:
             self._followers = tuple(other for other in self._followers if other != follower)
 

@@ -1,6 +1,7 @@
-"""Adapters' bytes on the host, in the layout of their device pages: the HOST tier.
+"""Host images of adapters, in the layout of their device pages: the HOST tier.
 
-Reads from disk run beside the engine; what was read is kept, least recently used first out, up to a number of bytes.
+Reads from disk run in the background. Images are kept up to a number of bytes, and the least recently used are dropped
+first.
 """
 
 from __future__ import annotations
@@ -28,48 +29,49 @@ logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
 
-#: Seconds between looks at reads under way.
+#: Seconds between two checks of reads in flight.
 _LOOK_SECONDS = 0.05
 _MOST_SECONDS = 5.0
-"""Most seconds counted between two looks: for the rest, the process or the machine was stopped."""
+"""The most seconds counted between two checks: during the rest, the process or the machine was stopped."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An image with its read. may_drop: whether it may be dropped now. is_slow: its read was set aside as slow."""
+    """An image with its read."""
 
     future: Future
     num_bytes: int
     image: HostImage
     label: str
     may_drop: Callable[[], bool]
+    """Returns True if the image may be dropped now."""
     group: str = ""
     is_slow: bool = False
+    """True if its read was set aside as slow."""
     is_given_up: bool = False
 
     @property
     def has_ended(self) -> bool:
-        """True if the image is whole, or will never be."""
+        """True if the image is complete, or never will be."""
         return self.is_given_up or self.future.done()
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCounts:
-    """Number of reads under way, failed, and given up; longest time without progress of a read under way."""
+    """Counts of reads."""
 
     num_under_way: int
     num_failed: int
     num_given_up: int
     oldest_seconds: float
+    """The longest time without progress of a read in flight."""
 
 
 class HostImages(Generic[Key]):
-    """Images by key, whole or being read. Used by one thread; only the reads themselves run elsewhere.
+    """Images by key, complete or being read. One thread uses it; only the reads themselves run elsewhere.
 
-    A read without progress for `stall_seconds`, somewhat longer for large layers, is given up: its image fails at once,
-    and its thread goes on until the read returns. Until then its memory counts, and the key is not read again.
-
-    budget: shared with the other users of this memory, which join it.
+    A read without progress for `stall_seconds`, somewhat longer for large layers, is abandoned: its image fails at
+    once, and its thread continues until the read returns. Until then its memory counts, and the key is not read again.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class HostImages(Generic[Key]):
         stall_seconds: float = 30.0,
     ) -> None:
         self.budget = HostBudget(capacity_bytes)
+        """Shared with the other users of this memory, which join it."""
         self.budget.join(self)
         self.num_bytes = 0
         self.reads = reads
@@ -87,8 +90,8 @@ class HostImages(Generic[Key]):
         self._stall_seconds = stall_seconds
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._under_way: dict[Key, tuple[_Entry, ReadWatch]] = {}
-        self._given_up: dict[Key, _Entry] = {}  # reads given up, while their threads have not returned
-        self._failed: set[Key] = set()  # of entries
+        self._given_up: dict[Key, _Entry] = {}  # abandoned reads whose threads have not returned
+        self._failed: set[Key] = set()  # keys of failed entries
         self._stopped = 0.0  # seconds that do not count
         self._looked = 0.0
         self._next_look = -math.inf
@@ -107,21 +110,22 @@ class HostImages(Generic[Key]):
         group: str = "",
         may_drop: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start reading `key` unless it has been read, is being read, or has failed. Never raises: the image fails.
+        """Start reading `key` unless it has been read, is being read, or has failed. Never raises: the image fails
+        instead.
 
-        read: fills the image, layer by layer. label: its name in errors. group: see `Reads.submit`. may_drop: whether
-        the image may be dropped once it has been read.
+        read: fills the image, layer by layer. label: its name in errors. group: see `Reads.submit`. may_drop: returns
+        True if the image may be dropped once it has been read.
         """
         if self.keep(key):
             return
         self._forget_returned()
         image = HostImage()
         if key in self._given_up:
-            image.fail(ReadStalled(f"{label}: an earlier read of it still hangs; see to the disk that it is on"))
+            image.fail(ReadStalled(f"{label}: an earlier read of it still hangs; check its disk"))
             self._add(key, _Entry(_ended(), 0, image, label, may_drop))
             return
         self.budget.make_room(num_bytes)
-        image.follow(self.reads.wake)  # with a first layer, requests may begin
+        image.follow(self.reads.wake)  # after a first layer, requests may begin
 
         try:
             future = self.reads.submit(partial(self._read, image, label, read), group)
@@ -141,13 +145,15 @@ class HostImages(Generic[Key]):
             self.reads.arrange([self._under_way[key][0].future for key in keys if key in self._under_way])
 
     def put(self, key: Key, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True) -> None:
-        """Keep an image made elsewhere, in place of the one under the key."""
+        """Keep an image made elsewhere, in place of the one with this key."""
         self.drop(key)
         self.budget.make_room(num_bytes)
         self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if `num_bytes` more fit beside images that may not be dropped and the budget's other users."""
+        """True if `num_bytes` more fit in addition to the images that may not be dropped and the budget's other
+        users.
+        """
         excess = self.budget.excess(num_bytes)
         return excess <= 0 or self.can_spare(excess)
 
@@ -161,7 +167,7 @@ class HostImages(Generic[Key]):
         return False
 
     def spare(self, num_bytes: int) -> None:
-        """Drop the least recently used images that may be, until so many bytes are free or there are no more."""
+        """Drop the least recently used images that may be dropped, until `num_bytes` are free or none is left."""
         found: list[Key] = []
         for key, entry in self._entries.items():
             if num_bytes <= 0:
@@ -181,18 +187,18 @@ class HostImages(Generic[Key]):
         return entry is not None and entry.image.stream.num_ready != 0 and not self.is_slow(key)
 
     def keep(self, key: Key) -> bool:
-        """Use an image, whole or being read, so that others are dropped before it; False if there is none."""
+        """Mark an image as used, complete or being read, so others are dropped first; return False if there is none."""
         if key not in self._entries:
             return False
         self._entries.move_to_end(key)
         return True
 
     def keys(self) -> KeysView[Key]:
-        """Return the keys of all images, whole or being read."""
+        """Return the keys of all images, complete or being read."""
         return self._entries.keys()
 
     def is_ready(self, key: Key) -> bool:
-        """True if the read has ended, well or badly."""
+        """True if the read has ended, with or without success."""
         entry = self._entries.get(key)
         return entry is not None and entry.has_ended
 
@@ -204,8 +210,8 @@ class HostImages(Generic[Key]):
         return entry.is_slow and not entry.has_ended
 
     def pace(self, key: Key) -> tuple[float, float]:
-        """Seconds without progress of a read under way, including its wait for a thread, and mean seconds per layer;
-        zeros without one.
+        """Seconds without progress of a read in flight, including its wait for a thread, and mean seconds per layer;
+        zeros if there is none.
         """
         if key not in self._under_way:
             return 0.0, 0.0
@@ -216,16 +222,16 @@ class HostImages(Generic[Key]):
 
     @property
     def has_failures(self) -> bool:
-        """True if reads have failed, as of the last `watch`, that are not forgotten."""
+        """True if reads have failed, as of the last `watch`, and were not forgotten."""
         return bool(self._failed)
 
     def forget_failures(self) -> None:
-        """Forget failed reads, so that they may be tried again."""
+        """Forget failed reads, so they may be tried again."""
         for key in list(self._failed):
             self.drop(key)
 
     def error(self, key: Key) -> BaseException | None:
-        """Reason why the read of `key` has failed; None while it has not."""
+        """Why the read of `key` has failed; None if it has not."""
         entry = self._entries.get(key)
         return entry.image.error if entry is not None and entry.has_ended else None
 
@@ -234,7 +240,7 @@ class HostImages(Generic[Key]):
         return self._entries[key].image
 
     def take(self, key: Key) -> HostImage:
-        """The image, as far as it has been read, for use. A failed read raises its error and is forgotten."""
+        """Return the image, as far as it has been read, for use. A failed read raises its error and is forgotten."""
         if (error := self.error(key)) is not None:
             self.drop(key)
             try:
@@ -245,9 +251,9 @@ class HostImages(Generic[Key]):
         return self._entries[key].image
 
     def drop(self, key: Key) -> None:
-        """Drop an image; a read that has not begun is cancelled, one under way ends with its next layer.
+        """Drop an image; a read that has not begun is cancelled, and one in flight ends with its next layer.
 
-        Its data stays intact: it may still be copied from.
+        Its data stays intact, because copies may still read it.
         """
         if (entry := self._entries.pop(key, None)) is None:
             return
@@ -256,15 +262,15 @@ class HostImages(Generic[Key]):
                 self._last_moved = self._now()  # its thread may have begun a waiting read meanwhile
             elif not entry.future.cancel():
                 self._set_aside(entry)  # `watch` no longer sees it
-                entry.image.fail(ReadGivenUp("it is not needed any more"))
+                entry.image.fail(ReadGivenUp("it is no longer needed"))
         self._failed.discard(key)
         if self._given_up.get(key) is not entry:
             self.num_bytes -= entry.num_bytes
 
     def watch(self) -> None:
-        """Check the reads under way: set slow ones aside, give up stalled ones.
+        """Check the reads in flight: set slow ones aside, abandon stalled ones.
 
-        Slow reads are checked only now and then, as there may be many and this is called before every step.
+        Slow reads are checked only now and then, because there may be many and this is called before every step.
         """
         if not self._under_way and not self._given_up:
             return
@@ -281,7 +287,7 @@ class HostImages(Generic[Key]):
             self._look(now)
 
     def _look(self, now: float) -> None:
-        """Set slow reads aside, and give up stalled ones."""
+        """Set slow reads aside, and abandon stalled ones."""
         self._next_look = now + _LOOK_SECONDS
         self._forget_returned()
         for _, watch in self._under_way.values():
@@ -296,9 +302,9 @@ class HostImages(Generic[Key]):
     def _hopeless(self, entry: _Entry, watch: ReadWatch, now: float) -> str:
         """Why a read is not worth waiting for; empty while it is."""
         if watch.stalled_seconds(now) > watch.patience:
-            return f"its read brought nothing for {watch.stalled_seconds(now):.0f} s"
+            return f"its read made no progress for {watch.stalled_seconds(now):.0f} s"
         if watch.began is None:
-            is_full = self.reads.is_full(entry.group)  # then others' progress does not help it
+            is_full = self.reads.is_full(entry.group)  # then the progress of others does not help it
             if now - (watch.last_moved if is_full else max(watch.last_moved, self._last_moved)) > watch.patience:
                 return "its read could not begin, because all others hang"
         return ""
@@ -312,11 +318,11 @@ class HostImages(Generic[Key]):
         return ReadCounts(len(self._under_way), self._num_failed, self._num_given_up, oldest)
 
     def wait(self, timeout: float) -> None:
-        """Sleep until a read under way brings a layer or ends, at most `timeout` seconds."""
+        """Sleep until a read in flight brings a layer or ends, at most `timeout` seconds."""
         self.reads.wait([entry.future for entry, _ in self._under_way.values() if not entry.future.done()], timeout)
 
     def close(self) -> None:
-        """Stop reading. Waits for no read that hangs."""
+        """Stop reading, without waiting for reads that hang."""
         for entry, _ in self._under_way.values():
             if not entry.future.cancel():
                 entry.image.fail(ReadGivenUp("the engine is closed"))
@@ -335,7 +341,7 @@ class HostImages(Generic[Key]):
             self._failed.add(key)
 
     def _set_aside(self, entry: _Entry) -> bool:
-        """Set a slow read aside: waiting reads may begin beside it, and their waiting time counts anew."""
+        """Set a slow read aside: waiting reads may begin in its place, and their waiting times start again."""
         could = self.reads.set_aside(entry.future)
         if could:
             self._last_moved = self._now()
@@ -346,7 +352,7 @@ class HostImages(Generic[Key]):
         del self._under_way[key]
         self._failed.add(key)
         self._num_given_up += 1
-        error = ReadStalled(f"{entry.label}: {why} and was given up; see to its disk, or raise adapter_read_seconds")
+        error = ReadStalled(f"{entry.label}: {why} and was abandoned; check its disk, or raise adapter_read_seconds")
         logger.error("%s", error)
         entry.image.fail(error)
         if not entry.future.cancel():
@@ -354,7 +360,7 @@ class HostImages(Generic[Key]):
             self._given_up[key] = entry
 
     def _forget_returned(self) -> None:
-        """The threads of given-up reads that have returned hold no memory any more."""
+        """Free the memory of abandoned reads whose threads have returned."""
         for key, entry in list(self._given_up.items()):
             if entry.future.done():
                 del self._given_up[key]
@@ -372,15 +378,15 @@ class HostImages(Generic[Key]):
                 raise
         finally:
             if image.error is not None:
-                image.data = None  # it may have been given up before it was there
+                image.data = None  # it may have been abandoned before the data was set
 
     def _fail(self, image: HostImage, label: str, error: BaseException) -> None:
-        if image.error is not None:  # it was given up
+        if image.error is not None:  # it was abandoned
             return
         with self._count_lock:
             self._num_failed += 1
-        if not isinstance(error, AdapterFormatError):  # its message says it all
-            # As text: a kept log record with a traceback would keep alive all that its frames refer to.
+        if not isinstance(error, AdapterFormatError):  # its message says everything
+            # As text: a log record that keeps a traceback would keep everything in its frames alive.
             logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
         image.fail(error)
 

@@ -1,4 +1,4 @@
-"""Reads of adapters: threads that run them, of which a file that hangs takes one and no more, and their progress."""
+"""Reads of adapters: the threads that run them, of which a hanging file blocks only one, and their progress."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Reads(Protocol):
     """Runs reads; the simulator injects one that takes virtual time."""
 
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
-        """Run `read` soon. Its future is `running()` from when it begins until it ends.
+        """Run `read` soon. Its future is `running()` from its beginning to its end.
 
-        group: of reads that may all hang at once, such as reads of one directory; empty: none.
+        group: names reads that may all hang at once, such as reads of one directory; empty: none.
         """
         ...
 
@@ -33,30 +33,30 @@ class Reads(Protocol):
         wait(pending, timeout, FIRST_COMPLETED)
 
     def wake(self) -> None:
-        """End the `wait` under way, or else the next one at once; from any thread."""
+        """End the present `wait`, or else the next one at once; thread-safe."""
 
     def arrange(self, futures: Sequence[Future]) -> None:
         """Move `futures` that have not begun to the head of the queue, in this order."""
 
     def set_aside(self, future: Future) -> bool:
-        """Stop counting a slow read, so that another may begin; return whether that could be done."""
+        """Stop counting a slow read, so another may begin; return whether that was possible."""
         return False
 
     def shutdown(self) -> None: ...
 
 
-#: Seconds between looks at copies that are awaited with no read under way: chosen, a small part of a step.
+#: Seconds between two checks for copies that are awaited with no read in flight: a small part of a step.
 LOOK_SECONDS = 5e-4
 
-#: Seconds that `shutdown` waits at most for reads that were going well.
+#: The most seconds that `shutdown` waits for reads that make progress.
 CLOSE_SECONDS = 1.0
 
 
 class ThreadReads(Reads):
-    """Reads in threads of their own, so that the engine's thread never waits for a disk.
+    """Reads on its own threads, so the engine's thread never waits for a disk.
 
     `threads` read at once; see `DaemonPool` for reads that are set aside. A read that never returns keeps its thread
-    for good.
+    forever.
     """
 
     def __init__(self, threads: int = 2, most_threads: int = 64) -> None:
@@ -66,16 +66,16 @@ class ThreadReads(Reads):
         self._news = threading.Event()  # a read has ended, or `wake` was called
 
     def submit(self, read: Callable[[], Any], group: str = "") -> Future:
-        """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
+        """Run `read` soon. Raises RuntimeError if no thread could be started for it, or after `shutdown`."""
         future = self._pool.submit_to(group, read)
         future.add_done_callback(lambda _: self._news.set())
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Sleep until a read has ended or `wake` is called, at most `timeout` seconds, or `LOOK_SECONDS` if nothing is
-        pending: a copy to a device may be awaited, which gives no signal when it has ended.
+        """Sleep until a read has ended or `wake` is called, at most `timeout` seconds.
 
-        The overhead does not depend on the number of pending reads.
+        If nothing is pending, it sleeps at most `LOOK_SECONDS`: a copy to a device may be awaited, and its end gives no
+        signal. The overhead does not depend on the number of pending reads.
         """
         self._news.wait(timeout if pending else min(timeout, LOOK_SECONDS))
         self._news.clear()
@@ -95,8 +95,8 @@ class ThreadReads(Reads):
     def shutdown(self) -> None:
         """Drop reads that have not begun. Running reads get a moment to end, except reads set aside.
 
-        So their threads have released their tensors: a thread that frees a tensor while the interpreter ends would kill
-        the process by a signal.
+        Then their threads have released their tensors: a thread that frees a tensor while the interpreter ends would
+        kill the process by a signal.
         """
         self._pool.shutdown()
         self._pool.join(CLOSE_SECONDS)
@@ -105,24 +105,24 @@ class ThreadReads(Reads):
 #: Seconds after which a read is slow.
 SLOW_SECONDS = 1.0
 
-#: Layers come in groups of about so many bytes, and so slowly at least.
+#: Layers are read in groups of about this many bytes, at no less than this rate.
 _GROUP_BYTES = 16 << 20
 _LEAST_BYTES_PER_SECOND = 512 << 10
 
 
 class ReadStalled(AdapterFormatError):
-    """A read made no progress for too long and was given up."""
+    """A read made no progress for too long and was abandoned."""
 
     failure = LoadFailure.TIMEOUT
 
 
 @dataclass(slots=True, eq=False)
 class ReadWatch:
-    """Follows a read's progress; the owner passes the time in.
+    """Tracks a read's progress; the owner passes the time in.
 
-    What counts is the time without progress, not the total: a slow disk that goes on delivering layers may take its
-    time. Layers come in groups, so `patience` includes the time of a group of `num_bytes` at 512 KiB/s. Waiting for a
-    thread does not count.
+    The time without progress counts, not the total: a slow disk that keeps delivering layers may take its time. Layers
+    come in groups, so `patience` includes the time for a group of `num_bytes` at 512 KiB/s. Waiting for a thread does
+    not count.
     """
 
     _future: Future
@@ -142,7 +142,7 @@ class ReadWatch:
         return self._stall_seconds + min(self._num_bytes, _GROUP_BYTES) / _LEAST_BYTES_PER_SECOND
 
     def look(self, now: float) -> bool:
-        """Record the progress; return whether there was any since the last look."""
+        """Record the progress; return whether there was any since the last check."""
         if self.began is None:
             if not self._future.running():
                 return False
@@ -161,7 +161,7 @@ class ReadWatch:
         return 0.0 if self.began is None else now - self.last_moved
 
     def quiet_seconds(self, now: float) -> float:
-        """Seconds without progress, or since the request: that the read has begun says nothing about its disk."""
+        """Seconds without progress, or since the request: the start of a read says nothing about its disk."""
         return now - self._last_brought
 
     @property

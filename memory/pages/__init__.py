@@ -1,1 +1,1 @@
-"""The page pool and what lives in its pages: arena, layouts, block tables, prefix cache, eviction."""
+"""The page pool and its users: arena, layouts, block tables, prefix cache, eviction."""

@@ -1,4 +1,4 @@
-"""The arena: one device buffer that holds all KV and all resident adapters."""
+"""The arena: one device buffer that holds the KV cache and all resident adapters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from .layout import PageLayout
 
 
 class Arena:
-    """`num_pages` pages of `layout.page_elems` elements.
-
-    pages: `[num_pages, page_elems]`, the buffer as adapters see it. kv_layers: K and V of each layer, strided views
-    `[num_pages, block_tokens, kv_heads, head_dim]` of it.
-    """
+    """`num_pages` pages of `layout.page_elems` elements."""
 
     def __init__(
         self,
@@ -23,7 +19,7 @@ class Arena:
         device: torch.device | str,
         pages: torch.Tensor | None = None,
     ) -> None:
-        """pages: zeroed memory to use, in place of memory of its own."""
+        """pages: zeroed memory to use instead of allocating some."""
         if dtype.itemsize != layout.itemsize:
             raise ValueError(f"layout counts {layout.itemsize} bytes per element, {dtype} has {dtype.itemsize}")
         self.layout = layout
@@ -32,8 +28,9 @@ class Arena:
         if pages is not None:
             self.pages = pages.view(shape)
         elif torch.device(device).type == "cpu":
-            self.pages = hugepages.zeros(shape, dtype)  # the system gives pages of it when they are used
+            self.pages = hugepages.zeros(shape, dtype)  # the system provides its memory page by page on first use
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
         self.kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]
+        """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages."""

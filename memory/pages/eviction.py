@@ -1,8 +1,9 @@
-"""The one order in which idle adapters and cached prefix blocks give up their pages.
+"""The eviction order of idle adapters, cached prefix blocks and merged weights.
 
-GreedyDual-Size-Frequency: an item's priority is `clock + uses · cost / pages`, cost being the time to bring it back;
-the lowest goes first and the clock rises to its priority. So what is dear, often used and small stays, and what was
-once popular ages. There is no fixed split between the two kinds: they compete on seconds saved per page.
+GreedyDual-Size-Frequency: an item's priority is `clock + uses · cost / pages`, where the cost is the time to bring it
+back. The item with the lowest priority is evicted first, and the clock rises to that priority. Thus expensive, popular
+and small items stay, and formerly popular items age. There is no fixed split between kinds: they compete on the seconds
+saved per page.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RestoreCosts:
-    """Seconds to bring back a page of each kind; the engine keeps them at what it measures."""
+    """Seconds to bring back a page of each kind; the engine updates them with measurements."""
 
     prefix_page: float = 1e-2
     host_adapter_page: float = 1e-4
     disk_adapter_page: float = 1e-3
-    swapped_page: float = 2e-4  # out to host memory and back
+    swapped_page: float = 2e-4
+    """Out to host memory and back."""
 
     def observe(self, name: str, seconds_per_page: float) -> None:
         """Move a cost a fifth of the way to a new measurement."""
@@ -29,10 +31,10 @@ class RestoreCosts:
 
 
 class EvictionOrder:
-    """Evictable items by priority. Only what may be evicted right now is in here."""
+    """Items that may be evicted now, by priority."""
 
     def __init__(self, *, lru: bool = False) -> None:
-        """lru: what became evictable first goes first, and nothing else counts: the pool to compare with."""
+        """lru: evict the item that became evictable first, and ignore everything else; a baseline."""
         self._lru = lru
         self._heap: list[tuple[bool, float, int, int, Hashable]] = []
         self._serials: dict[Hashable, int] = {}  # item → serial of its valid heap entry
@@ -46,14 +48,21 @@ class EvictionOrder:
         return item in self._serials
 
     def add(
-        self, item: Hashable, pages: int, cost: float, uses: int, *, wanted: bool = False, depth: int = 0,
+        self,
+        item: Hashable,
+        pages: int,
+        cost: float,
+        uses: int,
+        *,
+        wanted: bool = False,
+        depth: int = 0,
         in_use: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make `item` evictable, or change its priority.
 
-        cost: seconds to bring it back. wanted: a waiting request will use it, so everything else goes before it.
-        depth: among equals the deeper goes first. in_use: evictable as a last resort, before only items wanted by
-        waiting requests.
+        cost: seconds to bring it back. wanted: a waiting request will use it, so everything else is evicted first.
+        depth: among equals, the deepest is evicted first. in_use: evictable only as a last resort, just before the
+        items that waiting requests want.
         """
         serial = self._serials[item] = next(self._serial)
         if in_use:
@@ -68,11 +77,11 @@ class EvictionOrder:
             heapq.heapify(self._heap)
 
     def discard(self, item: Hashable) -> None:
-        """The item is in use again, or gone. Nothing happens when it was not evictable."""
+        """Make an item no longer evictable: it is in use again, or gone. Does nothing if it was not evictable."""
         self._serials.pop(item, None)
 
     def pop(self) -> Hashable:
-        """Take out the item to evict next. IndexError when there is none."""
+        """Remove and return the item to evict next. Raises IndexError if there is none."""
         while True:
             entry = heapq.heappop(self._heap)
             if self._is_valid(entry):

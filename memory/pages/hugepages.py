@@ -13,7 +13,7 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros, which takes memory as it is written; a large one asks for huge pages.
+    """Allocate a tensor of zeros whose memory is provided on first use; a large one asks for huge pages.
 
     Weights and pages are streamed once per step; with 4 KiB pages every row of a slab would miss the TLB.
     """
@@ -21,7 +21,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory of its own; when it is large, of huge pages where the system grants them."""
+    """Map zeroed private memory, on huge pages if it is large and the system grants them."""
     mapping = mmap.mmap(-1, num_bytes, **_PRIVATE)
     if num_bytes >= _WORTH_IT_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -1,7 +1,7 @@
-"""The page pool: the owner of each page. It never looks into a page.
+"""The page pool: it owns every page, and never looks into one.
 
-One pool serves the KV cache and the adapters, so memory moves between them page by page with no fixed split
-(S-LoRA's unified paging, papers/004).
+One pool serves the KV cache and the adapters, so memory moves between them page by page with no fixed split (S-LoRA's
+unified paging, papers/004).
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ import numpy as np
 
 
 class PageKind(IntEnum):
-    """Use of a page; only FREE is false."""
+    """The use of a page; only FREE is false."""
 
     FREE = 0
     RESERVED = 1
     KV = 2
     ADAPTER = 3
-    CACHED = 4  # unused KV, kept because a later request may begin with the same tokens
-    SHADOW = 5  # a second copy of some weights, with an adapter in it
+    CACHED = 4
+    """Unused KV, kept because a later request may begin with the same tokens."""
+    SHADOW = 5
+    """Merged weights: a copy of some weight matrices with an adapter added."""
 
 
 _KINDS = tuple(PageKind)
 _FREE, _CACHED = PageKind.FREE, PageKind.CACHED
 
-#: Kinds of pages that have references; all but KV pages have one owner.
+#: Kinds of pages that have references; pages of these kinds have one owner, except KV pages.
 _HELD = frozenset(map(int, (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)))
 #: Kinds of pages that may hold a known block.
 _KEPT = frozenset(map(int, (PageKind.KV, PageKind.CACHED)))
 
 
 class OutOfPages(RuntimeError):
-    """Fewer free pages than asked for. Nothing was allocated."""
+    """Fewer pages are free than requested. Nothing was allocated."""
 
 
 class IntegrityError(AssertionError):
-    """The pool's books do not add up."""
+    """An accounting invariant of the pool is violated."""
 
 
 class PagePool:
-    """Allocates page ids `0 … num_pages-1`. Page 0 is reserved: padding rows read and write it.
+    """Allocates page ids `0 … num_pages-1`. Page 0 is reserved: padding entries read and write it.
 
-    Every page has a kind and a reference count; KV pages may be shared, others have one owner. A KV page that is marked
-    as kept becomes CACHED instead of free with its last reference.
+    Every page has a kind and a reference count. KV pages may be shared; other pages have one owner. When a KV page
+    marked as kept loses its last reference, it becomes CACHED instead of free.
     """
 
     DUMMY = 0
@@ -60,8 +62,8 @@ class PagePool:
         self._references = [0] * num_pages
         self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
-        self._free = array("i", range(num_pages - 1, 0, -1))  # a stack, lowest page on top
-        self._counts = [0] * len(PageKind)  # but for the free ones, which `_free` has
+        self._free = array("i", range(num_pages - 1, 0, -1))  # a stack with the lowest page on top
+        self._counts = [0] * len(PageKind)  # by kind, except FREE: `_free` has those
         self._counts[PageKind.RESERVED] = 1
 
     @property
@@ -85,18 +87,18 @@ class PagePool:
         return _KINDS[self._kind[page]]
 
     def kinds(self) -> np.ndarray:
-        """Return the kinds of all pages, `[pages]` uint8, which change with them; callers must not change them."""
+        """Return the kinds of all pages, `[pages]` uint8. It is a live view: callers must not change it."""
         return np.frombuffer(self._kind, np.uint8)
 
     def references(self, page: int) -> int:
         return self._references[page]
 
     def allocate(self, count: int, kind: PageKind) -> list[int]:
-        """Take `count` pages with one reference each. OutOfPages, and nothing taken, when there are too few."""
+        """Allocate `count` pages with one reference each. Raises OutOfPages, and takes none, if there are too few."""
         if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_usable} free")
+            raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {self.num_usable} are free")
         free, kinds, references, counts = self._free, self._kind, self._references, self._counts
-        if count == 1:  # what decoding requests take
+        if count == 1:  # the usual case of decoding requests
             pages = [free.pop()]
         else:
             pages = free[: -count - 1 : -1].tolist()
@@ -108,7 +110,9 @@ class PagePool:
         return pages
 
     def take(self, runs: Sequence[range], kind: PageKind) -> None:
-        """Take exactly these pages with one reference each. OutOfPages, and nothing taken, when one is not free."""
+        """Allocate exactly these pages with one reference each. Raises OutOfPages, and takes none, if one is not
+        free.
+        """
         if any(self._kind[run.start : run.stop].count(_FREE) < len(run) for run in runs):
             raise OutOfPages(f"not all of {sum(map(len, runs))} pages are free")
         self._mark(runs, kind, 1)
@@ -117,7 +121,7 @@ class PagePool:
         self._free = array("i", free[self.kinds()[free] == _FREE].tobytes())
 
     def give_back(self, runs: Sequence[range], kind: PageKind) -> None:
-        """Free pages of `take`. They are the last to be allocated again, so that they are found together once more."""
+        """Free pages of `take`. They are allocated again last, so the same runs can be found again."""
         if any(self._kind[run.start : run.stop].count(kind) < len(run) for run in runs):
             raise IntegrityError(f"not all of {sum(map(len, runs))} pages are {kind.name}")
         self._mark(runs, _FREE, 0)
@@ -141,7 +145,7 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference; a page without any is free again, or cached if it is kept."""
+        """Drop a reference of each page; a page without references becomes free, or cached if it is kept."""
         references, kept, kinds, counts, free = self._references, self._kept, self._kind, self._counts, self._free
         for page in pages:
             left = references[page] - 1
@@ -157,13 +161,13 @@ class PagePool:
                     free.append(page)
 
     def keep(self, page: int) -> None:
-        """Make a KV page in use stay as CACHED when its last reference goes."""
+        """Make a KV page in use become CACHED when its last reference is dropped."""
         if self._kind[page] != PageKind.KV:
-            raise IntegrityError(f"page {page} is {self.kind(page).name}, only KV in use can be kept")
+            raise IntegrityError(f"page {page} is {self.kind(page).name}; only a KV page in use can be kept")
         self._kept[page] = 1
 
     def forget(self, page: int) -> None:
-        """No longer keep a page; a cached one is free at once."""
+        """Stop keeping a page; a cached page becomes free at once."""
         self._kept[page] = 0
         if self._kind[page] == _CACHED:
             self._counts[_CACHED] -= 1
@@ -179,10 +183,10 @@ class PagePool:
     def check_integrity(self, holders: Iterable[tuple[PageKind, Iterable[int]]] | None = None) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the counts add up.
 
-        holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
-        equal the number of holders, and a page that is not KV must have exactly one.
+        holders: the pages that the rest of the engine believes it holds, as (kind, pages) per holder. If given, every
+        reference count must equal the number of holders, and a page that is not KV must have exactly one.
         """
-        # It runs whenever an engine idles: built-ins look at the whole pool, a loop only at the pages in use.
+        # This runs whenever an engine idles, so built-ins scan the whole pool and loops only the pages in use.
         pages, free = range(self.num_pages), set(self._free)
         used = set(compress(pages, self._kind))
         if len(free) != len(self._free):

@@ -1,9 +1,9 @@
-"""The prefix cache: full KV blocks that a later request with the same adapter version and tokens can start from; and
-the block tables that begin with them.
+"""The prefix cache: full KV blocks that later requests with the same adapter version and tokens can start from; and
+block tables, which begin with them.
 
-A trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so there is no hash collision to
-fear, and a version that is gone takes its tries with it: a reloaded adapter can't be served its predecessor's KV. The
-scope (tenant and salt) chooses the trie before any token is compared: no choice of tokens leads to another scope's
+There is one trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so hash collisions
+can't occur. A removed version takes its tries with it, so a reloaded adapter can't get the KV of its predecessor. The
+scope (tenant and salt) selects the trie before any token is compared, so no choice of tokens reaches another scope's
 blocks.
 """
 
@@ -34,7 +34,7 @@ class Block:
 
 
 class Root(Block):
-    """Root of a trie: of one adapter version and one scope."""
+    """Root of the trie of one adapter version and one scope."""
 
     __slots__ = ("scope", "version")
 
@@ -55,10 +55,8 @@ class BlockListener(Protocol):
 class PrefixCache:
     """Known full blocks, used or evictable.
 
-    A request that knows of a block holds the block's ancestors too, so an unused block has only unused descendants, and
-    every CACHED page can be had by evicting leaves one after another.
-
-    by_page: the known blocks.
+    A request that knows a block also holds the block's ancestors. Therefore an unused block has only unused
+    descendants, and evicting leaves one by one can free every CACHED page.
     """
 
     def __init__(self, pool: PagePool, order: EvictionOrder, costs: RestoreCosts, block_tokens: int) -> None:
@@ -68,6 +66,7 @@ class PrefixCache:
         self._block_tokens = block_tokens
         self._roots: dict[int, dict[Hashable, Root]] = {}
         self.by_page: dict[int, Block] = {}
+        """The known blocks."""
         self.listener: BlockListener | None = None
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
@@ -78,7 +77,7 @@ class PrefixCache:
     def match(self, version: int, tokens: Sequence[int], scope: Hashable = None) -> list[Block]:
         """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute.
 
-        scope: only blocks that were made known with an equal one are found.
+        scope: only blocks stored with an equal scope are found.
         """
         found: list[Block] = []
         roots = self._roots.get(version)
@@ -94,11 +93,13 @@ class PrefixCache:
         return found
 
     def unused(self, blocks: Iterable[Block]) -> int:
-        """Number of the blocks with an unused page: taking them lowers what can be reclaimed."""
+        """Number of the blocks with an unused page: taking them reduces the pages that can be reclaimed."""
         return sum(self._pool.kind(block.page) is PageKind.CACHED for block in blocks)
 
     def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
-        """Use matched blocks for a request of `num_tokens` tokens: one reference each; returns their pages in order."""
+        """Use matched blocks for a request of `num_tokens` tokens, adding one reference each; return their pages in
+        order.
+        """
         self.num_query_tokens += num_tokens
         if not blocks:
             return []
@@ -111,7 +112,7 @@ class PrefixCache:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give back a request's pages, known blocks or not."""
+        """Drop a request's references to its pages, known blocks or not."""
         self._pool.release(reversed(pages))
         for page in pages if self.by_page else ():
             block = self.by_page.get(page)
@@ -121,10 +122,10 @@ class PrefixCache:
     def insert(
         self, version: int, parent: Block | None, tokens: Sequence[int], page: int, scope: Hashable = None
     ) -> Block | None:
-        """Store a block; its KV was just completed in `page`, which the caller uses.
+        """Store a block whose KV was just completed in `page`, which the caller uses.
 
-        parent: the block before it as returned by `insert` or `match`, None for the first. Returns None when an equal
-        block is known already: the caller keeps its own page to itself and inserts nothing after it.
+        parent: the block before it, as returned by `insert` or `match`; None for the first. Returns None if an equal
+        block is already known: then the caller keeps its own page to itself and inserts nothing after it.
         """
         if parent is None:
             roots = self._roots.setdefault(version, {})
@@ -142,9 +143,9 @@ class PrefixCache:
         return block
 
     def evict(self, block: Block) -> None:
-        """Forget an unused leaf, freeing its page; its parent may become evictable by it."""
+        """Forget an unused leaf and free its page; its parent may become evictable."""
         self._forget(block)
-        if (parent := block.parent) is None:  # a trie's root, which has no page and is never offered
+        if (parent := block.parent) is None:  # the root of a trie has no page and is never offered
             return
         del parent.children[block.tokens]
         if isinstance(parent, Root):
@@ -154,7 +155,7 @@ class PrefixCache:
             self._offer(parent)
 
     def evict_from(self, block: Block) -> None:
-        """Forget an unused block and all that follow it, freeing their pages."""
+        """Forget an unused block and all its descendants, and free their pages."""
         found = [block]
         for each in found:
             found += each.children.values()
@@ -163,7 +164,7 @@ class PrefixCache:
             self.evict(each)
 
     def roots(self) -> Iterator[Root]:
-        """Every trie's root."""
+        """The root of every trie."""
         for roots in self._roots.values():
             yield from roots.values()
 
@@ -178,7 +179,7 @@ class PrefixCache:
             self._forget(block)
 
     def _drop(self, root: Root) -> None:
-        """Forget an empty trie, so that scopes that came once leave nothing behind."""
+        """Forget an empty trie, or else every scope would leave one for good."""
         roots = self._roots[root.version]
         del roots[root.scope]
         if not roots:
@@ -199,7 +200,7 @@ class PrefixCache:
 class BlockTable:
     """A request's KV pages, in order of its tokens.
 
-    It starts with the pages of a matched prefix, grows by whole pages, gives all of them back at once.
+    It starts with the pages of a matched prefix, grows by whole pages, and frees all of them at once.
     """
 
     __slots__ = ("_block_tokens", "_pool", "_prefix", "pages")
@@ -216,19 +217,19 @@ class BlockTable:
         return missing if missing > 0 else 0
 
     def grow(self, num_tokens: int) -> None:
-        """Cover `num_tokens` tokens. OutOfPages, and nothing changed, when the pool can't."""
+        """Cover `num_tokens` tokens. Raises OutOfPages, and changes nothing, if the pool has too few pages."""
         self.add_pages(self.missing_pages(num_tokens))
 
     def add_pages(self, count: int) -> None:
-        """Grow by `count` pages. OutOfPages, and nothing changed, when the pool can't."""
+        """Grow by `count` pages. Raises OutOfPages, and changes nothing, if the pool has too few."""
         self.pages += self._pool.allocate(count, PageKind.KV)
 
     def hand_over(self) -> BlockTable:
-        """Return another table that has the pages from now on; this one has none."""
+        """Move the pages to a new table and return it; this table becomes empty."""
         pages, self.pages = self.pages, []
         return BlockTable(self._pool, self._prefix, self._block_tokens, pages)
 
     def free(self) -> None:
-        """Give back every page; pages of known blocks stay cached until evicted."""
+        """Drop every page; pages of known blocks stay cached until evicted."""
         pages, self.pages = self.pages, []
         self._prefix.release(pages)

@@ -1,4 +1,4 @@
-"""Runs of consecutive pages for what can't go on in a page elsewhere."""
+"""Finding runs of consecutive pages, for data that can't be split across scattered pages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from itertools import groupby
 import numpy as np
 
 BLOCKED = 1 << 16
-"""Cost of a page that can't be had: more than that of a run of others, which are fewer and cost 1 at most."""
+"""Cost of a page that can't be taken: more than the cost of any run of other pages, which cost at most 1 each."""
 
 _WIDTH = 256
-"""Places that have their least cost noted together. Chosen: near the root of the pages that an arena has."""
+"""Positions that share one noted minimum: about the square root of an arena's number of pages."""
 
 
 def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
-    """Disjoint runs of `sizes` pages each, fewer than `BLOCKED`; None where none were found.
+    """Choose disjoint runs of `sizes` pages each, fewer than `BLOCKED`; None if there are none.
 
-    costs: `[pages]` uint32, what taking a page costs: 0, 1, or `BLOCKED` where it can't be had. The longest run is
-    placed first, each where it costs least, then as far behind as it goes: pages are allocated from the front, so that
-    runs split little of what is free.
+    costs: `[pages]` uint32, the cost of taking each page: 0, 1, or `BLOCKED` if it can't be taken. The longest run is
+    placed first. Each run is placed where it costs least, and among those as late as possible: pages are allocated from
+    the front, so the runs then split few free stretches.
     """
     places = _Places(costs)
     runs: list[range] = [range(0)] * len(sizes)
@@ -38,19 +38,19 @@ def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
 
 
 class _Places:
-    """First pages of runs of one size, with the least cost of each `_WIDTH` of them: scanning all takes too long."""
+    """Costs of runs of one size by first page, with the minimum of every `_WIDTH` of them: scanning all is too slow."""
 
     def __init__(self, costs: np.ndarray) -> None:
-        self._sums = np.zeros(len(costs) + 1, np.uint32)  # modulo 2**32; a run's cost, a difference, is less
+        self._sums = np.zeros(len(costs) + 1, np.uint32)  # modulo 2**32; the cost of a run is a difference and smaller
         np.cumsum(costs, dtype=np.uint32, out=self._sums[1:])
         self._costs = np.empty(-(-len(self._sums) // _WIDTH) * _WIDTH, np.uint32)
         self._table = self._costs.reshape(-1, _WIDTH)
         self._least = np.empty(len(self._table), np.uint32)
-        self._stale = slice(0)  # rows with a stale least cost
+        self._stale = slice(0)  # rows whose minimum is stale
         self._size = self._next = self._cost = 0
 
     def open(self, size: int, placed: Sequence[range]) -> None:
-        """Begin with runs of a size. placed: runs already taken."""
+        """Start with runs of a size. placed: runs already taken."""
         count = len(self._sums) - size
         np.subtract(self._sums[size:], self._sums[:count], out=self._costs[:count])
         self._costs[count:] = BLOCKED
@@ -59,9 +59,9 @@ class _Places:
         self._size, self._next, self._stale = size, -1, slice(len(self._table))
 
     def take(self) -> int | None:
-        """Take the last run of least cost, so that later ones don't overlap it; return its first page, None without."""
+        """Take the last run of minimum cost and return its first page, or None; later runs can't overlap it."""
         first, stop = self._next, self._stale.stop
-        if first < 0 or self._costs[first] != self._cost:  # else it ends where the last one begins
+        if first < 0 or self._costs[first] != self._cost:  # else it ends where the previous one begins
             np.minimum.reduce(self._table[self._stale], axis=1, out=self._least[self._stale])
             row = len(self._least) - 1 - int(self._least[::-1].argmin())
             self._cost = self._least[row]

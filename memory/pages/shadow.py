@@ -1,4 +1,4 @@
-"""Pages of shadow weights: a second copy of some weights, with an adapter in it."""
+"""Pages of merged weights (the shadow): a copy of some weight matrices with an adapter added."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .pool import PageKind, PagePool
 
 
 class ShadowPages:
-    """Runs of consecutive pages, one per matrix, which are given up all at once.
+    """Runs of consecutive pages, one per matrix, which are freed all at once.
 
-    They compete for the memory with idle adapters and cached prefixes while steps don't use what is in them, and go
-    after these while steps do.
+    While steps don't use the merged weights, their pages compete with idle adapters and cached prefixes. While steps
+    use them, all of those are evicted first.
     """
 
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
@@ -22,27 +22,27 @@ class ShadowPages:
         self.num_pages = 0
         self.in_use = False
         self.on_gone: Callable[[], None] = lambda: None
-        """Called when the pages have been given up."""
+        """Called after the pages have been freed."""
 
     def take(self, runs: Sequence[range]) -> None:
-        """Take more free pages, in use until `rest`. OutOfPages, and nothing taken, when one is not free."""
+        """Take more free pages, in use until `rest`. Raises OutOfPages, and takes none, if one is not free."""
         self._pool.take(runs, PageKind.SHADOW)
         self.runs += runs
         self.num_pages += sum(map(len, runs))
         self.use()
 
     def use(self) -> None:
-        """Steps use what is in the pages, or it is being made."""
+        """Mark the pages as in use: steps use the merged weights, or they are being made."""
         self.in_use = True
         self._order.add(self, self.num_pages, 0.0, 0, in_use=True)
 
     def rest(self, cost: float, uses: int) -> None:
-        """Steps no longer use it. cost: seconds to make it again; uses: times that it was used."""
+        """Mark the pages as unused. cost: seconds to make the weights again; uses: how often they were used."""
         self.in_use = False
         self._order.add(self, self.num_pages, cost, uses)
 
     def give_up(self) -> None:
-        """Free the pages; nothing happens when there are none."""
+        """Free the pages; does nothing if there are none."""
         if not self.num_pages:
             return
         self._order.discard(self)

@@ -1,24 +1,29 @@
-"""Copies that run beside compute, on streams of their own.
+"""Copies on their own streams, which overlap with compute.
 
-Why each step sees the right bytes. A stream runs its work in order; an event recorded on a stream fires after all work
-enqueued before it; a stream that waits for an event runs work enqueued later after the event.
+Three rules of CUDA make every step see the right bytes. A stream runs its work in order. An event recorded on a stream
+fires after all work enqueued before it. A stream that waits for an event runs work enqueued later after the event.
 
-- *A layer's bytes are there when compute reads them.* An event is recorded on the copy stream after the group's copies,
-  and `join` makes the compute stream wait for it before the caller launches what reads them. When the host has already
-  seen the event fire, the copies are complete, and whatever is launched later comes after them.
-- *The former owner is done with the pages when a copy writes them.* `fence` records an event on the compute stream, on
-  the thread that launches compute, when the pages change hands; everything that the former owner launched comes before
-  it, and every copy of the transfer after it, also copies that a reader's thread issues later. Copies out of the arena
-  wait for the same event, and so read what compute has written.
-- *The former owner's own copies are done too:* its pages come back only when its transfer is quiet, which is when the
-  host has seen the event after its last copy fire.
-- *A host image is not reused while a copy reads it:* the engine holds the transfer, and that the image, until then.
-- *The host's writes come before the copy that reads them:* a layer is published after it is written, under a lock, and
-  issued after it is seen published.
+- *A layer's bytes are present when compute reads them.* An event is recorded on the copy stream after the group's
+  copies. `join` makes the compute stream wait for it before the caller launches the layer. If the host has already
+  seen the event fire, the copies are complete, and anything launched later runs after them.
 
-Only `fence` and `join` ask for the current compute stream, which is a property of the calling thread; a reader's thread
-issues copies but does neither. A step that is being captured into a graph must not wait for transfers: their events
-belong to no capture.
+- *The former owner is done with the pages when a copy writes them.* When the pages change hands, `fence` records an
+  event on the compute stream, on the thread that launches compute. All work launched by the former owner precedes the
+  event. Every copy of the transfer follows it, including copies that a reader's thread issues later. Copies out of
+  the arena wait for the same event, so they read the values that compute has written.
+
+- *The former owner's own copies are also done.* Its pages are freed only when its transfer is quiet: when the host has
+  seen the event after its last copy fire.
+
+- *A host image is not reused while a copy reads it.* The engine holds the transfer until then, and the transfer holds
+  the image.
+
+- *The host's writes come before the copy that reads them.* A layer is published after it is written, under a lock, and
+  its copy is issued after it is seen published.
+
+Only `fence` and `join` use the current compute stream, which is a property of the calling thread. A reader's thread
+issues copies but calls neither. A step must not wait for transfers while it is being captured into a graph, because
+their events belong to no capture.
 """
 
 from __future__ import annotations
@@ -35,16 +40,16 @@ from .cuda_driver import CupyDriver
 from .cuda_transfer import LAYERS_AHEAD, CopyGroup, CopyPlan, CudaTransfer
 from .transfer import check_image, check_pages
 
-#: A group of layers shares an event once it has this many bytes: about 40 µs of a PCIe 5 link.
+#: A group of layers that share an event is closed at this many bytes: about 40 µs of a PCIe 5 link.
 GROUP_BYTES = 2 << 20
 
 
 class CudaCopies:
-    """Copy engine of a GPU: one copy stream each way, so that swapping out does not queue behind loading.
+    """Copy engine of a GPU, with one copy stream per direction, so that swapping out does not queue after loading.
 
-    pages: the arena, `[num_pages, page_elems]` on the device. An image in memory that is not pinned is copied rightly,
-    but the host waits for it. group_bytes: bytes after which a group of layers is closed; the first layer is always a
-    group of its own, and no layer is cut.
+    pages: the arena, `[num_pages, page_elems]` on the device. An image in memory that is not pinned is copied
+    correctly, but the host waits for the copy. group_bytes: size at which a group of layers is closed. The first layer
+    is always its own group, and no layer is split.
     """
 
     def __init__(self, pages: torch.Tensor, driver: CupyDriver, group_bytes: int = GROUP_BYTES) -> None:
@@ -53,15 +58,17 @@ class CudaCopies:
         self._itemsize = pages.itemsize
         self._group_elems = group_bytes // pages.itemsize
         self._driver = driver
-        #: Handles of the copy streams, by direction: to the device or not.
+        #: Handles of the copy streams; True: to the device.
         self.streams = {True: driver.new_stream(), False: driver.new_stream()}
         self._live: list[CudaTransfer] = []
-        #: Guards all issuing, so that copies enter a stream in one order; no one sleeps while holding it.
+        #: Guards all issuing, so copies enter a stream in one order. No thread sleeps while holding it.
         self.lock = threading.RLock()
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> CudaTransfer:
-        """Issue what has been read of the first group and LAYERS_AHEAD layers more, so that the link has work until the
-        step begins; `advance`, the prefill and the reading thread issue the others.
+        """Issue the layers read so far, up to LAYERS_AHEAD after the first group, so the link has work until the step
+        begins.
+
+        `advance`, the prefill and the reading thread issue the other layers.
         """
         check_pages(pages, layout.num_pages, self._num_pages)
         plan = CopyPlan.of_layers(layout, pages, self._page_elems, self._group_elems)
@@ -73,9 +80,9 @@ class CudaCopies:
     def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CudaTransfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
 
-        image: `[len(pages), page_elems]` on the host. The current compute stream's work so far comes first. All copies
-        are issued before this returns. Bytes moved to the host may be read once `is_done()`; after `wait()` the pages
-        may have a new owner, if its work follows on the compute stream.
+        image: `[len(pages), page_elems]` on the host. All copies are issued before this returns, and run after the work
+        launched so far on the current compute stream. Bytes moved to the host may be read once `is_done()`. After
+        `wait()` the pages may have a new owner, if its work follows on the compute stream.
         """
         check_pages(pages, len(pages), self._num_pages)
         plan = CopyPlan.of_pages(pages, self._page_elems, self._group_elems)
@@ -86,12 +93,12 @@ class CudaCopies:
         try:
             transfer.advance()
         except BaseException:
-            transfer.synchronize()  # the caller gets no transfer to ask whether the copies before it are complete
+            transfer.synchronize()  # the caller gets no transfer that would tell when the earlier copies are complete
             raise
         return transfer
 
     def advance(self) -> None:
-        """Issue whatever can be issued, the lowest layers of all transfers first; let go of transfers that ended."""
+        """Issue every copy that can be issued, lowest layers of all transfers first; drop transfers that have ended."""
         with self.lock:
             self._live = [transfer for transfer in self._live if not transfer.is_quiet()]
             while ready := [(t, group.first_layer) for t in self._live if (group := t.next_group())]:
@@ -117,25 +124,25 @@ class CudaCopies:
                 try:
                     transfer.advance(group.first_layer + LAYERS_AHEAD)
                 except BaseException:
-                    transfer.synchronize()  # no copy is running when the caller hears of it
+                    transfer.synchronize()  # no copy is running when the caller sees the error
                     raise
             self._live.append(transfer)
         return transfer
 
-    # -- for transfers; called with the lock held, but for `synchronize`
+    # -- called by transfers, with the lock held except for `synchronize`
 
     def check_image(self, image: torch.Tensor, num_pages: int) -> None:
-        """ValueError unless `image` is `[num_pages, page_elems]` of the arena's dtype."""
+        """Raise ValueError unless `image` is `[num_pages, page_elems]` with the arena's dtype."""
         check_image(image, num_pages, self._pages)
 
     def fence(self, to_device: bool) -> None:
-        """Let copies issued from now on begin after what the current compute stream was given so far."""
+        """Make copies issued from now on wait for all work launched so far on the current compute stream."""
         event = self._driver.new_event()
         self._driver.record(event, self._driver.compute_stream())
         self._driver.wait_event(self.streams[to_device], event)
 
     def issue(self, image: torch.Tensor, group: CopyGroup, to_device: bool) -> Any:
-        """Start a group's copies; returns their event. When it raises, none of them is running."""
+        """Start a group's copies and return their event. If it raises, none of them is running."""
         stream, event = self.streams[to_device], self._driver.new_event()
         try:
             for run in group.runs:
@@ -151,13 +158,13 @@ class CudaCopies:
         return event
 
     def is_fired(self, event: Any) -> bool:
-        """True if the copies before `event` are complete; does not wait."""
+        """True if the copies before `event` are complete, without waiting."""
         return self._driver.query(event)
 
     def join(self, event: Any) -> None:
-        """Let what the current compute stream is given from now on begin after `event`; the host does not wait."""
+        """Make work launched from now on on the current compute stream wait for `event`; the host does not wait."""
         self._driver.wait_event(self._driver.compute_stream(), event)
 
     def synchronize(self, event: Any) -> None:
-        """Let the host wait for `event`."""
+        """Make the host wait for `event`."""
         self._driver.synchronize(event)

@@ -1,4 +1,4 @@
-"""The few CUDA calls that copies need, behind an object that a test can replace."""
+"""The few CUDA calls that copies need, as an object that tests can replace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .transfer import ExecutorLost
 
 _NOT_READY = 600  # cudaErrorNotReady
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags: for every context, and for the device's own accesses
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister: for every context, and for the device's own accesses
 
-#: The driver's library; CuPy has no calls for values in a stream.
+#: The driver's library: CuPy has no calls for memory values in a stream.
 _LIBCUDA = "libcuda.so.1"
-_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, of counts that may wrap around
+_WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: the counts may wrap around
 
 
 class MissingCupy(ImportError):
@@ -26,9 +26,9 @@ class MissingCupy(ImportError):
 
 
 def cupy_module() -> Any:
-    """CuPy, or MissingCupy that names the extra to install."""
+    """Import CuPy, or raise MissingCupy, which names the extra to install."""
     try:
-        import cupy  # pyright: ignore[reportMissingImports]  # there for GPUs alone
+        import cupy  # pyright: ignore[reportMissingImports]  # installed only for GPUs
     except ImportError as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise MissingCupy(
@@ -38,10 +38,10 @@ def cupy_module() -> Any:
 
 
 class CupyCalls:
-    """Calls of CuPy on behalf of a device, whichever is the calling thread's current one, such as a reader's.
+    """CuPy calls for one device, even if it is not the calling thread's current device, as in a reader's thread.
 
-    index: the device's; None for calls that need no device. failure: tells why the device does nothing more for this
-    process, None while it works; an error after which it does nothing more becomes ExecutorLost.
+    index: the device's index; None for calls that need no device. failure: returns the reason why the device no longer
+    works for this process, or None. An error after such a failure becomes ExecutorLost.
     """
 
     def __init__(self, index: int | None, failure: Callable[[], str | None] = lambda: None) -> None:
@@ -62,25 +62,25 @@ class CupyCalls:
 
 
 class CupyDriver(CupyCalls):
-    """CUDA by CuPy, beside torch: both use the device's primary context, so handles of one mean the same to the other.
+    """CUDA calls through CuPy. CuPy and torch use the device's primary context, so their handles are interchangeable.
 
-    A stream is its handle, an event whatever `new_event` gives. Any call may raise ExecutorLost.
+    A stream is its handle; an event is the object that `new_event` returns. Any call may raise ExecutorLost.
     """
 
     def __init__(self, index: int, failure: Callable[[], str | None] = lambda: None) -> None:
         super().__init__(index, failure)
-        self._streams: list[Any] = []  # a handle is good while its stream lives
+        self._streams: list[Any] = []  # a handle is valid while its stream object lives
 
     def new_stream(self) -> int:
-        """A stream for copies that never waits for the default stream."""
+        """Create a stream for copies that never waits for the default stream."""
         with self._device():
-            # The default priority is the lowest there is. Copies don't compete with kernels for cores anyway.
+            # The default priority is the lowest. Copies don't compete with kernels for cores in any case.
             self._streams.append(self._cuda.Stream(non_blocking=True))
         return self._streams[-1].ptr
 
     def compute_stream(self) -> int:
-        """The stream that the calling thread launches compute on."""
-        # 0 is torch's default stream; its other name means the same whatever CuPy takes for its own default
+        """Return the stream on which the calling thread launches compute."""
+        # 0 is torch's default stream; its other name is valid whichever default stream CuPy uses
         return torch.cuda.current_stream(self._index).cuda_stream or self._runtime.streamLegacy
 
     def new_event(self) -> Any:
@@ -88,17 +88,17 @@ class CupyDriver(CupyCalls):
             return self._cuda.Event(disable_timing=True)
 
     def record(self, event: Any, stream: int) -> None:
-        """Let `event` fire when all that `stream` was given so far is complete."""
+        """Make `event` fire when all work given to `stream` so far is complete."""
         with self._device():
             self._runtime.eventRecord(event.ptr, stream)
 
     def wait_event(self, stream: int, event: Any) -> None:
-        """Let what `stream` is given from now on begin after `event`. The host does not wait."""
+        """Make work given to `stream` from now on wait for `event`. The host does not wait."""
         with self._device():
             self._runtime.streamWaitEvent(stream, event.ptr)
 
     def query(self, event: Any) -> bool:
-        """True if `event` has fired. Raises when the device is in error, for then it never would."""
+        """True if `event` has fired. Raises if the device is in error, because the event would never fire."""
         status = self._runtime.eventQuery(event.ptr)
         if status not in (0, _NOT_READY):
             with self._device():
@@ -106,18 +106,18 @@ class CupyDriver(CupyCalls):
         return status == 0
 
     def synchronize(self, event: Any) -> None:
-        """Let the host wait for `event`."""
+        """Make the host wait for `event`."""
         with self._device():
             self._runtime.eventSynchronize(event.ptr)
 
     def memcpy_async(self, target: int, source: int, num_bytes: int, to_device: bool, stream: int) -> None:
-        """Copy between a host and a device address."""
+        """Copy between a host address and a device address."""
         kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
         with self._device():
             self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin whole pages of host memory, which the device then sees at the host's addresses. MemoryError when the
+        """Pin whole pages of host memory, which the device then sees at the host's addresses. Raises MemoryError if the
         system grants no more.
         """
         try:
@@ -129,21 +129,21 @@ class CupyDriver(CupyCalls):
             raise MemoryError(str(error)) from error
 
     def unpin(self, address: int) -> None:
-        """Let go of what `pin` has pinned, which no copy may be using."""
+        """Unpin memory of `pin`; no copy may be using it."""
         with self._device():
             self._runtime.hostUnregister(address)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """Let `stream` write a uint32 to an address, once all that it was given so far is complete and can be seen."""
+        """Make `stream` write a uint32 to an address, once all its work so far is complete and visible."""
         self._of_values("cuStreamWriteValue32_v2", stream, address, value, 0)
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Let what `stream` is given from now on begin once the uint32 at an address is at least `value`."""
+        """Make work given to `stream` from now on wait until the uint32 at an address is at least `value`."""
         self._of_values("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_AT_LEAST)
 
     @cached_property
     def _library(self) -> ctypes.CDLL:
-        """Opened once: a step with hand-overs makes hundreds of calls, and opening it takes longer than one."""
+        """Opened once: a step with exchanges makes hundreds of calls, and opening takes longer than a call."""
         return ctypes.CDLL(_LIBCUDA)
 
     def _of_values(self, name: str, stream: int, address: int, value: int, flags: int) -> None:

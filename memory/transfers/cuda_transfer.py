@@ -1,4 +1,4 @@
-"""One image on its way between the host and a GPU's arena: the plan of its copies, and how far they are."""
+"""A transfer of one image between the host and a GPU's arena: the plan of its copies, and their progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from ..host.image import HostImage, LayerStream
 from ..pages.adapter_layout import AdapterLayout
 
-#: A prefill that waits for a layer has copies issued this many layers beyond it: enough that the link is never idle
-#: while the host launches a layer, few enough that the first layers of adapters in one batch come first.
+#: A prefill that waits for a layer has copies issued this many layers further: enough to keep the link busy while the
+#: host launches a layer, and few enough to copy the first layers of all adapters in a batch first.
 LAYERS_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRun:
-    """Elements that lie together both in the image, from `image_elem` on, and in the arena, from `arena_elem` on."""
+    """Elements that are contiguous both in the image, from `image_elem` on, and in the arena, from `arena_elem` on."""
 
     image_elem: int
     arena_elem: int
@@ -28,7 +28,7 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True)
 class CopyGroup:
-    """Group that moves under one event: all bytes of the layers `first_layer … last_layer`."""
+    """Layers `first_layer … last_layer`, which are copied under one event."""
 
     first_layer: int
     last_layer: int
@@ -41,24 +41,26 @@ class CopyGroup:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Groups in the order in which they move. group_of: a layer's group, -1 for a layer without bytes."""
+    """The groups of a transfer."""
 
     groups: tuple[CopyGroup, ...]
+    """In the order in which they are copied."""
     group_of: tuple[int, ...]
+    """The group of each layer; -1 for a layer without bytes."""
 
     @classmethod
     def of_layers(cls, layout: AdapterLayout, pages: Sequence[int], page_elems: int, group_elems: int = 0) -> CopyPlan:
-        """An adapter, layer by layer. pages: where its pages lie in the arena, in the layout's order.
+        """Plan the copies of an adapter, layer by layer. pages: its pages in the arena, in the layout's order.
 
-        The first group is the first layer alone, so that a prefill begins as early as it can; a later one ends with the
-        layer that brings it to `group_elems`.
+        The first group is the first layer alone, so that a prefill begins as early as possible. A later group ends with
+        the layer that reaches `group_elems`.
         """
         ranges = (layout.layer_ranges(layer) for layer in range(layout.num_layers))
         return cls._build(ranges, pages, page_elems, group_elems)
 
     @classmethod
     def of_pages(cls, pages: Sequence[int], page_elems: int, group_elems: int = 0) -> CopyPlan:
-        """Whole pages, each of which counts as a layer."""
+        """Plan the copies of whole pages, each of which counts as a layer."""
         ranges = ([(i * page_elems, (i + 1) * page_elems)] for i in range(len(pages)))
         return cls._build(ranges, pages, page_elems, group_elems)
 
@@ -87,7 +89,7 @@ class CopyPlan:
 
 
 def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) -> tuple[CopyRun, ...]:
-    """Cut an image's ranges where its pages part in the arena, and nowhere else."""
+    """Split an image's ranges only where its pages are not contiguous in the arena."""
     runs: list[CopyRun] = []
     for begin, end in sorted(ranges):
         while begin < end:
@@ -104,7 +106,7 @@ def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) 
 
 
 class CopyEngine(Protocol):
-    """What a transfer asks of `CudaCopies`, all but `synchronize` with its lock held."""
+    """The methods of `CudaCopies` that a transfer calls, with its lock held except for `synchronize`."""
 
     @property
     def lock(self) -> AbstractContextManager[Any, Any]: ...
@@ -117,11 +119,11 @@ class CopyEngine(Protocol):
 
 
 class CudaTransfer:
-    """Made by CudaCopies. Any thread may call it; only `wait_layer` and `wait` touch the compute stream.
+    """A transfer made by CudaCopies. Any thread may call it; only `wait_layer` and `wait` touch the compute stream.
 
-    The pages and the image are in use until `is_quiet()`: their owner must not hand them on before, even after
-    `cancel()`, because an issued copy can't be called back. Until then the transfer itself keeps the image alive; the
-    owner keeps the pages.
+    The pages and the image are in use until `is_quiet()`. Until then, even after `cancel()`, their owner must not reuse
+    them, because an issued copy can't be recalled. The transfer itself keeps the image alive; the owner keeps the
+    pages.
     """
 
     def __init__(self, engine: CopyEngine, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> None:
@@ -131,7 +133,7 @@ class CudaTransfer:
         self._plan = plan
         self._num_pages = num_pages
         self._to_device = to_device
-        self._data: Any = None  # what copies read from, kept until none runs, even should the image fail
+        self._data: Any = None  # the source of copies, kept until none runs, even if the image fails
         self._events: list[Any] = []  # of the groups issued so far, in the order in which they fire
         self._num_fired = 0
         self.arrived = LayerStream()
@@ -145,10 +147,10 @@ class CudaTransfer:
     # -- progress
 
     def advance(self, last_layer: int | None = None) -> None:
-        """Issue the copies of what has been read from the disk, in layer order, at most to `last_layer`'s group.
+        """Issue the copies of the layers that have been read, in layer order, at most up to `last_layer`'s group.
 
-        Never waits. Raises what the driver raises, and ValueError for an image of the wrong shape or dtype; no more is
-        issued then.
+        Never waits. Raises the driver's errors, and ValueError for an image of the wrong shape or dtype; then it issues
+        no more copies.
         """
         with self._engine.lock:
             while (group := self.next_group()) and (last_layer is None or group.first_layer <= last_layer):
@@ -157,19 +159,21 @@ class CudaTransfer:
                 self._unfollow()
 
     def next_group(self) -> CopyGroup | None:
-        """The group that may be issued now; None when all are, the disk is behind, or there is no going on."""
+        """Return the group that may be issued now; None if all are issued, none has been read, or the transfer has
+        ended.
+        """
         if self._has_ended():
             return None
         group = self._plan.groups[len(self._events)]
         return group if self._stream.num_ready > group.last_layer else None
 
     def issue_next(self) -> None:
-        """Issue the group that `next_group` names. The caller holds the engine's lock."""
+        """Issue the group that `next_group` returns. The caller holds the engine's lock."""
         try:
             if not self._events:
                 image = self._image
-                self._data = None if image is None else image.data  # there since the first layer was published
-                if image is None or image.error is not None:  # it fails this very moment
+                self._data = None if image is None else image.data  # set since the first layer was published
+                if image is None or image.error is not None:  # the image failed just now
                     self._is_stopped = True
                     return
                 self._engine.check_image(self._data, self._num_pages)
@@ -181,10 +185,11 @@ class CudaTransfer:
     # -- waiting
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
-        """Make whatever the current compute stream is given from now on see the bytes of `layer`.
+        """Make work launched from now on on the current compute stream see the bytes of `layer`.
 
-        The host waits for the disk only, at most `timeout` seconds, and never for a copy. False when the layer did
-        not come in time, when its read failed or the transfer was cancelled; nothing is known of its pages then.
+        The host waits only for the disk, at most `timeout` seconds, and never for a copy. Returns False if the layer
+        did not come in time, its read failed, or the transfer was cancelled; then the contents of its pages are
+        undefined.
         """
         index = self._plan.group_of[layer]
         if index >= len(self._events) and not self._is_stopped:
@@ -198,39 +203,43 @@ class CudaTransfer:
             return True
 
     def wait(self, timeout: float = 0.0) -> bool:
-        """`wait_layer` for the last layer, and so for all: copies complete in order."""
+        """`wait_layer` for the last layer, which includes all others because copies complete in order."""
         groups = self._plan.groups
         return self.wait_layer(groups[-1].last_layer, timeout) if groups else not self.has_failed()
 
     def synchronize(self) -> None:
-        """Issue what can be issued, then let the host wait until every issued copy is complete."""
+        """Issue everything that can be issued, then make the host wait until every issued copy is complete."""
         with self._engine.lock:
             self.advance()
             events = self._events[-1:]
-        for event in events:  # outside the lock: others may go on meanwhile
+        for event in events:  # outside the lock, so that other threads can continue
             self._engine.synchronize(event)
 
     # -- state
 
     def is_done(self) -> bool:
-        """True if all bytes are in place; issues what can be issued and asks the device, but does not wait."""
+        """True if all bytes are in place. Issues everything that can be issued and queries the device, but does not
+        wait.
+        """
         with self._engine.lock:
             self.advance()
             return not self._has_stopped() and self._count_fired() == len(self._plan.groups)
 
     def has_failed(self) -> bool:
-        """True if the rest will never come: the read failed, the driver refused a copy, or it was cancelled."""
+        """True if the rest will never come: the read failed, the driver refused a copy, or the transfer was
+        cancelled.
+        """
         with self._engine.lock:
             return self._has_stopped()
 
     def cancel(self) -> None:
-        """Issue no further copy. Safe at any time and from any thread; see `is_quiet` for what was issued before."""
+        """Issue no further copy. Safe at any time and from any thread; see `is_quiet` for the copies issued before."""
         with self._engine.lock:
             self._is_stopped = True
             self._unfollow()
 
     def is_quiet(self) -> bool:
-        """True if no copy is running and none will be issued: pages and image are their owners' again."""
+        """True if no copy is running and none will be issued: the owners may reuse pages and image."""
         with self._engine.lock:
             if not self._has_ended() or self._count_fired() < len(self._events):
                 return False

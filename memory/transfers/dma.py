@@ -1,4 +1,4 @@
-"""Direct memory access between host and arena: which copies and which host buffers a machine gets."""
+"""Direct memory access between host and arena: selects the copy engine and host buffers of a machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from .transfer import CopyEngine
 
 logger = logging.getLogger(__name__)
 
-#: Most host memory that is pinned before the first adapter is read: pinning it takes about a second, chosen so that a
-#: start does not take notably longer by it. What reads need beyond is pinned a chunk at a time.
+#: The most host memory that is pinned before the first adapter is read. Pinning it takes about a second; it was chosen
+#: to keep the start short. Further memory is pinned one chunk at a time, when reads need it.
 RESERVED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Dma:
-    """copies: what moves images. buffers: where images that it moves fast should be read to."""
+    """The copy engine and host buffers of a machine."""
 
     copies: CopyEngine
+    """Moves images."""
     buffers: Buffers
+    """Where to read images that it should move fast."""
 
 
 def open_dma(
@@ -36,10 +38,11 @@ def open_dma(
     group_bytes: int = GROUP_BYTES,
     failure: Callable[[], str | None] = lambda: None,
 ) -> Dma:
-    """For an arena `[num_pages, page_elems]`: CuPy's streams and pinned memory on a GPU, plain copies on a CPU.
+    """Select the engine for an arena `[num_pages, page_elems]`: CuPy streams and pinned memory on a GPU, plain copies
+    on a CPU.
 
-    failure: tells why the GPU does nothing more for this process, None while it works.
-    A GPU without CuPy is served too, by copies that the host waits for; a warning names the extra to install.
+    failure: returns the reason why the GPU no longer works for this process, or None. A GPU without CuPy also works,
+    with copies that the host waits for; a warning names the extra to install.
     """
     if not pages.is_cuda:
         return Dma(HostCopies(pages), HostBuffers())

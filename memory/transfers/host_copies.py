@@ -1,4 +1,4 @@
-"""Copies that the host makes itself, complete when the call returns."""
+"""Synchronous copies by the host: each is complete when the call returns."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from .transfer import check_image, check_pages
 
 
 class HostCopies:
-    """Copy engine for an arena on the CPU; on a GPU the way to serve without CuPy, slower because the host waits.
+    """Copy engine for an arena on the CPU. On a GPU it is the fallback without CuPy, and slower because the host waits.
 
     pages: the arena, `[num_pages, page_elems]`.
     """
 
     def __init__(self, pages: torch.Tensor) -> None:
         self._pages = pages
-        # bits of a CPU's arena are taken once: each call into torch releases the GIL, which delays the start of a step
+        # The integer view of a CPU's arena is made once: each call into torch releases the GIL, which delays the start
+        # of a step.
         self._target: Any = pages if pages.is_cuda else bits_of(pages)
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> HostTransfer:
-        """Load what has been read of an image; the rest follows as it is read, on the reading thread."""
+        """Load the part of an image that has been read; the reading thread copies the rest as it comes."""
         check_pages(pages, layout.num_pages, len(self._target))
         if self._pages.is_cuda:  # the pages' former owner may still use them
             torch.cuda.current_stream(self._pages.device).synchronize()
@@ -37,10 +38,13 @@ class HostCopies:
         if self._pages.is_cuda:
             image.copy_(self._pages[list(pages)])
         else:
-            np.take(self._target, pages, axis=0, out=bits_of(image), mode="clip")  # else it copies twice
+            # without a mode numpy would copy twice
+            np.take(self._target, pages, axis=0, out=bits_of(image), mode="clip")
 
     def copy_in(self, image: torch.Tensor, ranges: Sequence[tuple[int, int]], pages: Sequence[int]) -> None:
-        """Copy runs of elements `begin … end` of an image into its pages. ValueError for an image of another shape."""
+        """Copy runs of elements `begin … end` of an image into its pages. Raises ValueError for an image of another
+        shape.
+        """
         check_image(image, len(pages), self._pages)
         source = image.view(-1) if self._pages.is_cuda else bits_of(image).reshape(-1)
         target, page_elems = self._target, self._target.shape[1]
@@ -58,7 +62,7 @@ class HostCopies:
             self.copy_out(pages, image)
             return CompleteTransfer()
         check_image(image, len(pages), self._pages)
-        if self._pages.is_cuda:  # on the compute stream, and so after what was launched
+        if self._pages.is_cuda:  # on the compute stream, and so after all work launched before
             self._pages[list(pages)] = image.to(self._pages.device)
         else:
             source = bits_of(image)
@@ -67,14 +71,14 @@ class HostCopies:
         return CompleteTransfer()
 
     def advance(self) -> None:
-        """Nothing to do: readers issue copies as layers come."""
+        """Does nothing: readers issue copies as layers come."""
 
     def close(self) -> None:
-        """No copy is running, and no more begin once the reads have ended."""
+        """Does nothing: no copy is running, and no more begin once the reads have ended."""
 
 
 class LayerCopies(Protocol):
-    """Copies runs of elements of an image's data into its pages, see `HostCopies.copy_in`."""
+    """Copies runs of elements of an image's data into its pages; see `HostCopies.copy_in`."""
 
     def copy_in(self, image: Any, ranges: Sequence[tuple[int, int]], pages: Sequence[int], /) -> None: ...
 
@@ -94,14 +98,14 @@ class CompleteTransfer:
         return False
 
     def cancel(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the transfer is complete."""
 
     def is_quiet(self) -> bool:
         return True
 
 
 class HostTransfer:
-    """Copies layers as soon as they are read, on the reading thread; `arrived` says how many are in the pages."""
+    """Copies layers as soon as they are read, on the reading thread; `arrived` counts the layers in the pages."""
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class HostTransfer:
     ) -> None:
         self.arrived = LayerStream() if arrived is None else arrived
         self._engine = engine
-        self._image: HostImage | None = image  # until there is nothing more to copy
+        self._image: HostImage | None = image  # None once there is nothing more to copy
         self._layout = layout
         self._pages = pages
         self._lock = threading.Lock()
@@ -126,13 +130,15 @@ class HostTransfer:
         return self.arrived.address
 
     def advance(self) -> None:
-        """Copy the layers that have been read; from any thread. What can't be copied has failed, and is raised."""
+        """Copy the layers that have been read; thread-safe. If a copy fails, the transfer has failed, and the error is
+        raised.
+        """
         with self._lock:
             image = self._image
             if image is None:
                 return
             ready, data = image.stream.num_ready, image.data
-            if ready == LayerStream.FAILED or (ready > self._copied and data is None):  # it fails this very moment
+            if ready == LayerStream.FAILED or (ready > self._copied and data is None):  # it failed just now
                 self.arrived.fail()
                 self._let_go()
                 return
@@ -149,7 +155,7 @@ class HostTransfer:
                 self._let_go()
 
     def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
-        """Sleep until `layer` is in its pages, at most `timeout` seconds; whether it is."""
+        """Sleep until `layer` is in its pages, at most `timeout` seconds; return whether it is."""
         return self.arrived.wait(layer, timeout)
 
     def is_done(self) -> bool:
@@ -159,21 +165,21 @@ class HostTransfer:
         return self.arrived.num_ready == LayerStream.FAILED
 
     def cancel(self) -> None:
-        """Stop; nothing is written to the pages once this has returned."""
+        """Stop; once this has returned, nothing is written to the pages."""
         with self._lock:
             self._let_go()
 
     def is_quiet(self) -> bool:
-        """True after `cancel`, which waits for a copy under way."""
+        """True after `cancel`, which waits for a running copy."""
         return self._image is None
 
     def _let_go(self) -> None:
-        """Neither refers to the other any more; the caller holds the lock."""
+        """Drop the references between image and transfer; the caller holds the lock."""
         if self._image is not None:
             self._image.unfollow(self.advance)
             self._image = None
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as integers: a copy of torch's may be shared among threads that the step needs."""
+    """View the same memory as integers: torch may split a copy among threads that the step needs."""
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).numpy()

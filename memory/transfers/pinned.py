@@ -1,4 +1,4 @@
-"""Host memory for images, pinned so that copies from and to it run beside compute."""
+"""Pinned host memory for images, so that their copies overlap with compute."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class Extents:
-    """Free runs of a chunk of `size` units. Neighbours merge; a request takes the smallest run that fits."""
+    """Free runs of a chunk of `size` units. Adjacent runs merge; a request takes the smallest run that fits."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = [(0, size)]  # (first, length), by first
 
     def take(self, count: int) -> int | None:
-        """The first of `count` consecutive units, now taken; None when no free run is as long."""
+        """Take `count` consecutive units and return the first; None if no free run is long enough."""
         fits = [(length, first) for first, length in self._free if length >= count]
         if not fits:
             return None
@@ -39,7 +39,7 @@ class Extents:
         return first
 
     def give(self, first: int, count: int) -> None:
-        """Give back what `take(count)` gave."""
+        """Free the units of `take(count)`."""
         index = bisect(self._free, (first, 0))
         if index < len(self._free) and first + count == self._free[index][0]:
             count += self._free.pop(index)[1]
@@ -55,20 +55,20 @@ class Extents:
         return self._free == [(0, self.size)]
 
 
-#: Chunks are pinned whole, which takes tens of milliseconds; large ones waste little between images of mixed sizes.
+#: Chunks are pinned whole, which takes tens of milliseconds; large chunks waste little between images of mixed sizes.
 CHUNK_BYTES = 256 << 20
 
-#: Chunks are cut at multiples of this: the system's own page, so that no two tensors share one.
+#: Chunks are split at multiples of this size, the system's own page, so no two tensors share a page.
 UNIT_BYTES = 4096
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class CupyPinnedMemory(CupyCalls):
-    """CuPy's pool, which hands out powers of two.
+    """CuPy's pool, which allocates powers of two.
 
-    index: the device to pin for; None needs no device. allocator: where the pool gets its blocks, as
-    `cupy.cuda.PinnedMemoryPool` takes it; CuPy's own by default.
+    index: the device to pin for; None if no device is needed. allocator: source of the pool's blocks, as in
+    `cupy.cuda.PinnedMemoryPool`; CuPy's own by default.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class CupyPinnedMemory(CupyCalls):
         self._pool = self._cuda.PinnedMemoryPool(allocator) if allocator else self._cuda.PinnedMemoryPool()
 
     def allocate(self, num_bytes: int) -> Any:
-        """A buffer that lasts as long as it is referenced. MemoryError when the system grants no more; ExecutorLost."""
+        """Allocate a buffer that lasts as long as it is referenced. Raises MemoryError if the system grants no more;
+        ExecutorLost.
+        """
         try:
             with self._device():
                 return self._pool.malloc(num_bytes)
@@ -91,48 +93,49 @@ class CupyPinnedMemory(CupyCalls):
             raise MemoryError(str(error)) from error
 
     def trim(self) -> None:
-        """Give buffers that are no longer referenced back to the system."""
+        """Return unreferenced buffers to the system."""
         with self._device():
             self._pool.free_all_blocks()
 
 
 class TorchPinnedMemory:
-    """Torch's own, for a machine without CuPy."""
+    """Torch's own pinned memory, for a machine without CuPy."""
 
     def allocate(self, num_bytes: int) -> Any:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
     def trim(self) -> None:
-        """Torch keeps its blocks for itself."""
+        """Does nothing: torch keeps its blocks."""
 
 
 class PinnedMemory(Protocol):
-    """Where chunks come from."""
+    """The source of chunks."""
 
     def allocate(self, num_bytes: int) -> Any:
-        """A buffer that lasts as long as it is referenced. MemoryError when there is no more."""
+        """Allocate a buffer that lasts as long as it is referenced. Raises MemoryError if there is no more."""
         ...
 
     def trim(self) -> None:
-        """Give buffers that are no longer referenced back."""
+        """Free buffers that are no longer referenced."""
         ...
 
 
 @dataclass(slots=True)
 class _Chunk:
-    owner: PinnedMemory  # CuPy's pool frees what it gave when it dies, used or not; a chunk in use keeps it
+    owner: PinnedMemory
+    """Kept by a chunk in use: when CuPy's pool dies it frees all its memory, used or not."""
     memory: Any
     num_bytes: int
     extents: Extents
 
 
 class PinnedBuffers:
-    """Hands out tensors cut from pinned chunks, as HostBuffers does from ordinary memory; any thread may take or drop.
+    """Allocates tensors from pinned chunks, as HostBuffers does from ordinary memory; any thread may take or drop them.
 
-    A tensor's memory is free again once the last reference to it or to a view of it is dropped; a transfer holds its
-    image until the last copy is complete. Chunks are powers of two, as the pool rounds up to these: an image of its own
-    would waste up to half of its pinned memory. limit_bytes: how much may be pinned; the rest is ordinary memory, with
-    correct but slow copies.
+    A tensor's memory becomes free once the last reference to it or to a view of it is dropped; a transfer holds its
+    image until the last copy is complete. Chunks are powers of two, because the pool rounds up to them: separate
+    allocations would waste up to half of the pinned memory. limit_bytes: how much may be pinned. Beyond it, ordinary
+    memory is used, with correct but slow copies.
     """
 
     def __init__(self, memory: PinnedMemory, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -140,12 +143,12 @@ class PinnedBuffers:
         self._limit_bytes = limit_bytes
         self._chunk_bytes = _power_of_two(chunk_bytes)
         self._chunks: list[_Chunk] = []
-        self._dropped: deque[tuple[_Chunk, int, int]] = deque()  # filled by finalizers, which may run inside any line
+        self._dropped: deque[tuple[_Chunk, int, int]] = deque()  # filled by finalizers, which may run at any line
         self._lock = threading.Lock()
         self._ordinary = HostBuffers()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        """Allocate an uninitialized tensor, whose memory is its own while it or a view of it lives."""
         count = math.prod(shape)
         num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
         with self._lock:
@@ -157,7 +160,9 @@ class PinnedBuffers:
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
     def reserve(self, num_bytes: int) -> int:
-        """Pin whole chunks of at most `num_bytes`, within the limit, so that no read waits for it; bytes pinned."""
+        """Pin whole chunks of at most `num_bytes`, within the limit, so no read waits for pinning; return the bytes
+        pinned.
+        """
         size, most = self._chunk_bytes, min(num_bytes, self._limit_bytes)
         while UNIT_BYTES < size > most:
             size //= 2
@@ -167,7 +172,7 @@ class PinnedBuffers:
             return self._held()
 
     def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
-        """Part of a chunk, which the storage of a tensor keeps alive, and with it the chunk's memory."""
+        """Lease part of a chunk; the tensor's storage keeps the lease alive, and the lease keeps the chunk's memory."""
         try:
             lease = np.frombuffer(chunk.memory, np.uint8, num_units * UNIT_BYTES, first * UNIT_BYTES)
         except BaseException:
@@ -193,7 +198,7 @@ class PinnedBuffers:
         return None
 
     def _pin(self, num_bytes: int) -> bool:
-        """Add a chunk of at least `num_bytes`, for which unused ones give way; whether it could be."""
+        """Add a chunk of at least `num_bytes`, freeing unused chunks if needed; return whether that was possible."""
         least = _power_of_two(num_bytes)
         size = max(least, self._chunk_bytes)
         in_use = sum(chunk.num_bytes for chunk in self._chunks if not chunk.extents.is_free)
@@ -207,7 +212,7 @@ class PinnedBuffers:
         return self._add(size)
 
     def _add(self, size: int) -> bool:
-        """Add a chunk of `size` bytes; whether it could be."""
+        """Add a chunk of `size` bytes; return whether that was possible."""
         try:
             memory = self._memory.allocate(size)
         except MemoryError as error:

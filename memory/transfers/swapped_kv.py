@@ -1,4 +1,4 @@
-"""KV of preempted requests in host memory: on its way there, kept, and on its way back."""
+"""Swapped KV of preempted requests in host memory: being copied out, kept, and being copied back."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ logger = logging.getLogger(__name__)
 
 
 class SwapBackend(Protocol):
-    """Copies pages between arena and host; the executor implements it, so that no other code touches a tensor."""
+    """Copies pages between arena and host; the executor implements it, so no other code touches a tensor."""
 
     @property
     def page_seconds(self) -> float:
-        """Seconds to copy a page out and back, as measured before anything was swapped."""
+        """Seconds to copy a page out and back, measured before anything was swapped."""
         ...
 
     def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
-        """Begin to copy pages to host memory; the image, and None in place of its transfer once it is whole."""
+        """Begin to copy pages to host memory; return the image, and its transfer, or None if the image is already
+        complete.
+        """
         ...
 
     def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:
-        """Begin to copy an image, without its first `skip` pages, into pages; None once they hold it."""
+        """Begin to copy an image, without its first `skip` pages, into pages; return None if they already hold it."""
         ...
 
     def wait(self, timeout: float) -> None:
-        """Let time go by until a copy may have ended, at most `timeout` seconds."""
+        """Wait until a copy may have ended, at most `timeout` seconds."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class KvImage:
-    """KV of a request's first `num_tokens` tokens, without the blocks before `blocks`, which others used at that time.
-
-    is_whole: all of it is in host memory. is_used: it is being copied back and must not be dropped. is_dropped: it is
-    lost, or no longer needed.
+    """KV of a request's first `num_tokens` tokens, without the blocks before `blocks`, which others used at that
+    time.
     """
 
     data: Any
@@ -50,38 +50,42 @@ class KvImage:
     blocks: range
     num_tokens: int
     is_whole: bool = False
+    """True if all of it is in host memory."""
     is_used: bool = False
+    """True if it is being copied back and must not be dropped."""
     is_dropped: bool = False
+    """True if it is lost, or no longer needed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """table: the pages, which are free once the copy has ended; None while a request has them."""
+    """A copy in flight."""
 
     transfer: Transfer
     image: KvImage
     is_out: bool
     table: BlockTable | None
+    """The pages to free when the copy ends; None while a request has them."""
 
 
 class SwappedKv:
-    """Images of KV, within the host memory budget shared with adapters' images.
+    """Images of KV, within the host memory budget that they share with adapters' images.
 
     A new image evicts adapters' images that may be dropped, never another request's KV. Adapters that requests wait for
     evict KV images as a last resort, oldest first.
 
-    Pages belong to their copy until it has ended: they are freed when they have been copied out; pages of a cancelled
-    copy back, when nothing writes to them any more.
+    An in-flight copy owns its pages until it completes. Pages copied out are then freed. Pages of a cancelled copy back
+    are freed when nothing writes to them any more.
     """
 
     def __init__(self, backend: SwapBackend | None, budget: HostBudget, page_bytes: int) -> None:
-        """backend: None where copies are impossible: then no KV is ever saved."""
+        """backend: None if copies are impossible; then no KV is ever saved."""
         self.backend = backend
         self._budget = budget
         self._page_bytes = page_bytes
-        self._images: dict[KvImage, None] = {}  # the oldest first
+        self._images: dict[KvImage, None] = {}  # oldest first
         self.copies: list[_Copy] = []
-        """Under way, in either direction."""
+        """Copies in flight, in either direction."""
         self.num_bytes = 0
         self.num_out = self.num_in = self.num_bytes_out = self.num_bytes_in = self.num_dropped = 0
         budget.join(self)
@@ -92,18 +96,18 @@ class SwappedKv:
 
     @property
     def frees_pages(self) -> bool:
-        """True if pages will be free when copies end."""
+        """True if pages will become free when copies end."""
         return any(copy.table is not None for copy in self.copies)
 
     def leaving(self) -> Counter[int]:
-        """Count of the copies that hold a page until they end."""
+        """Count, for each page, the copies that hold it until they end."""
         return Counter(page for copy in self.copies if copy.table is not None for page in copy.table.pages)
 
     def swap_out(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
-        """Begin to copy blocks of a table that is about to be freed; None where there is no room, or no way.
+        """Begin to copy blocks of a table that is about to be freed; return None if there is no room or no backend.
 
-        If the copy takes its time the pages become its own, and the table is empty. Raises what the backend raises;
-        nothing is kept then.
+        If the copy does not complete at once, it takes over the pages and the table becomes empty. Raises the backend's
+        errors; then nothing is kept.
         """
         num_bytes = len(blocks) * self._page_bytes
         if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
@@ -119,9 +123,9 @@ class SwappedKv:
         return image
 
     def restore(self, image: KvImage, pages: Sequence[int], skip: int) -> Transfer | None:
-        """Begin to copy an image that is whole back, without its first `skip` pages; None once it is there.
+        """Begin to copy a complete image back, without its first `skip` pages; return None if that is already done.
 
-        The pages are the request's; it gives them up by `cancel` only, while the transfer is under way.
+        The pages are the request's; while the transfer is in flight, only `cancel` may release them.
         """
         assert self.backend is not None
         transfer = self.backend.copy_in(image.data, skip, pages)
@@ -135,20 +139,20 @@ class SwappedKv:
         return transfer
 
     def cancel(self, image: KvImage, table: BlockTable) -> None:
-        """End a copy back before its time; the image stays, and the table's pages are freed when that may be."""
+        """End a copy back early; the image stays, and the table's pages are freed as soon as that is safe."""
         for copy in self.copies:
             if copy.image is image and not copy.is_out and copy.table is None:
                 copy.table = table.hand_over()
                 copy.transfer.cancel()
 
     def drop(self, image: KvImage) -> None:
-        """Give an image up that came to nothing: it is lost, others need its memory, or the KV is there without it."""
+        """Drop an image that was not restored: it is lost, others need its memory, or the KV exists without it."""
         if not image.is_dropped:
             self.num_dropped += 1
             self.forget(image)
 
     def forget(self, image: KvImage) -> None:
-        """Drop an image. Its memory counts until nothing is copied from or to it."""
+        """Drop an image. Its memory counts until no copy reads or writes it."""
         image.is_dropped = True
         for copy in self.copies:
             if copy.image is image:
@@ -179,12 +183,12 @@ class SwappedKv:
         return done, failed
 
     def wait(self, timeout: float) -> bool:
-        """Let time go by until a copy may have ended; False, at once, if nothing is being copied."""
+        """Wait until a copy may have ended; return False at once if nothing is being copied."""
         if self.copies and self.backend is not None:
             self.backend.wait(timeout)
         return bool(self.copies)
 
-    # -- the budget's
+    # -- called by the budget
 
     def can_spare(self, num_bytes: int) -> bool:
         return sum(image.num_bytes for image in self._images if _is_loose(image)) >= num_bytes
@@ -205,10 +209,10 @@ class SwappedKv:
                 yield PageKind.KV, copy.table.pages
 
     def check_integrity(self, wanted: Iterable[KvImage]) -> None:
-        """Raise IntegrityError unless every image is `wanted`, or still being copied, and the bytes add up."""
+        """Raise IntegrityError unless every image is `wanted` or still being copied, and the bytes add up."""
         known = {id(image) for image in wanted} | {id(copy.image) for copy in self.copies}
         if any(id(image) not in known for image in self._images):
-            raise IntegrityError("host memory holds KV of a request that is gone")
+            raise IntegrityError("host memory holds KV of a request that has ended")
         if (total := sum(image.num_bytes for image in self._images)) != self.num_bytes:
             raise IntegrityError(f"swapped KV has {total} bytes, {self.num_bytes} are counted")
 
@@ -233,13 +237,13 @@ def _is_loose(image: KvImage) -> bool:
 
 
 def _state_of(transfer: Transfer) -> str:
-    """The state of a copy: coming, done, or failed, which a cancelled one is too. Raises ExecutorLost."""
+    """Return the state of a copy: coming, done, or failed (also if cancelled). Raises ExecutorLost."""
     try:
         if transfer.is_done():
             return "done"
         return "failed" if transfer.has_failed() else "coming"
     except ExecutorLost:
         raise
-    except Exception:  # a driver that refuses a copy: the request computes its KV again
+    except Exception:  # a driver that refuses a copy: the request recomputes its KV
         logger.exception("a copy of KV failed")
         return "failed"

@@ -1,4 +1,6 @@
-"""Transfers of images between the host and the arena: the interface of copy engines and of what they start."""
+"""Transfers of images between the host and the arena: the interfaces of copy engines and of the transfers they
+start.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,23 @@ if TYPE_CHECKING:
 
 
 class ExecutorLost(RuntimeError):
-    """The device failed for good: in this process nothing can be computed or copied any more."""
+    """The device failed for good: this process can no longer compute or copy anything."""
 
 
 class Transfer(Protocol):
-    """An adapter's bytes on their way into its pages, in layer order."""
+    """The copy of an adapter's bytes into its pages, in layer order."""
 
     @property
     def address(self) -> int:
-        """Address of an int32: the layers that are there, as far as the host has looked; 0: it is not counted."""
+        """Address of an int32 that counts the layers in place, as far as the host has checked; 0 if layers are not
+        counted.
+        """
         ...
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
-        """Make what is computed from now on see `layer`, waiting at most `timeout` seconds; False when it can't."""
+        """Make later computations see `layer`, waiting at most `timeout` seconds; return False if that is
+        impossible.
+        """
         ...
 
     def is_done(self) -> bool:
@@ -37,11 +43,11 @@ class Transfer(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Begin nothing more; the pages are others' once `is_quiet`."""
+        """Start no more copies; the pages may be reused once `is_quiet`."""
         ...
 
     def is_quiet(self) -> bool:
-        """True if no copy is running and none will be begun."""
+        """True if no copy is running and none will be started."""
         ...
 
 
@@ -51,9 +57,9 @@ class CopyEngine(Protocol):
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> Transfer:
         """Begin to load an adapter into `pages` (arena page per page of the layout).
 
-        image: its data is `[layout.num_pages, page_elems]` on the host; while it is still being read, the thread that
-        reads it copies each layer as it comes. Copies begin after whatever compute was launched so far: it may still
-        use the pages for their former owner. ValueError for an image or pages that don't fit.
+        image: its data is `[layout.num_pages, page_elems]` on the host. While it is still being read, the reading
+        thread copies each layer as it comes. Copies begin after all compute launched so far, which may still use the
+        pages for their former owner. Raises ValueError for an image or pages that don't fit.
         """
         ...
 
@@ -64,12 +70,12 @@ class CopyEngine(Protocol):
     def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> Transfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
 
-        image: `[len(pages), page_elems]` on the host. Copies begin after whatever compute was launched so far.
+        image: `[len(pages), page_elems]` on the host. Copies begin after all compute launched so far.
         """
         ...
 
     def advance(self) -> None:
-        """Begin the copies that can begin, and let go of transfers that ended; to be called once a step."""
+        """Begin the copies that can begin, and drop transfers that have ended; to be called once per step."""
         ...
 
     def close(self) -> None:
@@ -78,7 +84,7 @@ class CopyEngine(Protocol):
 
 
 def check_pages(pages: Sequence[int], wanted: int, num_pages: int) -> None:
-    """ValueError unless `pages` are `wanted` pages of an arena of `num_pages`."""
+    """Raise ValueError unless `pages` are `wanted` pages of an arena of `num_pages`."""
     if len(pages) != wanted:
         raise ValueError(f"the adapter has {wanted} pages, {len(pages)} pages of the arena were given")
     for page in pages:
@@ -87,7 +93,9 @@ def check_pages(pages: Sequence[int], wanted: int, num_pages: int) -> None:
 
 
 def check_image(image: torch.Tensor, num_pages: int, arena: torch.Tensor) -> None:
-    """ValueError unless `image` is contiguous, on the host, `[num_pages, page_elems]` and of the arena's dtype."""
+    """Raise ValueError unless `image` is contiguous, on the host, `[num_pages, page_elems]` and of the arena's
+    dtype.
+    """
     want = (num_pages, arena.shape[1])
     is_host = image.device.type == "cpu"
     if not is_host or tuple(image.shape) != want or image.dtype != arena.dtype or not image.is_contiguous():

@@ -1,8 +1,8 @@
-"""`python -m chorus.perf.bench`: run the sections that have no results yet, then show all that there are.
+"""`python -m chorus.perf.bench`: run the sections without results, then show all results.
 
-Every section runs in a process of its own and writes its own file, row by row: one that fails or hangs costs no other,
-and a row that fails no other row. The last line is one JSON object; the exit code is not zero while a section that is
-asked for has failed or is missing.
+Every section runs in its own process and writes its own file, row by row. So a section that fails or hangs affects no
+other, and a row that fails affects no other row. The last line is one JSON object. The exit code is not zero while a
+requested section has failed or is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .report import REPORT, digest, report
 from .sections.registry import SECTIONS, section
 from .store import DONE, RESULT, RUNNING, OtherSettings, ResultStore
 
-#: Least time that is worth starting a section in.
+#: Least time left for which a section is started.
 _LEAST_SECONDS = 15.0
 _LOG_TAIL = 6000
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
 
 
 def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float | None) -> None:
-    """Run a section's process, its output in a log; record how it ended where it could not itself."""
+    """Run a section's process, with its output in a log; record how it ended if it could not do so itself."""
     say(f"{name}: {SECTIONS[name]} …")
     store.forget(name)
     log = options.out / f"{name}.log"
@@ -80,7 +80,7 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
 
 
 def run_section(name: str, options: Options) -> bool:
-    """Run a section in this process and write its file; whether it went well."""
+    """Run a section in this process and write its file; return whether it succeeded."""
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     environment = describe(options.device, opened=False)

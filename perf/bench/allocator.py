@@ -1,10 +1,13 @@
-"""Packing of adapters of many ranks beside KV traffic in one page pool: real pool, store, prefix cache; no tensors.
+"""Packing of adapters of many ranks and of KV in one page pool: real pool, store and prefix cache, no tensors.
 
-    python -m chorus.perf.bench.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
+python -m chorus.perf.bench.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
 
-Each cycle a request of a random adapter comes, its adapter is loaded (evicting idle ones when room is short), KV grows
-and old requests end, so that the pool stays at the asked occupancy. Every refusal is held against a perfect packer of
-pages: one that could use every free or idle page. Waste is the part of allocated pages that is neither weights nor KV.
+In each cycle a request for a random adapter comes, its adapter is loaded (evicting idle ones if room is short), KV
+grows and old requests end, which keeps the pool at the given occupancy. Every refusal is compared with a perfect packer
+of pages: one that could use every free or idle page. Waste is the part of allocated pages that is neither weights nor
+KV.
+
+Tests: tests/perf/gate/test_gate.py
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ RANKS = (4, 8, 16, 32, 64)
 #: Llama-3.1-8B in bfloat16.
 LLAMA, ITEMSIZE, BLOCK_TOKENS = SIZES["llama-3.1-8b"].geometry, 2, 16
 
-#: Seconds that pass between two looks at the clock: loads take as long in every run, so a seed gives one result.
+#: Seconds between two readings of the clock: loads take the same time in every run, so a seed gives one result.
 _TICK = 1e-3
 
 
 @dataclass
 class Outcome:
-    """Observations of a run; waste is the mean over all cycles, as a share of allocated bytes."""
+    """Counts of a run; waste is the mean over all cycles, as a share of allocated bytes."""
 
     cycles: int
     loads: int = 0
@@ -77,10 +80,10 @@ class Study:
         self._store = AdapterStore(
             self._pool,
             WeightlessAdapters(LLAMA.dims, self._page),
-            images,
-            order,
-            costs,
-            self._page.page_bytes,
+            images=images,
+            order=order,
+            costs=costs,
+            page_bytes=self._page.page_bytes,
             clock=lambda: next(ticks) * _TICK,
         )
         self._prefix = PrefixCache(self._pool, order, costs, BLOCK_TOKENS)
@@ -116,7 +119,7 @@ class Study:
         return outcome
 
     def _begin(self, outcome: Outcome) -> None:
-        """A request of a random adapter comes with a prompt."""
+        """A request for a random adapter arrives with a prompt."""
         adapter = self._random.choice(self._adapters)
         num_tokens = self._random.randrange(16, 2048)
         wanted = self._page.pages_for_tokens(num_tokens) + (0 if adapter.pages else adapter.num_pages)
@@ -139,7 +142,7 @@ class Study:
             live.table.grow(live.num_tokens)
 
     def _has_room(self, wanted: int, adapter: Adapter, outcome: Outcome) -> bool:
-        """Pages by the pool's count, held against what a perfect packer of pages would: free plus idle pages."""
+        """Pages by the pool's count, compared with a perfect packer's: free plus idle pages."""
         available = self._reclaimer.available
         if adapter.pages and adapter.references == 0:
             available -= len(adapter.pages)

@@ -1,8 +1,8 @@
-"""Gather what a GPU machine without a network lacks: `python -m chorus.perf.bench.carry --out DIR`.
+"""Collect the packages that a GPU machine without a network lacks: `python -m chorus.perf.bench.carry --out DIR`.
 
-Downloads wheels for that machine's Python with pip, copies an archive of FlashInfer's prebuilt modules beside them
-where one is given, and the native library that was built here, and writes a script to be sourced there: it unpacks all
-of it and sets the environment, or stops with the cause.
+Downloads wheels for that machine's Python with pip, copies an archive of FlashInfer's prebuilt modules next to them if
+one is given, and the native library that was built here. It writes a script to source there, which unpacks everything
+and sets the environment, or stops with the cause.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..report.command import parser
 from .environment import COMMIT_VARIABLE, commit
 
 #: Packages that the engine, its GPU tests and this benchmark import beyond torch, triton, cupy, transformers and
-#: accelerate with what these need. FlashInfer is pinned: prebuilt modules belong to one version.
+#: accelerate with their dependencies. FlashInfer is pinned: prebuilt modules belong to one version.
 PACKAGES = (
     "flashinfer-python==0.6.4",
     "apache-tvm-ffi",
@@ -75,7 +75,7 @@ PACKAGES = (
     "allpairspy",
 )
 
-#: Of the project's own needs: these stand on a machine with torch and transformers.
+#: The project's own dependencies that a machine with torch and transformers has.
 WITH_TORCH = {"torch", "transformers", "huggingface-hub", "tokenizers", "safetensors", "numpy"}
 
 #: Newest first: pip takes a wheel of any of them, and none of another number.
@@ -93,11 +93,11 @@ _UNPACK = (
     "import sys, tarfile; tar = tarfile.open(sys.argv[1]); "
     "tar.extraction_filter = getattr(tarfile, 'data_filter', None); tar.extractall(sys.argv[2])"
 )
-"""Python's own reader: a machine may have no `xz` for tar to call. Pythons before 3.11.4 have no filters."""
+"""Python's own reader, because the machine may have no `xz` for tar. Pythons before 3.11.4 have no filters."""
 
 
 def download(packages: Sequence[str], python: str, out: Path) -> None:
-    """Put a wheel of each package for `python` (`3.12`) into `out`. Their needs are not followed: name them too."""
+    """Put a wheel of each package for `python` (`3.12`) into `out`. Dependencies are not followed: name them, too."""
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
     command = [
         sys.executable,
@@ -121,9 +121,10 @@ def download(packages: Sequence[str], python: str, out: Path) -> None:
 
 
 def unmet(wheels: Path, python: str) -> tuple[list[str], list[str]]:
-    """Needs of the wheels for `python` that a carried version does not meet, and needed packages that are not carried.
+    """Requirements of the wheels for `python` that a carried version does not meet, and required packages that are not
+    carried.
 
-    The latter must be on the other machine.
+    The latter must be installed on the other machine.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
@@ -151,7 +152,7 @@ def _metadata(wheel: Path) -> Message:
 
 
 def write_script(out: Path, archive: Path | None, tree: dict[str, object]) -> Path:
-    """The script that a shell on the other machine sources, in the repository's root. tree: its commit."""
+    """The script that a shell on the other machine sources in the repository's root. tree: its commit."""
     revision = f"{tree['hash'] or 'unknown'}{'-dirty' if tree['dirty'] else ''}"
     unpack = []
     if archive is not None:
@@ -186,7 +187,7 @@ def _stop(cause: str) -> str:
 
 
 def take_native(out: Path, built: Path = _ROOT / "ops") -> list[Path]:
-    """Copy the native library that was built here, which needs no Python of one version; none where none was built."""
+    """Copy the native library that was built here, if any; it does not depend on the Python version."""
     folder = out / NATIVE
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -247,7 +248,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--python", default="3.12", metavar="VERSION", help="of the other machine")
     add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
     add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
-    add("--without", nargs="+", default=[], metavar="NAME", help="what the machine has, as `pip freeze` prints it")
+    add("--without", nargs="+", default=[], metavar="NAME", help="the machine's packages, as `pip freeze` prints them")
     add("--limit", type=float, default=64.0, metavar="MIB", help="fail if all of it is more")
     return command.parse_args(argv)
 

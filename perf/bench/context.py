@@ -1,4 +1,7 @@
-"""Context that sections of the benchmark are given."""
+"""The context that the benchmark passes to its sections.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,23 @@ from .timer import Timer
 
 
 class Floors(NamedTuple):
-    """The least seconds of a step at the measured limits."""
+    """The least possible seconds of a step at the measured limits."""
 
     prefill: float
     decode: float
     adapters: float
-    """The part of `decode` that reading them takes."""
+    """The part of `decode` that reading the adapters takes."""
     prefill_flops: float
     step_bytes: float
 
 
 @dataclass(frozen=True)
 class Context:
-    """device: `cuda` or `cpu`. quick: few cases. smoke: the tiny model on a CPU, in which times mean nothing.
+    """device: `cuda` or `cpu`. quick: few cases. smoke: the tiny model on a CPU, whose times mean nothing.
 
-    work_dir: where adapters and configurations are written; kept from call to call. save: keeps what a section has
-    found so far, whatever becomes of its process. engine: fields of EngineConfig that every engine is started with.
-    beside: what sections `peers` and `levels` compare with, by name.
+    work_dir: where adapters and configurations are written; kept from call to call. save: keeps a section's results so
+    far, even if its process fails. engine: fields of EngineConfig for every engine. beside: baselines for sections
+    `peers` and `levels`, by name.
     """
 
     device: str
@@ -56,7 +59,7 @@ class Context:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bf16; float32 in a smoke run: Triton's interpreter is right only in that."""
+        """bf16; float32 in a smoke run, because Triton's interpreter is only right for float32."""
         return torch.float32 if self.smoke else torch.bfloat16
 
     @property
@@ -64,7 +67,7 @@ class Context:
         return str(self.dtype).removeprefix("torch.")
 
     def pick(self, smoke: Any, quick: Any, full: Any, *, cpu: Any = None) -> Any:
-        """The value for this kind of run. cpu: for one that measures a CPU, if it is another."""
+        """The value for this kind of run. cpu: the value for a CPU, if it differs."""
         if self.smoke:
             return smoke
         if self.device == "cpu" and cpu is not None:
@@ -73,10 +76,10 @@ class Context:
 
     @contextmanager
     def row(self, found: dict[str, Any], case: str, clear: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A row of a section, saved at its end with all that was found so far.
+        """Measure a row of a section; at its end all results so far are saved.
 
-        An error costs the row alone: it goes into `found["not_measured"]`, and `clear` makes the engine ready for the
-        next. What `clear` raises ends the section, and so does a device that does nothing more.
+        An error affects only this row: it goes into `found["not_measured"]`, and `clear` prepares the engine for the
+        next row. An error of `clear` ends the section, and so does a device that no longer works.
         """
         say(case)
         try:
@@ -91,7 +94,7 @@ class Context:
             self.save(found)
 
     def limits(self) -> dict[str, Any]:
-        """Results of section `limits`, as far as there are any. LookupError when it has not been run."""
+        """Results of section `limits`, as far as there are any. Raises LookupError if it has not been run."""
         return self.store.values("limits", partial=True)
 
     def bandwidth(self) -> float:
@@ -103,29 +106,30 @@ class Context:
         return max(rates)
 
     def l2_bytes(self) -> int:
-        """Size of the last cache before memory; 0 where it is not known."""
+        """Size of the last cache before memory; 0 if unknown."""
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
 
     def adapters(self, rank: int, count: int) -> dict[str, Path]:
         """`count` adapters of one rank on all projections, by name; made on first use.
 
-        They are links to the same random weights: read, held and loaded they are adapters of their own, and the disk
-        holds them once.
+        They are links to the same random weights: the engine treats them as separate adapters, but the disk holds them
+        once.
         """
         (source,) = random_adapters(RandomModel(self.size.geometry, (rank,), self.dtype_name), self.work_dir).values()
         named = self.work_dir / "linked" / self.dtype_name
         named.mkdir(parents=True, exist_ok=True)
         made = {name: named / name for name in (f"r{rank}-{index:03d}" for index in range(count))}
         for link in made.values():
-            link.unlink(missing_ok=True)  # to a model of another size
+            link.unlink(missing_ok=True)  # for a model of another size
             link.symlink_to(source.resolve())
         return made
 
     def floors(self, requests: int, tokens: int, ranks: tuple[int, ...] = ()) -> Floors:
-        """Of `requests` requests with `tokens` tokens each. ranks: of their adapters, in turn; none: the base model.
+        """Floor of `requests` requests with `tokens` tokens each. ranks: of their adapters, in rotation; none: the base
+        model.
 
-        A decode step reads weights, KV and every adapter once, at the measured bandwidth; a prefill multiplies at the
-        measured rate, or reads the weights where that takes longer.
+        A decode step reads weights, KV and every adapter once, at the measured bandwidth. A prefill multiplies at the
+        measured rate, or reads the weights if that takes longer.
         """
         bandwidth, flops = self.bandwidth(), self.limits()["matmul"]["flops_per_s"]
         geometry, itemsize = self.size.geometry, self.dtype.itemsize

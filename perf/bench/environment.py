@@ -1,4 +1,4 @@
-"""Origin of results: device, driver, versions, commit, date."""
+"""The environment of results: device, driver, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-#: Names the commit where the tree was copied without its repository.
+#: Names the commit if the tree was copied without its repository.
 COMMIT_VARIABLE = "CHORUS_COMMIT"
 _DIRTY = "-dirty"
 
@@ -30,9 +30,9 @@ _PACKAGES = (
 
 
 def describe(device: str, *, opened: bool = True) -> dict[str, Any]:
-    """Device, driver, versions, commit and the time now.
+    """Device, driver, versions, commit and the current time.
 
-    device: `cuda` or `cpu`. opened: False tells of the device only what is known without opening it.
+    device: `cuda` or `cpu`. opened: False limits the device's entry to facts known without opening it.
     """
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -48,8 +48,8 @@ def describe(device: str, *, opened: bool = True) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit's hash, and whether tracked files differ from it; None where neither can be known. What was written
-    down where the tree was copied from comes first: a repository that was copied along may be at another commit.
+    """The commit's hash, and whether tracked files differ from it; None if unknown. A note written when the tree was
+    copied takes precedence: a copied repository may be at another commit.
     """
     if carried := os.environ.get(COMMIT_VARIABLE):
         return {"hash": carried.removesuffix(_DIRTY), "dirty": carried.endswith(_DIRTY)}
@@ -60,9 +60,9 @@ def commit() -> dict[str, Any]:
 
 
 def interpreter_obstacle() -> str | None:
-    """Reason why kernels can't be interpreted here, with the mend; None where they can, or Triton is not installed.
+    """The reason why kernels can't be interpreted here, with the remedy; None if they can, or Triton is not installed.
 
-    Triton's interpreter up to 3.6 makes integers of arrays of one element, which NumPy 2.4 and later refuse.
+    Triton's interpreter up to 3.6 converts one-element arrays to integers, which NumPy 2.4 and later refuse.
     """
     try:
         triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
@@ -77,7 +77,7 @@ def interpreter_obstacle() -> str | None:
 
 
 def driver_version() -> str | None:
-    """The driver's version as nvidia-smi tells it; None where it is not installed."""
+    """The driver's version from nvidia-smi; None if it is not installed."""
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found.splitlines()[0].strip() if found else None
 
@@ -97,7 +97,7 @@ def _cuda_device() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str | None:
-    """Output of a command in this tree; None where it fails or is not installed."""
+    """Output of a command in this tree; None if it fails or is not installed."""
     try:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -1,12 +1,12 @@
-"""What is left between decode steps and their floors, by measured times and counted launches, as a table in Markdown.
+"""The gap between decode steps and their floors, from measured times and counted launches, as a Markdown table.
 
-`python -m chorus.perf.bench.estimate`: times, floors and shares are of a run on a GPU that `--results` names,
-launches of a layer are counted now, without one (`launches`). What an idea would bring is arithmetic on both:
+`python -m chorus.perf.bench.estimate`: times, floors and shares are of a run on a GPU that `--results` names, launches
+of a layer are counted now, without one (`launches`). The gain of each idea is arithmetic on both:
 
 * expand in our product (up to 32 rows): launches that go from LoRA steps alone, each at what a LoRA launch takes above
   its bytes;
 * our product up to 64 rows: `--edge-us` go for each product of a layer and the logits';
-* persistent SGMV: adapters' bytes at `--share` of the bandwidth instead of what SGMV reaches.
+* persistent SGMV: adapters' bytes at `--share` of the bandwidth instead of SGMV's share.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .sizes import SIZES
 RESULTS = Path(__file__).parents[1] / "results" / "h100-2026-11-22-e391802" / "result.json"
 _BUCKETS = 1, 8, 16, 32, 64
 
-#: Most rows of a step with products of ours in that run.
+#: Most sequences of a step that used our GEMM kernel in that run.
 _MOST_OURS = 16
 
 
 def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_us: float, share: float) -> list[str]:
-    """Lines of the table. sections: of a result file, of Llama-3.1-8B. launches: as `decode_launches` counts them."""
+    """Lines of the table. sections: of a result file, for Llama-3.1-8B. launches: counted by `decode_launches`."""
     layers = SIZES["llama-3.1-8b"].geometry.layers
     counts = {(row["adapters"], row["by"]): row["all"] for row in launches}
     reached = {
@@ -40,7 +40,10 @@ def estimate(sections: dict[str, Any], launches: Sequence[dict[str, Any]], edge_
         if cell["ranks"] == "16" and cell["popularity"] == "distinct"
     }
     rows = [row for row in sections["decode"]["buckets"] if row["bucket"] in _BUCKETS]
-    columns = [_column(row, layers, counts, reached[row["bucket"]], edge_us, share) for row in rows]
+    columns = [
+        _column(row, layers, counts=counts, reached=reached[row["bucket"]], edge_us=edge_us, share=share)
+        for row in rows
+    ]
     lines = [_line("decode step", [f"{row['bucket']} rows" if row["bucket"] > 1 else "1 row" for row in rows])]
     lines.append(_line("---", ["---"] * len(rows)))
     return lines + [_line(name, [shown(column[name]) for column in columns]) for name in columns[0]]

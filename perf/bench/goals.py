@@ -1,4 +1,4 @@
-"""The marks that GPU results are held against: H200, Llama-3.1-8B, bf16."""
+"""The goals that GPU results are compared with: H200, Llama-3.1-8B, bf16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SGMV_LEAST_BATCH = 32
 
 
 def goals(sections: Mapping[str, Any]) -> list[Goal]:
-    """All marks. sections: values of the finished sections; the worst row of any other is not known."""
+    """All goals. sections: values of the finished sections; the worst row of a missing section is unknown."""
     decode = sections.get("decode", {})
     steps = [row for row in decode.get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
     shares = [

@@ -1,25 +1,24 @@
-"""Host time of a decode step on a GPU that is not there: `python -m chorus.perf.bench.host_time [--rows 1 8 32 64]`.
+"""Host time of a decode step without a GPU: `python -m chorus.perf.bench.host_time [--rows 1 8 32 64]`.
 
-The real engine, scheduler, executor, static buffers and tables; a replay, a copy on the device and a kernel's launch do
-nothing, so what is left is what the host does between them. Microseconds, the fastest of the steps, of
+The engine, scheduler, executor, static buffers and tables are real. Graph replays, device copies and kernel launches do
+nothing, so only the host's work between them is measured. Reported are microseconds, of the fastest step, for the base
+model and with an adapter per sequence:
 
-* `step`: a whole step,
-* `execute`: what of it is the executor's, from the plan to the tokens,
-* `pages`: what of that writes the page lists for FlashInfer,
+* `step`: a whole step
+* `execute`: the executor's part, from the plan to the tokens
+* `pages`: the part of that which writes the page lists for FlashInfer
 
-of the base model and with an adapter per row.
+For a step that prefills `--prompt` tokens, of the base model, with an adapter, and together with decoding sequences
+(`mixed`); left out without triton:
 
-And of a step that prefills `--prompt` tokens, of the base model, with an adapter, and with decode rows of others behind
-it (`mixed`); left out where triton is not installed:
+* `layer`: one layer's launches
+* `layer in pieces`: the same with piecewise CUDA graphs
 
-* `layer`: one layer's launches;
-* `layer in pieces`: the same where what lies between two layers' attentions is captured.
+The number of launches per layer, by kind: for decode steps with the library's GEMMs, our kernel (`small`) or ours with
+fused norms (`fused`), and for prompts, eager or piecewise; left out without triton. Counts and times are the gate's
+suite `host_time`.
 
-And how many launches a layer is, by kind: of decode steps with products by the library, by our kernel (`small`) or by
-ours with the norms in it (`fused`), and of prompts, launched one by one or in captured pieces; left out likewise.
-Counts and times are the gate's suite `host_time`.
-
-What FlashInfer's own planning and CUDA's calls take is not in it. The last line is one JSON object.
+FlashInfer's own planning and CUDA's calls are not included. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -51,7 +50,9 @@ def host_times(
     work_dir: Path,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
+    """Microseconds of each part of a step of `rows` decoding sequences of `tokens` tokens and more; lora: an adapter
+    each.
+    """
     with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
         decoding(engine, sorted(engine.store.names()) if lora else [None] * rows, tokens, 2 * steps + 4)
         engine.step()
@@ -74,9 +75,9 @@ def prefill_time(
     *,
     pieces: bool = False,
 ) -> float:
-    """Microseconds that a layer of a prefill takes on the host, the fastest of the steps.
+    """Microseconds that a layer of a prefill takes on the host, of the fastest step.
 
-    behind: decode rows of others. lora: each row has an adapter. pieces: what lies between attentions is captured.
+    behind: decoding sequences of other requests. lora: each sequence has an adapter. pieces: use piecewise graphs.
     """
     from ..kernels.idle_triton import idle_kernels  # needs triton
 
@@ -111,7 +112,7 @@ def prefill_time(
 
 @contextmanager
 def timed(parts: Mapping[str, tuple[Any, str]], clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
-    """Seconds of each call of methods, by part. parts: the owner and the name of each."""
+    """Seconds of each call of methods, by part. parts: the owner and the name of each method."""
     took: dict[str, list[float]] = {part: [] for part in parts}
     with ExitStack() as stack:
         for part, (owner, name) in parts.items():

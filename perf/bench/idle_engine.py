@@ -1,4 +1,7 @@
-"""An engine on a GPU that is not there: its device does nothing."""
+"""An engine on a fake GPU that does nothing.
+
+Tests: tests/perf/bench/test_host_time.py, tests/perf/bench/test_launches.py
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _RANK = 16
 
 
 class StubDevice(CudaDevice):
-    """A device that is done with everything at once; what is captured is run then, and its replays do nothing.
+    """A device that completes everything at once; captured work runs during capture, and replays do nothing.
 
     launched: called with `graph` for every replay.
     """
@@ -75,7 +78,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 class Wrapper:
-    """Any of FlashInfer's wrappers, which plan nothing and compute nothing here."""
+    """Any of FlashInfer's wrappers; here they plan nothing and compute nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -105,7 +108,7 @@ def idle_engine(
     forward: bool = False,
     mixed_graph_tokens: int = 0,
 ) -> Iterator[Engine]:
-    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
+    """Engine on a fake device. forward: steps compute, as far as the caller allows."""
     model = random_model.RandomModel(GEOMETRY, (_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
@@ -142,7 +145,7 @@ def idle_engine(
         if not forward:
             stack.enter_context(patch.object(DecoderModel, "forward", _nothing))
         executor = CudaExecutor(config, device)
-        executor.steps.logits[:, 1] = 1.0  # token 1 for every row
+        executor.steps.logits[:, 1] = 1.0  # token 1 for every sequence
         engine = Engine(config, executor, reads=InlineReads())
         for name, path in random_model.adapters(model, work_dir).items():
             engine.store.register(name, path)
@@ -153,13 +156,13 @@ def idle_engine(
 
 
 def add(engine: Engine, name: str, adapter: str | None, prompt: int, max_tokens: int) -> None:
-    """Add a request for so many tokens behind a prompt of so many."""
+    """Add a request for so many tokens after a prompt of so many tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     engine.add_request(Request(name, [1] * prompt, params, adapter))
 
 
 def decoding(engine: Engine, adapters: Sequence[str | None], prompt: int, max_tokens: int) -> list[str]:
-    """Add a request for each adapter and run steps until all of them decode; their ids."""
+    """Add a request for each adapter and run steps until all of them decode; return their ids."""
     ids = [f"r{index}" for index in range(len(adapters))]
     for name, adapter in zip(ids, adapters, strict=True):
         add(engine, name, adapter, prompt, max_tokens)

@@ -1,4 +1,4 @@
-"""Launches of a decoder layer, counted on a GPU that is not there."""
+"""Counts a decoder layer's launches without a GPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from ...core.model import decoder
 from ...core.model.batch import GemmBackend
 from .idle_engine import GEOMETRY, StubDevice, Wrapper, add, decoding, idle_engine
 
-#: GEMM backends of a layer's products in a decode step. The logits' are the stand-in library's, which are numbers.
+#: GEMM backends of a layer in a decode step. The logits come from the fake library, which returns numbers.
 _WAYS = {
     "library": (GemmBackend.LIBRARY,) * 5,
     "small": (*(GemmBackend.SMALL,) * 4, GemmBackend.LIBRARY),
     "fused": (*(GemmBackend.EXPANDED,) * 4, GemmBackend.LIBRARY),
 }
 
-#: Decode rows beside a prompt, or of a step of decode rows; tokens of the prompt.
+#: Sequences that decode together with a prompt, or in a decode step; tokens of the prompt.
 _ROWS, _PROMPT = 8, 64
 
 _KINDS = "product", "attention", "LoRA", "other", "graph"
 
 
 def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
-    """A row for each kind of decode step: what it is of, and launches of one layer by kind and in all. Needs triton."""
+    """A row for each kind of decode step: its description, and one layer's launches by kind and in total. Needs
+    triton.
+    """
     rows = []
     with _engine(work_dir) as (engine, _, layers):
         steps = engine.executor.steps
@@ -46,7 +48,7 @@ def decode_launches(work_dir: Path) -> list[dict[str, Any]]:
 
 
 def prompt_launches(work_dir: Path) -> list[dict[str, Any]]:
-    """The same of steps of a prompt, and of a prompt with decode rows behind it."""
+    """The same for steps of a prompt, and of a prompt with decoding sequences."""
     rows = []
     for by, padded in (("library", 0), ("pieces", _PROMPT + _ROWS)):
         with _engine(work_dir, mixed_graph_tokens=padded) as (engine, launched, layers):
@@ -81,7 +83,7 @@ def _kind(name: str) -> str:
 
 
 def _decode(engine: Engine, adapters: bool) -> list[str]:
-    """Requests for the base model, or for an adapter each, that decode."""
+    """Decoding requests for the base model, or for an adapter each."""
     return decoding(engine, sorted(engine.store.names())[:_ROWS] if adapters else [None] * _ROWS, 1, 64)
 
 
@@ -92,7 +94,7 @@ def _abort(engine: Engine, ids: Sequence[str]) -> None:
 
 @contextmanager
 def _engine(work_dir: Path, mixed_graph_tokens: int = 0) -> Iterator[tuple[Any, list[str], list[list[str]]]]:
-    """An engine, what it launches, and that by layers."""
+    """An engine, its launches, and the launches by layer."""
     from ..kernels.idle_triton import idle_kernels  # needs triton
 
     launched: list[str] = []
@@ -121,7 +123,7 @@ def _engine(work_dir: Path, mixed_graph_tokens: int = 0) -> Iterator[tuple[Any, 
 
 @contextmanager
 def _recorded(launched: list[str]) -> Iterator[list[list[str]]]:
-    """The launches of each layer of the forward passes inside."""
+    """The launches of each layer of the forward passes in the `with` block."""
     layers: list[list[str]] = []
 
     @contextmanager

@@ -1,4 +1,7 @@
-"""A decode step's LoRA work on synthetic adapters in pages, at a model's true shapes."""
+"""The LoRA work of a decode step on synthetic adapters in pages, with a model's true shapes.
+
+Tests: tests/perf/bench/test_sizes.py
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ...ops.sgmv_tables import SgmvTables
 from ..kernels.cost import Cost, expand_cost, shrink_cost
 from .sizes import ModelSize
 
-#: Scale of the weights; B's are as A's.
+#: Scale of the weights; B's is the same as A's.
 _SCALE = 0.02
 
 
@@ -32,7 +35,7 @@ class Group:
 
 
 class ArenaPages:
-    """Pages of random numbers that all cases' adapters lie in, handed out in a random order."""
+    """Pages of random numbers that hold all cases' adapters, assigned in random order."""
 
     def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, num_pages: int, seed: int) -> None:
         self.layout = size.geometry.page_layout(dtype.itemsize)
@@ -43,7 +46,7 @@ class ArenaPages:
         self._order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def take(self, counts: Sequence[int]) -> list[list[int]]:
-        """A list of different pages for each count; the same ones on every call."""
+        """Lists of distinct pages, one for each count; the same on every call."""
         if sum(counts) > len(self._order):
             raise ValueError(f"the case needs {sum(counts)} pages, the arena has {len(self._order)}")
         pages = iter(self._order)
@@ -53,8 +56,8 @@ class ArenaPages:
 class LoraCase:
     """Segments of `lengths` tokens, adapter i of rank `ranks[i]` on all projections, in `layers` layers.
 
-    Timed work goes through all layers, so that between two uses of a layer's rows there are all other layers' bytes;
-    with enough of them no cache holds what is read.
+    Timed work goes through all layers, so all other layers' bytes are read between two uses of one layer; with enough
+    of them no cache holds the bytes.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class LoraCase:
         self.groups = [
             self._group(name, d_in, modules, generator) for name, (d_in, modules) in size.geometry.groups.items()
         ]
-        # a bucket's grid must do for any split of its tokens, so it is that of an adapter per token
+        # a bucket's grid must work for any split of its tokens, so it is that of an adapter per token
         self.num_tiles = schedule.max_tiles(self.tokens, self.tokens if not schedule.tensor_cores else len(lengths))
         self.tables = SgmvTables(
             table_rows=len(rows),
@@ -105,7 +108,7 @@ class LoraCase:
         product(group.y, group.x, layer, self.tables.tiles_of_pass[:1], self.num_tiles)
 
     def run(self, groups: Sequence[Group] | None = None) -> None:
-        """Every layer's launches, of all groups or of some."""
+        """Every layer's launches, for all groups or for some."""
         for layer in range(self.layers):
             for group in groups or self.groups:
                 self.launch(layer, group)
@@ -115,18 +118,20 @@ class LoraCase:
         found, itemsize = Cost(0, 0), self._arena.dtype.itemsize
         for group in groups or self.groups:
             splits = self.schedule.splits(group.d_in)
-            found += shrink_cost(self.segments, 0, group.modules, group.d_in, splits, itemsize)
+            found += shrink_cost(
+                self.segments, 0, modules=group.modules, d_in=group.d_in, splits=splits, itemsize=itemsize
+            )
             found += expand_cost(self.segments, 0, group.modules, splits, itemsize)
         return found
 
     def error(self) -> float:
-        """Largest difference from torch's products in layer 0, as a share of the largest of them."""
+        """Largest difference from torch's results in layer 0, relative to the largest of them."""
         worst = 0.0
         for group in self.groups:
             want = torch.zeros_like(group.y)
             group.y.zero_()
             self.launch(0, group)
-            sgmv_torch(want, group.x, self._arena.pages, self.segments, 0, group.modules)
+            sgmv_torch(want, group.x, self._arena.pages, self.segments, layer=0, modules=group.modules)
             scale = float(want.float().abs().max())
             worst = max(worst, float((group.y.float() - want.float()).abs().max()) / scale)
             group.y.zero_()
@@ -141,18 +146,20 @@ class LoraCase:
 
 
 def layers_for(bytes_per_layer: int, cache_bytes: int, most: int = 256) -> int:
-    """Number of layers, at most `most`, with four times the cache's bytes: a pass over all reads from memory."""
+    """Number of layers, at most `most`, with four times the cache's bytes: a pass over all of them reads from
+    memory.
+    """
     return min(most, max(1, -(-4 * cache_bytes // bytes_per_layer)))
 
 
 def num_pages(size: ModelSize, ranks: Sequence[int], layers: int, itemsize: int) -> int:
-    """Pages that adapters of these ranks take, each its own."""
+    """Number of pages of adapters of these ranks, each with its own."""
     page_bytes = size.geometry.page_layout(itemsize).page_bytes
     return sum(-(-layer_bytes(size, [rank], itemsize) * layers // page_bytes) for rank in ranks)
 
 
 def layer_bytes(size: ModelSize, ranks: Sequence[int], itemsize: int) -> int:
-    """Bytes of all adapters' rank-rows in one layer."""
+    """Bytes of all adapters' slabs in one layer."""
     return sum(ranks) * sum(d_in + d_out for d_in, d_out in size.geometry.dims.values()) * itemsize
 
 
@@ -168,5 +175,15 @@ def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: 
     for rank, pages in zip(ranks, taken, strict=True):
         (place,) = layouts[rank].parts
         slabs = place.slabs
-        rows.append(AdapterRows(pages, rank, 1.0, slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.first_elem))
+        rows.append(
+            AdapterRows(
+                pages,
+                rank,
+                scale=1.0,
+                slab_elems=slabs.slab_elems,
+                a_offset=slabs.a_offset,
+                b_offset=slabs.b_offset,
+                first_elem=place.first_elem,
+            )
+        )
     return rows

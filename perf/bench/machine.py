@@ -1,6 +1,6 @@
-"""This machine: its processor's name, processor time of processes, and the share of it that others had.
+"""This machine: its processor's name, CPU time of processes, and the share of CPU time that other processes had.
 
-Processor time is Linux's, by psutil: `pip install 'chorus-lora[bench]'`.
+CPU time is Linux's, through psutil: `pip install 'chorus-lora[bench]'`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from psutil import Process
 
-#: A sample does not count if other processes had more than this share of the machine's processor time.
+#: A sample does not count if other processes had more than this share of the machine's CPU time.
 FOREIGN_LIMIT = 0.05
 
 
 @dataclass(frozen=True)
 class CpuSample:
     """Seconds since boot or start: the clock, all busy time of the machine, the time of the watched processes, and the
-    part of the busy time that a hypervisor took.
+    hypervisor's part of the busy time.
     """
 
     clock: float
@@ -40,7 +40,7 @@ class CpuSample:
         own = 0.0
         for process in family(pids):
             with suppress(psutil.NoSuchProcess):
-                own += sum(process.cpu_times()[:4])  # its children that have ended are in it
+                own += sum(process.cpu_times()[:4])  # includes its children that have ended
         return cls(time.monotonic(), user + nice + system + irq + softirq + steal, own, steal)
 
     def foreign_share(self, earlier: CpuSample) -> float:
@@ -48,11 +48,11 @@ class CpuSample:
         return self._share((self.busy - earlier.busy) - (self.own - earlier.own), earlier)
 
     def stolen_share(self, earlier: CpuSample) -> float:
-        """The part of `foreign_share` that a hypervisor had."""
+        """The hypervisor's part of `foreign_share`."""
         return self._share(self.stolen - earlier.stolen, earlier)
 
     def speed(self, earlier: CpuSample) -> float:
-        """The part of the busy time since `earlier` that a hypervisor left."""
+        """The part of the busy time since `earlier` without the hypervisor's."""
         busy = self.busy - earlier.busy
         return 1 - (self.stolen - earlier.stolen) / busy if busy > 0 else 1.0
 
@@ -62,11 +62,11 @@ class CpuSample:
 
 
 def need_psutil() -> ModuleType:
-    """psutil. Ends the command without it."""
+    """psutil. Ends the command if it is missing."""
     try:
         import psutil
     except ImportError:
-        raise SystemExit("to see what other processes take needs psutil: pip install 'chorus-lora[bench]'") from None
+        raise SystemExit("measuring other processes' share needs psutil: pip install 'chorus-lora[bench]'") from None
     return psutil
 
 

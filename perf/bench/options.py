@@ -1,4 +1,7 @@
-"""The command line of the benchmark."""
+"""The command line of the benchmark.
+
+Tests: tests/perf/bench/test_main.py
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _ABOUT = "Measure a device; a second call runs only what is missing.\n\nSections
 
 
 class Options(argparse.Namespace):
-    """Options of the command line. given: the words of it. worker: the one section that this process is to run."""
+    """Parse the command line. given: its arguments. worker: the one section that this process is to run."""
 
     @classmethod
     def parse(cls, argv: list[str] | None) -> Options:
@@ -44,12 +47,12 @@ class Options(argparse.Namespace):
 
     @property
     def engine_fields(self) -> dict[str, str]:
-        """Fields of EngineConfig that are not as they are by default, in `--engine NAME=VALUE`."""
+        """Fields of EngineConfig with other than default values, from `--engine NAME=VALUE`."""
         return dict(field.split("=", 1) for field in self.engine)
 
     @property
     def known(self) -> dict[str, str]:
-        """Sections of this kind of run, which is whole when they are all there."""
+        """Sections of a complete run of this kind."""
         return sections_of(self.device, self.smoke)
 
     @property
@@ -72,7 +75,7 @@ class Options(argparse.Namespace):
         return ResultStore(self.out, self.settings)
 
     def context(self, save: Callable[[dict[str, Any]], None] = lambda found: None) -> Context:
-        """Context for sections. save: see Context. Raises RuntimeError where the device is not there."""
+        """Context for sections. save: see Context. Raises RuntimeError if the device is missing."""
         import torch
 
         from .context import Context
@@ -86,7 +89,16 @@ class Options(argparse.Namespace):
         beside = {name: Path(path) for name, path in (each.split("=", 1) for each in self.beside)}
         size, fields = SIZES[self.model_size], self.engine_fields
         return Context(
-            self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save, fields, beside
+            self.device,
+            size,
+            quick=self.quick,
+            timer=timer,
+            store=self.store(),
+            work_dir=self.work_dir,
+            seed=self.seed,
+            save=save,
+            engine=fields,
+            beside=beside,
         )
 
 
@@ -118,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME=PATH",
-        help="what sections peers and levels compare with: vllm=ENV/bin/vllm, llamacpp=TREE, NAME=LIBRARY.so",
+        help="baselines for sections peers and levels: vllm=ENV/bin/vllm, llamacpp=TREE, NAME=LIBRARY.so",
     )
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
@@ -127,12 +139,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _named(text: str) -> str:
     if "=" not in text or not Path(text.split("=", 1)[1]).exists():
-        raise argparse.ArgumentTypeError(f"{text!r}: NAME=PATH with a path that is there is expected")
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=PATH with an existing path")
     return text
 
 
 def _field(text: str) -> str:
     name, equals, _ = text.partition("=")
     if not equals or name not in EngineConfig.model_fields:
-        raise argparse.ArgumentTypeError(f"{text!r}: NAME=VALUE with a field of EngineConfig is expected")
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=VALUE with a field of EngineConfig")
     return text

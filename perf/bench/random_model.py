@@ -31,7 +31,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class RandomModel:
-    """What decides on a model's weights, and on the weights of an adapter of each of `ranks` on all projections."""
+    """Values that determine a model's weights, and the weights of an adapter of each of `ranks` on all projections."""
 
     geometry: Geometry
     ranks: tuple[int, ...] = (8, 16, 32, 64, 8, 16, 32, 64)
@@ -69,7 +69,7 @@ def _write_model(model: RandomModel, path: Path) -> None:
 
     tensors = {
         "model.embed_tokens.weight": weight(shape.vocab, shape.hidden),
-        "lm_head.weight": weight(shape.vocab, shape.hidden) * 4,  # clear winners: greedy tokens can be compared
+        "lm_head.weight": weight(shape.vocab, shape.hidden) * 4,  # clear winners, so greedy tokens can be compared
         "model.norm.weight": norm(),
     }
     for layer in range(shape.layers):
@@ -115,7 +115,7 @@ def _place(module: str) -> str:
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:
-    """A BPE with byte fallback in the form of Llama 2's: made-up pieces, but one that every converter knows."""
+    """A BPE tokenizer with byte fallback in Llama 2's format: made-up pieces, but every converter supports it."""
     pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *_ALPHABET]
     if vocab_size < len(pieces):
         raise ValueError(
@@ -142,7 +142,7 @@ def write_tokenizer(vocab_size: int, path: Path) -> None:
 
 
 def _once(path: Path, write: Callable[[Path], None]) -> Path:
-    """`path`, written by `write` unless it is there; an interrupted write leaves nothing behind under that name."""
+    """`path`, written by `write` unless it exists; an interrupted write leaves nothing under that name."""
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

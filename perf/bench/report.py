@@ -1,4 +1,4 @@
-"""All sections' results for people: tables, the goals, and what failed."""
+"""All sections' results for people: tables, goals, and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 120
 
 
 def report(combined: dict[str, Any], path: Path) -> None:
-    """Print the tables and write them to `path`. A run without a GPU is said to be none with every table."""
+    """Print the tables and write them to `path`. Every table of a run without a GPU says so."""
     from rich.console import Console
 
     with path.open("w", encoding="utf-8") as file:
@@ -30,7 +30,7 @@ def report(combined: dict[str, Any], path: Path) -> None:
 
 
 def digest(combined: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The results that matter most, short enough for one line; path: where the rest is."""
+    """The most important results, short enough for one line; path: where the rest is."""
     measured = not _is_smoke(combined)
     found = {"ok": not combined["failed"] and not combined["missing"], "measurement": measured}
     found |= {"settings": combined["settings"], "device": combined["environment"]["device"].get("name")}
@@ -46,7 +46,7 @@ def _is_smoke(combined: dict[str, Any]) -> bool:
 
 
 def _goals(combined: dict[str, Any]) -> list[Goal]:
-    """On a GPU its marks, of all sections; on a CPU the sections' own."""
+    """For a GPU the goals of all sections; for a CPU the sections' own."""
     if combined["settings"]["device"] == "cuda":
         return goals(combined["sections"])
     found = [(section(name), values) for name, values in combined["sections"].items()]

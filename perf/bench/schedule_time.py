@@ -1,8 +1,8 @@
-"""Time of `schedule()` under load, with a fake executor in place of tensors.
+"""Time of `schedule()` under load, with a fake executor instead of tensors.
 
-Many running and waiting requests over many registered adapters: with every slot taken, and in three ways with slots
-free but nothing that may be admitted. Prints milliseconds, the median:
-`python -m chorus.perf.bench.schedule_time --waiting 10000 --tenants 1000`.
+Many running and waiting requests over many registered adapters: with every slot taken, and in three states with free
+slots but nothing that may be admitted. Prints the median in milliseconds: `python -m chorus.perf.bench.schedule_time
+--waiting 10000 --tenants 1000`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def schedule_times(
     clock: Callable[[], float] = time.perf_counter,
     pick: Callable[[Sequence[float]], float] = median,
 ) -> dict[str, float]:
-    """Seconds of one `schedule()` call per state, and of the slowest one.
+    """Seconds of one `schedule()` call per state, and of the slowest call.
 
-    pick: which of the samples stands for all.
+    pick: chooses the reported sample.
     """
     found = {state: pick(_measure(state, load, samples, clock)) for state in STATES}
     return {**found, "slowest": max(found.values())}
@@ -81,7 +81,7 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
 
 
 def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExecutor]:
-    """An engine with `load.running` decoding requests, each on its own adapter, and the waiting ones behind them."""
+    """An engine with `load.running` decoding requests, each on its own adapter, and the waiting ones."""
     growth = load.running * (_max_tokens(samples) // 16 + 1)
     resident = min(load.running, load.adapters) if state == "pages" else load.adapters
     executor = FakeExecutor(2 + load.running * (_PROMPT // 16 + 1) + growth + resident * 8)
@@ -112,7 +112,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
 
 
 def _add_waiting(engine: Engine, state: str, load: Load, samples: int, first: int) -> None:
-    """Add requests, numbered from `first` on, until `load.waiting` wait; of adapters that none of the first is for."""
+    """Add requests, numbered from `first` on, until `load.waiting` wait, for adapters that none of the first uses."""
     used = min(load.running, load.adapters)
     fresh = load.adapters - used if state != "pages" else 0
     available = engine.reclaimer.available
@@ -127,18 +127,18 @@ def _path(index: int) -> Path:
 
 
 def _request(index: int, adapter: int, prompt_tokens: int, steps: int, tenant: int) -> Request:
-    """steps: that none of the requests ends in."""
+    """steps: number of steps during which no request ends."""
     params = SamplingParams(max_tokens=_max_tokens(steps), temperature=0.0, ignore_eos=True)
     return Request(f"r{index}", [1] * prompt_tokens, params, f"a{adapter}", tenant=f"t{tenant}")
 
 
 def _max_tokens(steps: int) -> int:
-    """More than a request can draw while the others are admitted and `steps` are measured."""
+    """More tokens than a request can generate while the others are admitted and `steps` are measured."""
     return steps + 256
 
 
 class FakeExecutor:
-    """Draws token 1 for every row that asks for one."""
+    """Samples token 1 for every sequence that asks for one."""
 
     def __init__(self, num_pages: int) -> None:
         self.model = ModelInfo(vocab_size=256, max_model_len=1 << 24, eos_token_ids=())
@@ -155,7 +155,7 @@ class FakeExecutor:
 
 
 class StoppedReads(Reads):
-    """Reads that end at once, until `stopped` is set; from then on they never do."""
+    """Reads that end at once until `stopped` is set; from then on they never end."""
 
     def __init__(self) -> None:
         self.stopped = False

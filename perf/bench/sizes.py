@@ -1,4 +1,4 @@
-"""Models that the benchmark makes from their shapes alone, with random weights. Shapes: Llama's architecture."""
+"""Model shapes that the benchmark fills with random weights, for Llama's architecture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, module_dims
 
-#: Projections that share an input, so that their LoRA products are one pair of launches.
+#: Projections that share an input, so their LoRA products are one pair of launches.
 GROUPS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -42,7 +42,7 @@ class Geometry:
 
     @property
     def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:
-        """Per group: inputs, and (module id, first column, width) of its projections side by side."""
+        """Per group: inputs, and (module id, first column, width) of its projections, in order."""
         dims, groups = self.dims, {}
         for group, names in GROUPS.items():
             modules, column = [], 0
@@ -63,7 +63,7 @@ class Geometry:
 
     @property
     def rank_params(self) -> int:
-        """Parameters that one rank of an adapter on all projections has."""
+        """Parameters of one rank of an adapter on all projections."""
         return self.layers * sum(map(sum, self.dims.values()))
 
     @property
@@ -76,8 +76,8 @@ class Geometry:
     def step(self, itemsize: int, rows: int, count: int, before: int, ranks: Iterable[int] = ()) -> tuple[int, int]:
         """Bytes that a step reads, each once, and its floating-point operations.
 
-        rows: of `count` tokens each, `before` tokens having KV; a row's last token has logits. ranks: of the adapters,
-        which the rows have in turn.
+        rows: of `count` tokens each, with KV of `before` tokens; a sequence's last token has logits. ranks: of the
+        sequences' adapters, in rotation.
         """
         ranks = tuple(ranks)[:rows]
         of_rows = sum(ranks[row % len(ranks)] for row in range(rows)) if ranks else 0
@@ -88,7 +88,7 @@ class Geometry:
         return num_bytes, 2 * products + 4 * self.layers * self.hidden * keys  # scores and values
 
     def config(self, dtype: str, **more: Any) -> dict[str, Any]:
-        """config.json of the model; more: fields that the shapes don't decide."""
+        """config.json of the model; more: fields that the shapes don't determine."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -130,10 +130,10 @@ class ModelSize:
     name: str
     geometry: Geometry
     rope: dict[str, Any]
-    """Fields of config.json that the geometry does not give."""
+    """Fields of config.json that the geometry does not determine."""
 
     def write_config(self, directory: Path, dtype: str) -> Path:
-        """Make `directory` a checkpoint without weights. Returns it."""
+        """Make `directory` a checkpoint without weights, and return it."""
         directory.mkdir(parents=True, exist_ok=True)
         config = self.geometry.config(dtype, **self.rope)
         (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -142,7 +142,7 @@ class ModelSize:
 
 TINY = "tiny"
 
-#: Shapes behind `tiny` are of models in use, `wide` with fewer layers.
+#: Shapes after `tiny` are those of models in use, `wide` with fewer layers.
 SIZES = {
     "llama-3.1-8b": ModelSize(
         "llama-3.1-8b",
@@ -164,5 +164,5 @@ SIZES = {
 
 
 def is_smoke(device: str, size: str) -> bool:
-    """True for a run that tries the benchmark itself: a model that is too small to measure anything, on a CPU."""
+    """True for a run that tests the benchmark itself, with a model too small for measurements, on a CPU."""
     return device == "cpu" and size == TINY

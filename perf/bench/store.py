@@ -1,4 +1,4 @@
-"""The benchmark's result files: one per section, so that a second call runs only what is missing, and one of all."""
+"""The benchmark's result files: one per section, so a second call runs only missing sections, and one of all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RESULT = "result.json"
 
 
 class OtherSettings(ValueError):
-    """The folder holds results that were measured with other settings."""
+    """The directory holds results measured with other settings."""
 
 
 class ResultStore:
-    """Section files in a folder. settings: what must be equal for results to belong together."""
+    """Section files in a directory. settings: must be equal for results to belong together."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -26,7 +26,7 @@ class ResultStore:
         directory.mkdir(parents=True, exist_ok=True)
 
     def check(self, sections: Iterable[str]) -> None:
-        """Raise OtherSettings when a section's file was written with other settings."""
+        """Raise OtherSettings if a section's file was written with other settings."""
         for section in sections:
             record = self.load(section)
             if record is not None and record["settings"] != self.settings:
@@ -39,30 +39,30 @@ class ResultStore:
         return self.directory / f"{section}.json"
 
     def load(self, section: str) -> dict[str, Any] | None:
-        """A section's record; None when there is none."""
+        """A section's record; None if there is none."""
         try:
             return json.loads(self.path(section).read_text("utf-8"))
         except FileNotFoundError:
             return None
 
     def status(self, section: str) -> str | None:
-        """`RUNNING`: it has rows and no end, as its process is under way or was ended. None without a record."""
+        """`RUNNING`: it has rows and no end, because its process is running or was killed. None without a record."""
         record = self.load(section)
         return record["status"] if record else None
 
     def values(self, section: str, *, partial: bool = False) -> dict[str, Any]:
-        """Results of a finished section; partial: of any that has some. LookupError when there are none."""
+        """Results of a finished section; partial: of any section with some. Raises LookupError if there are none."""
         record = self.load(section)
         if record is None or "values" not in record or not (partial or record["status"] == DONE):
             raise LookupError(f"section {section} has no results in {self.directory}; run it first")
         return record["values"]
 
     def save(self, section: str, seconds: float, environment: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Write down the rows of a section that goes on."""
+        """Write the rows of a running section."""
         self._record(section, RUNNING, seconds, environment, values=values)
 
     def write(self, section: str, seconds: float, environment: Mapping[str, Any], **outcome: Any) -> None:
-        """Write down how a section ended. outcome: its `values`, or the `error`, a traceback or what was said last.
+        """Write how a section ended. outcome: its `values`, or the `error`, a traceback or the last output.
 
         With an error, the rows that were saved before stay.
         """
@@ -80,11 +80,10 @@ class ResultStore:
         self.path(section).unlink(missing_ok=True)
 
     def combine(self, sections: Iterable[str], environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Write and return all sections' values beside what failed and what is missing.
+        """Write and return all sections' values, with failed and missing sections.
 
-        environment: used where no section has finished; otherwise the last of them says where it ran. partial: the
-        values of sections that failed or did not end. one_commit: whether all came from one commit without local
-        changes.
+        environment: used if no section has finished; otherwise the last finished one gives it. partial: the values of
+        sections that failed or did not end. one_commit: all came from one commit without local changes.
         """
         records = {section: self.load(section) for section in sections}
         known = {section: record for section, record in records.items() if record is not None}
@@ -109,7 +108,7 @@ class ResultStore:
         return found
 
     def _write(self, path: Path, value: Any) -> None:
-        """Whole or not at all: a reader never sees half a file."""
+        """Write atomically: a reader never sees half a file."""
         text = json.dumps(_finite(value), indent=1)
         draft = path.with_name(f".{path.name}-draft")
         draft.write_text(text, encoding="utf-8")
@@ -117,7 +116,7 @@ class ResultStore:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON has no words for."""
+    """`value` with None for NaN and infinity, which JSON can't represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

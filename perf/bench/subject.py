@@ -23,12 +23,12 @@ from ...memory.adapters.adapter import Tier
 from ..inline_reads import InlineReads
 from .context import Context
 
-#: Largest rank that the engine is started for.
+#: Largest rank that the engine supports.
 MAX_RANK = 64
 
 
 class Unsettled(RuntimeError):
-    """The engine did not get where a measurement begins."""
+    """The engine did not reach the state where a measurement begins."""
 
 
 class Subject:
@@ -36,9 +36,9 @@ class Subject:
 
     max_seqs, max_batched, max_len: EngineConfig's max_num_seqs, max_num_batched_tokens, max_model_len; there are pages
     for the KV of `max_seqs` requests of `max_len` tokens, and for all adapters. shadow: with room to merge an adapter.
-    inline_reads: read adapters on the engine's thread, so that the disk's speed does not change the steps. fields: of
-    EngineConfig, before what the context has; `small_gemm` without any is measured, and may come out otherwise the next
-    time.
+    inline_reads: read adapters on the engine's thread, so the disk's speed does not change the steps. fields: of
+    EngineConfig; they override the context's. Without a value, `small_gemm` is measured at the start, and may differ
+    the next time.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Subject:
         page = context.size.geometry.page_layout(context.dtype.itemsize)
         kv_pages = max_seqs * page.pages_for_tokens(max_len)
         files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
-        ranks = fields.get("tensor_parallel_size", 1)  # a share of an adapter is all of it, at most
+        ranks = fields.get("tensor_parallel_size", 1)  # a TP rank's share of an adapter is at most all of it
         adapter_pages = ranks * sum(size // page.page_bytes + 1 for size in files.values())
         geometry = context.size.geometry
         shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
@@ -109,7 +109,7 @@ class Subject:
             torch.cuda.empty_cache()
 
     def startup(self) -> dict[str, Any]:
-        """Seconds to build the engine, cost of the captures so far, and each bucket's variants of products."""
+        """Seconds to build the engine, cost of the captures so far, and each bucket's GEMM backends."""
         report = [*self._graphs.report, *(self._steps.mixed.graphs.report if hasattr(self._steps, "mixed") else ())]
         backends = getattr(self._steps, "backends", {})
         seconds = [step.seconds for step in report]
@@ -125,20 +125,22 @@ class Subject:
     # -- requests
 
     def add(self, prompt_tokens: int, output_tokens: int, adapter: str | None = None, **params: Any) -> Request:
-        """Queue a request of random tokens that goes on past any end-of-sequence token; greedy but for `params`."""
+        """Queue a request of random tokens that continues past any end-of-sequence token; greedy except for
+        `params`.
+        """
         request = self.request(prompt_tokens, output_tokens, adapter, **params)
         self.engine.add_request(request)
         return request
 
     def request(self, prompt_tokens: int, output_tokens: int, adapter: str | None = None, **params: Any) -> Request:
-        """Make a request without queuing it, so that the time to draw its prompt is not measured."""
+        """Make a request without queuing it, to keep the time for sampling its prompt out of the measurement."""
         self._serial += 1
         prompt = [self._random.randrange(3, self._vocab) for _ in range(prompt_tokens)]
         wanted = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True, **params})
         return Request(f"q{self._serial}", prompt, wanted, adapter)
 
     def step(self) -> list[RequestOutput]:
-        """One engine step. Raises RuntimeError when a request ends in an error."""
+        """Run one engine step. Raises RuntimeError if a request ends with an error."""
         outputs = self.engine.step()
         for output in outputs:
             if output.error is not None:
@@ -160,22 +162,22 @@ class Subject:
         return self._clock() - began
 
     def clear(self, requests: Sequence[Request]) -> None:
-        """Abort what is still running of `requests`."""
+        """Abort those of `requests` that still run."""
         for request in requests:
             self.engine.abort(request.id)
         self.finish()
 
     def abort_all(self) -> None:
-        """Abort whatever an error has left running."""
+        """Abort everything that an error has left running."""
         scheduler = self.engine.scheduler
         self.clear([*scheduler.running, *scheduler.waiting])
 
     # -- measurements
 
     def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int, **params: Any) -> list[Request]:
-        """Requests of these adapters, past their prefill, with `steps` decode steps ahead of them.
+        """Requests of these adapters, past their prefill, with `steps` decode steps left.
 
-        The adapters are loaded first: a request of a late adapter would decode when others have ended.
+        The adapters are loaded first: otherwise a request of a late adapter would still decode when others have ended.
         """
         requests = [self.request(prompt_tokens, steps + len(adapters) + 8, adapter, **params) for adapter in adapters]
         store = self.engine.store
@@ -189,13 +191,13 @@ class Subject:
         else:
             self.clear(requests)
             raise Unsettled(f"{len(requests)} requests did not all get past their prefill")
-        for _ in range(2):  # captures the bucket's graph, where that is done on first use
+        for _ in range(2):  # captures the bucket's graph, if that happens on first use
             self.step()
         self._context.timer.synchronize()
         return requests
 
     def step_seconds(self, steps: int, rows: int) -> list[float]:
-        """Seconds of each of `steps` decode steps; all of them have `rows` rows."""
+        """Seconds of each of `steps` decode steps; all of them have `rows` sequences."""
         found = []
         for _ in range(steps):
             found.append(self.timed_step()[1])
@@ -207,7 +209,7 @@ class Subject:
     def decode_seconds(
         self, adapters: Sequence[str | None], prompt_tokens: int, steps: int, **params: Any
     ) -> list[float]:
-        """Seconds of each of so many decode steps of new requests, which are given up then."""
+        """Seconds of each of so many decode steps of new requests, which are then aborted."""
         requests = self.decoding(adapters, prompt_tokens, steps, **params)
         try:
             return self.step_seconds(steps, len(adapters))
@@ -215,9 +217,9 @@ class Subject:
             self.clear(requests)
 
     def replay_seconds(self, rows: int, *, lora: bool) -> float:
-        """Device seconds of the last decode step, replayed: what is left without the host's work around it.
+        """Device seconds of the last decode step, replayed: the step without the host's work.
 
-        A replay reads and writes what the step did, so it changes nothing. NaN where steps are not captured.
+        A replay reads and writes the same data as the step, so it changes nothing. NaN if steps are not captured.
         """
         if not getattr(self._steps, "_captures", True):
             return math.nan
@@ -227,7 +229,7 @@ class Subject:
             return self._context.timer.time(lambda: self._graphs.replay(bucket, mode), capture=False).seconds
 
     def first_token_seconds(self, prompt_tokens: int, adapter: str | None = None) -> float:
-        """Time to the first token of a request that comes now."""
+        """Time to first token of a request that arrives now."""
         request = self.request(prompt_tokens, 1, adapter)
         began = self._clock()
         self.engine.add_request(request)
@@ -247,11 +249,11 @@ class Subject:
 
     @property
     def num_captured(self) -> int:
-        """Graphs that there are."""
+        """Number of captured graphs."""
         return len(getattr(self.executor, "captured", ()))
 
     def merge(self, name: str) -> None:
-        """Have an idle engine's steps run with an adapter in the weights."""
+        """Merge an adapter in an idle engine."""
         self.engine.merge(name)
         while self.engine.merging.is_under_way:
             self.engine.merging.advance(1.0)
@@ -266,14 +268,14 @@ class Subject:
             self._expect(name, Tier.DEVICE)
 
     def to_host(self, name: str) -> None:
-        """Take an adapter from the device; its host image stays."""
+        """Remove an adapter from the device; its host image stays."""
         adapter = self.engine.store.get(name)
         if adapter.pages:
             self.engine.store.evict(adapter)
         self._expect(name, Tier.HOST)
 
     def to_disk(self, name: str) -> None:
-        """Have neither pages nor host image of an adapter."""
+        """Remove an adapter's pages and its host image."""
         store = self.engine.store
         path = store.get(name).manifest.path
         store.unregister(name)
@@ -281,7 +283,7 @@ class Subject:
         self._expect(name, Tier.DISK)
 
     def adapter_pages(self) -> list[int]:
-        """Pages that resident adapters have."""
+        """Pages of resident adapters."""
         store = self.engine.store
         return sorted(page for name in store.names() for page in store.get(name).pages)
 
@@ -296,7 +298,7 @@ class Subject:
 
     @property
     def _steps(self) -> Any:
-        """Object that captures steps: the executor itself, or its steps."""
+        """The object that captures steps: the executor itself, or its steps."""
         return getattr(self.executor, "steps", self.executor)
 
     @property
@@ -304,7 +306,7 @@ class Subject:
         return self._steps.graphs
 
     def _expect(self, name: str, tier: Tier) -> None:
-        """Wait until a read that has brought all it has to has returned, too; Unsettled in any other tier."""
+        """Wait until a read whose bytes have all arrived has returned, too; raises Unsettled in any other tier."""
         store = self.engine.store
         adapter = store.get(name)
         while not store.poll() and store.tier(adapter) is Tier.LOADING:

@@ -13,7 +13,7 @@ import torch
 
 from ...graphs.device import CudaDevice
 
-_MOST_CALLS = 200  # of a measurement
+_MOST_CALLS = 200  # seconds of a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Sample:
     seconds: float
     count: int
     captured: bool = False
-    """Whether replays of a graph were timed."""
+    """Replays of a graph were timed."""
 
 
 def in_turns(work: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each gives in each round; every second round backwards, so that what drifts slowly meets all alike."""
+    """Results of each in each round; every second round runs in reverse order, so slow drift affects all alike."""
     found: dict[str, list[float]] = {name: [] for name in work}
     for index in range(rounds):
         for name in [*work][:: -1 if index % 2 else 1]:
@@ -41,7 +41,7 @@ def ratio(seconds: Mapping[str, list[float]], name: str, over: str) -> float:
 
 
 class WallTimer:
-    """A host clock around calls that return when their work is done. method: how it was timed, for the result file."""
+    """A host clock around calls that return when their work is done. method: description for the result file."""
 
     method = "host clock, no device"
 
@@ -50,7 +50,7 @@ class WallTimer:
         self._clock = clock
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
-        """Warm up, then time calls; nothing else may be using the device. capture: replays of a graph, if any."""
+        """Warm up, then time calls; nothing else may be using the device. capture: use graph replays, if possible."""
         work()
         seconds = []
         for _ in range(self._repeats):
@@ -64,9 +64,9 @@ class WallTimer:
 
 
 class CudaTimer:
-    """CUDA events around graph replays; eager calls where `work` can't be captured.
+    """CUDA events around graph replays; eager calls if `work` can't be captured.
 
-    seconds: about how long each measurement goes on, in all.
+    seconds: approximate total time of each measurement.
     """
 
     method = "CUDA events around graph replays (eager calls where 'captured' is false)"
@@ -74,7 +74,7 @@ class CudaTimer:
     def __init__(self, seconds: float = 0.05, min_count: int = 5) -> None:
         self._seconds = seconds
         self._min_count = min_count
-        self._device: CudaDevice | None = None  # made when it is needed: some only call
+        self._device: CudaDevice | None = None  # made when needed: some callers only use calls
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
         call = self._capture(work) if capture else work
@@ -88,11 +88,12 @@ class CudaTimer:
         torch.cuda.synchronize()
 
     def _capture(self, work: Callable[[], Any]) -> Callable[[], None]:
-        """Capture one call as the engine captures steps, on a stream beside the default one; returns its replay.
+        """Capture one call like the engine captures steps, on a separate stream; returns its replay.
 
-        Not by `torch.cuda.graph`, which collects garbage first: hundreds of small cases would spend their time there.
+        It does not use `torch.cuda.graph`, which collects garbage first: that would dominate the time of hundreds of
+        small cases.
         """
-        torch.cuda.synchronize()  # what `work` reads was made on the default stream
+        torch.cuda.synchronize()  # the inputs of `work` were made on the default stream
         if self._device is None:
             self._device = CudaDevice(torch.cuda.current_device())
         return self._device.capture(work)
@@ -101,7 +102,7 @@ class CudaTimer:
         return self._many(call, 1)[0]
 
     def _many(self, call: Callable[[], Any], count: int) -> list[float]:
-        """Seconds of each of `count` calls that follow each other without a gap."""
+        """Seconds of each of `count` calls without gaps between them."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         torch.cuda.synchronize()
         events[0].record()

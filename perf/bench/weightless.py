@@ -1,4 +1,4 @@
-"""Adapters without weights, for what places and schedules them."""
+"""Adapters without weights, for modules that place and schedule them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...memory.pages.layout import MODULES, PageLayout
 
 
 class WeightlessAdapters:
-    """An adapter backend that lays adapters out and moves nothing. The rank ends a path's name, as in `a7-16`."""
+    """An adapter backend that lays adapters out and moves nothing. A path's name ends with the rank, as in `a7-16`."""
 
     def __init__(self, dims: Mapping[str, tuple[int, int]], page: PageLayout) -> None:
         self._dims = dims

@@ -1,1 +1,1 @@
-"""Results held against baselines, beyond what noise explains."""
+"""Compares results with baselines, beyond differences that noise explains."""

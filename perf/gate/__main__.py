@@ -1,9 +1,11 @@
-"""Hold results against their baselines: `python -m chorus.perf.gate RESULT…`.
+"""Compare results with their baselines: `python -m chorus.perf.gate RESULT…`.
 
-A result is a file with a JSON object as its last line, as the benchmarks print it. Which values
-count, and by how much they may be worse, is in the TOML files of the baselines' directory. Several results of one load
-count as repeats. Exits with 1 for a regression or a missing metric, with 2 for what can't be compared. The last line
-is one JSON object.
+A result is a file with a JSON object as its last line, as the benchmarks print it. The TOML files of the baselines'
+directory say which values count, and by how much they may be worse. Several results of one load count as repeats. Exits
+with 1 for a regression or a missing metric, and with 2 if something can't be compared. The last line is one JSON
+object.
+
+Tests: tests/perf/gate/test_gate.py
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .verdict import Status, Verdict
 
 BASELINES = Path(__file__).parent / "baselines"
 
-#: Tables longer than this show only what is not ok.
+#: Longer tables show only the rows that are not ok.
 _LONG = 40
 
 
@@ -41,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_result(path: str) -> dict[str, Any]:
-    """The JSON object that a file is, or ends with. Raises GateError."""
+    """The JSON object that a file consists of, or ends with. Raises GateError."""
     try:
         text = Path(path).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +91,7 @@ def _gate(run: Run, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(run: Run, baseline: Baseline, verdicts: Sequence[Verdict]) -> None:
-    """Print everything, or of many verdicts what is not ok, and what it comes to."""
+    """Print everything, or of many verdicts those that are not ok, and the totals."""
     title = f"{run.label} on {run.device}, baseline of {baseline.taken} on {baseline.device}"
     table = Table(title, ["metric", "baseline", "result", "change", "allowed", "verdict"])
     for verdict in verdicts:
@@ -118,7 +120,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("results", nargs="+", metavar="RESULT", help="file that ends with a JSON object")
     add("--baseline", type=Path, default=BASELINES, metavar="DIR", help="the baselines")
     add("--update", action="store_true", help="make the results the new baseline")
-    add("--skip-unknown", action="store_true", help="pass what has no baseline for its device instead of failing")
+    add(
+        "--skip-unknown",
+        action="store_true",
+        help="pass results without a baseline for their device instead of failing",
+    )
     return command.parse_args(argv)
 
 

@@ -1,4 +1,7 @@
-"""Baselines: the values that results are held against, one file per suite, variant and device."""
+"""Baselines: the values that results are compared with, one file per suite, variant and device.
+
+Tests: tests/perf/gate/test_gate.py
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Baseline:
-    """values: what was read, by the metric's name."""
+    """values: the readings, by the metric's name."""
 
     path: Path
     device: str
@@ -62,7 +65,7 @@ class Baseline:
 
     @classmethod
     def find(cls, run: Run, directory: Path) -> Baseline | None:
-        """The baseline of a run's suite, variant and device. Raises GateError if it is of another load."""
+        """The baseline of a run's suite, variant and device. Raises GateError if it belongs to another load."""
         path = run.path(directory)
         if not path.is_file():
             return None
@@ -70,7 +73,7 @@ class Baseline:
             fields = json.loads(path.read_text("utf-8"))
             found = cls(path, fields["device"], fields["taken"], fields["same"], fields["values"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GateError(f"{path} is no baseline: {type(error).__name__}: {error}") from None
+            raise GateError(f"{path} is not a baseline: {type(error).__name__}: {error}") from None
         for pointer, value in run.same.items():
             if found.same.get(pointer) != value:
                 raise GateError(
@@ -101,9 +104,9 @@ class Baseline:
 
 
 def compare(run: Run, baseline: Baseline) -> list[Verdict]:
-    """A verdict for every metric of either side; what only the baseline has is missing.
+    """A verdict for every metric of either side; a metric that only the baseline has is missing.
 
-    Where the baseline is another device's, metrics that are local to one are left out, and the others may vary more.
+    If the baseline belongs to another device, metrics that are local to one are left out, and the others may vary more.
     """
     verdicts = []
     for name, (metric, values) in run.readings.items():
@@ -118,7 +121,7 @@ def compare(run: Run, baseline: Baseline) -> list[Verdict]:
 
 
 def _head(suite: Suite, result: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """(variant, device, what must be the same) of a result."""
+    """(variant, device, values that must be equal) of a result."""
     variant = find(result, suite.variant) if suite.variant else ""
     device = find(result, suite.device) if suite.device else ANY
     for what, pointer, value in (("variant", suite.variant, variant), ("device", suite.device, device)):

@@ -1,9 +1,11 @@
 """A quick CPU suite for the regression gate: `python -m chorus.perf.gate.cpu_suite`, then `python -m chorus.perf.gate`.
 
-Ratios of processor time, so that neither the machine's speed nor what else it runs decides: steps with LoRA against
-steps without, and the engine's own work against a fixed loop that is timed beside it. Every round gives one value of
-each, from the fastest of a few tries; the gate estimates the noise from them. What waits instead of working is not seen
-here. The last line is one JSON object.
+It measures ratios of CPU time, so neither the machine's speed nor its other load decides: steps with LoRA relative to
+steps without, and the engine's own work relative to a fixed loop that is timed next to it. Every round gives one value
+of each, from the fastest of a few tries; the gate estimates the noise from them. Time spent waiting is not measured.
+The last line is one JSON object.
+
+Tests: tests/perf/gate/test_gate.py
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from ..bench.timer import WallTimer
 from ..report.command import conclude, parser
 from ..report.table import Table
 
-#: Large enough that a step is mostly matrix products, small enough for a runner of two processors.
+#: Large enough that a step is mostly GEMMs, small enough for a CI runner with two processors.
 GEOMETRY = Geometry(hidden=512, ffn=1536, layers=4, heads=8, kv_heads=2, vocab=4096, positions=512)
 _REQUESTS, _PROMPT, _OUTPUT = 8, 32, 24
-_RANKS = (8, 16, 32, 64)  # of the adapters, two of each
+_RANKS = (8, 16, 32, 64)  # ranks of the adapters, two of each
 
 _LOAD = Load(running=64, waiting=200, adapters=200)
 _POOL_PAGES, _POOL_ADAPTERS, _POOL_CYCLES = 1024, 40, 150
@@ -60,12 +62,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The result that the gate's suite `cpu` is about; needs Triton."""
+    """The result for the gate's suite `cpu`; needs Triton."""
     began = time.perf_counter()
     with TemporaryDirectory(prefix="chorus-gate-") as name:
         directory = Path(name)
         size = ModelSize("gate", GEOMETRY, {})
-        context = Context("cpu", size, True, WallTimer(), ResultStore(directory, {}), directory)
+        context = Context(
+            "cpu", size, quick=True, timer=WallTimer(), store=ResultStore(directory, {}), work_dir=directory
+        )
         adapters = {name: path for rank in _RANKS for name, path in context.adapters(rank, 2).items()}
         limits: dict[str, Any] = {
             "max_seqs": _REQUESTS,
@@ -106,18 +110,21 @@ def _round(subject: Subject, work_dir: Path) -> dict[str, float]:
 
 
 def gpu_host_seconds(work_dir: Path) -> dict[str, float]:
-    """Processor time of what the host does in a decode step on a GPU, and in a layer of a prefill with an adapter."""
+    """CPU time of the host's part of a decode step on a GPU, and of a layer of a prefill with an adapter."""
     cases = {"GPU base step": False, "GPU LoRA step": True}
     found = {
-        name: host_times(_GPU_ROWS, _GPU_TOKENS, lora, _GPU_STEPS, work_dir, time.process_time)["execute"] * 1e-6
+        name: host_times(
+            _GPU_ROWS, _GPU_TOKENS, lora=lora, steps=_GPU_STEPS, work_dir=work_dir, clock=time.process_time
+        )["execute"]
+        * 1e-6
         for name, lora in cases.items()
     }
-    layer = prefill_time(_GPU_PROMPT, 0, True, _GPU_STEPS, work_dir, time.process_time)
+    layer = prefill_time(_GPU_PROMPT, 0, lora=True, steps=_GPU_STEPS, work_dir=work_dir, clock=time.process_time)
     return {**found, "GPU prefill layer": layer * 1e-6}
 
 
 def _step(subject: Subject, adapters: list[str | None]) -> tuple[float, float]:
-    """Processor seconds of a decode step: within the model's forward pass, and around it; the least of some steps."""
+    """CPU seconds of a decode step: within the model's forward pass, and outside it; the least of some steps."""
     requests = subject.decoding(adapters, _PROMPT, _OUTPUT)
     parts = {"step": (subject.engine, "step"), "forward": (subject.executor.decoder, "forward")}
     with timed(parts, time.process_time) as took:
@@ -128,13 +135,13 @@ def _step(subject: Subject, adapters: list[str | None]) -> tuple[float, float]:
 
 
 def _ratio(subject: Subject, adapters: Sequence[str | None], others: Sequence[str | None]) -> float:
-    """Processor time of whole answers over that of others', in the order A B B A: what drifts slowly cancels out."""
+    """CPU time of whole requests relative to that of others, in the order A B B A, which cancels slow drift."""
     seconds = [_answers(subject, each) for each in (adapters, others, others, adapters)]
     return min(seconds[0], seconds[3]) / min(seconds[1], seconds[2])
 
 
 def _answers(subject: Subject, adapters: Sequence[str | None]) -> float:
-    """Processor seconds of a request for each."""
+    """CPU seconds of one request for each."""
     requests = [subject.request(_PROMPT, _OUTPUT, name) for name in adapters]
     began = time.process_time()
     for request in requests:
@@ -164,7 +171,7 @@ def _loop() -> int:
 
 
 def _gemm() -> None:
-    """Products of a step's shape, by torch."""
+    """Matrix products of a step's shape, by torch."""
     weight = torch.ones(GEOMETRY.ffn, GEOMETRY.hidden, dtype=torch.bfloat16)
     rows = torch.ones(_REQUESTS, GEOMETRY.hidden, dtype=weight.dtype)
     for _ in range(_GEMMS):

@@ -1,4 +1,7 @@
-"""Metrics of a suite, as its TOML file lists them."""
+"""The metrics of a suite, as its TOML file lists them.
+
+Tests: tests/perf/gate/test_gate.py
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ Kind = Literal["exact", "ratio", "measured"]
 
 
 class GateError(Exception):
-    """Something that can't be compared; the message says what to do about it."""
+    """Something can't be compared; the message gives the remedy."""
 
 
 def find(document: Any, pointer: str) -> Any:
-    """Value that a JSON pointer (RFC 6901) such as `/cases/mixed/0` points at; None if nothing is there."""
+    """The value that a JSON pointer (RFC 6901) such as `/cases/mixed/0` refers to; None if there is none."""
     found = document
     for token in pointer.split("/")[1:]:
         token = token.replace("~1", "/").replace("~0", "~")
@@ -35,7 +38,7 @@ def find(document: Any, pointer: str) -> Any:
 #: A JSON pointer; the empty one is the whole document.
 Pointer = Annotated[str, Field(pattern="^(/|$)")]
 
-#: By how much larger floors and caps are where the baseline is another device's.
+#: Factor of floors and caps if the baseline is another device's.
 ELSEWHERE = 2.0
 
 
@@ -45,15 +48,15 @@ class Rule(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Kind
-    """Exact values do not vary; ratios compare things of one machine with each other; measured ones are of a device."""
+    """Exact values do not vary; ratios compare things on one machine; measured values depend on the device."""
     floor: float = Field(default=0.05, ge=0)
-    """Share by which the median may be worse anyway."""
+    """Share by which the median may always be worse."""
     cap: float = Field(default=0.5, gt=0)
-    """Share that noise, however large, can't excuse."""
+    """Largest share that noise can excuse."""
     noise: float = Field(default=3.0, ge=0)
-    """How many standard deviations, estimated from the repeats, are noise."""
+    """Number of standard deviations, estimated from the repeats, that count as noise."""
     local: bool = False
-    """Only compared with a baseline of the same device, in a suite that is portable otherwise."""
+    """Only compared with a baseline of the same device, in a suite that is otherwise portable."""
 
 
 class MetricEntry(Rule):
@@ -67,18 +70,18 @@ class MetricEntry(Rule):
 class TableEntry(Rule):
     """Values of every row of a list.
 
-    A row is known by its `key` columns; by default by all that are text or yes/no.
+    A row is identified by its `key` columns; by default by all text and yes/no columns.
     """
 
     name: str = ""
-    """What the metrics' names begin with."""
+    """Beginning of the metrics' names."""
 
     at: Pointer
     key: list[str] | None = None
     values: list[str] | None = None
     """Columns to compare (default: all numbers)."""
     better: Better | dict[str, Better] = "same"
-    """For all columns, or by column."""
+    """Which direction is better, for all columns, or by column."""
 
 
 class Suite(BaseModel):
@@ -90,20 +93,20 @@ class Suite(BaseModel):
     match: list[Pointer] = []
     """Pointers that only results of this suite have."""
     device: Pointer | None = None
-    """Where the result names what it was measured on; without, every machine gives the same values."""
+    """Pointer to the device's name; without it, every machine gives the same values."""
     portable: bool = False
     """Other devices may be compared, too, with floors and caps `ELSEWHERE` times as large."""
     variant: Pointer | None = None
-    """Where the result says which of several loads it is."""
+    """Pointer to the load's name, if there are several."""
     same: list[Pointer] = []
-    """What else must be as in the baseline, such as the load's size."""
+    """Pointers to values that must equal the baseline's, such as the load's size."""
     metrics: list[MetricEntry] = []
     tables: list[TableEntry] = []
     name: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Suite:
-        """Raises GateError, naming the file and the field."""
+        """Raises GateError, which names the file and the field."""
         try:
             fields = tomllib.loads(path.read_text("utf-8"))
             return cls(**{**fields, "name": path.stem})
@@ -118,7 +121,7 @@ class Suite(BaseModel):
         return bool(self.match) and all(find(result, pointer) is not None for pointer in self.match)
 
     def readings(self, result: dict[str, Any]) -> Iterator[tuple[Metric, tuple[float, ...]]]:
-        """Every metric that the suite names, and every one that its tables have rows for, with what was read.
+        """Every metric that the suite names, and every one in the rows of its tables, with the readings.
 
         Raises GateError for a row that appears twice.
         """
@@ -146,14 +149,14 @@ class Metric:
 
 
 def suites(directory: Path) -> dict[str, Suite]:
-    """The suites that a directory has a TOML file for, by name."""
+    """The suites with a TOML file in a directory, by name."""
     if not directory.is_dir():
         raise GateError(f"there is no directory of baselines {directory}")
     return {path.stem: Suite.read(path) for path in sorted(directory.glob("*.toml"))}
 
 
 def suite_of(result: dict[str, Any], known: dict[str, Suite]) -> Suite:
-    """The only suite that a result fits. Raises GateError."""
+    """The only suite that a result fits. Raises GateError if there is none, or more than one."""
     fitting = [suite for suite in known.values() if suite.fits(result)]
     if len(fitting) != 1:
         found = "several suites" if fitting else "no suite"
@@ -174,7 +177,7 @@ def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, t
 
 
 def _numbers(found: Any) -> tuple[float, ...]:
-    """Numbers of a value or of a list; nothing of anything else."""
+    """Numbers of a value or of a list; nothing for anything else."""
     values = found if isinstance(found, list) else [found]
     return tuple(float(value) for value in values) if all(_is_number(value) for value in values) else ()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .suite import Metric
 
-#: Exact values may differ in the last digits of a float that was printed.
+#: Exact values may differ in the last digits of a printed float.
 EXACT = 1e-9
 
 #: Standard deviation of a normal distribution with a median absolute deviation of 1.
@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """change: of the median, as a share of the baseline's; positive is more. allowed: share it may be worse by."""
+    """change: of the median, relative to the baseline's; positive is more. allowed: share by which it may be worse."""
 
     metric: Metric
     status: Status
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def noise(values: Sequence[float]) -> float:
-    """Standard deviation of repeats as a share of their median, estimated by the median absolute deviation."""
+    """Standard deviation of repeats relative to their median, estimated by the median absolute deviation."""
     middle = median(values)
     if not middle:
         return 0.0
@@ -75,9 +75,10 @@ def allowance(metric: Metric, baseline: Sequence[float], result: Sequence[float]
 
 
 def judge(metric: Metric, baseline: Sequence[float], result: Sequence[float]) -> Verdict:
-    """Compare the medians, of exact values every one.
+    """Compare the medians, and every value if values are exact.
 
-    No values in `baseline`: new; none in `result`, or anything not finite: missing.
+    Without values in `baseline` the metric is new; without values in `result`, or with one that is not finite, it is
+    missing.
     """
     if not result or not all(map(math.isfinite, result)):
         return Verdict(metric, Status.MISSING, median(baseline) if baseline else None, None)
@@ -88,7 +89,9 @@ def judge(metric: Metric, baseline: Sequence[float], result: Sequence[float]) ->
     now = max(result, key=lambda value: abs(value - before)) if exact else median(result)
     change = _change(before, now)
     allowed = allowance(metric, baseline, result)
-    return Verdict(metric, _status(metric, change, allowed), before, now, change, allowed)
+    return Verdict(
+        metric, _status(metric, change, allowed), baseline=before, result=now, change=change, allowed=allowed
+    )
 
 
 def _change(before: float, now: float) -> float:

@@ -1,1 +1,1 @@
-"""The GPU kernels without a GPU: what each variant takes when compiled."""
+"""Compiles the GPU kernels without a GPU, and reports the resources of each variant."""

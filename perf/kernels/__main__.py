@@ -1,11 +1,11 @@
-"""Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_90,sm_80`.
+"""Report the resources of the Triton kernels, without a GPU: `python -m chorus.perf.kernels --compile sm_90,sm_80`.
 
-Compiles every variant that serving launches for the first architecture that is named, for the others the widest of
-the variants that differ by sizes alone; with `--known`, only variants that are not in the file, by all that goes into
-them (source, constants, compiler), and one of each kernel, which must come out as known. Fails on a register spill, on
-too much shared memory, and where loads are narrow or a matrix instruction is missing. `loads`: loads one after the
-other that one of weights waits for; `bars`: barriers of all warps; `KiB/SM`: asked of memory at once by the programs
-that fit on a multiprocessor. The last line is one JSON object.
+For the first architecture given it compiles every variant that serving launches; for the others, the widest of the
+variants that differ only in sizes. With `--known`, it compiles only variants that are not in the file, identified by
+all inputs (source, constants, compiler), and one of each kernel, which must match the file. It fails on a register
+spill, on too much shared memory, on narrow loads and on a missing matrix instruction. `loads`: length of the chain of
+loads that a load of weights waits for; `bars`: barriers of all warps; `KiB/SM`: memory requested at once by the
+programs that fit on a multiprocessor. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("compiled", _COLUMNS)
     for line in lines:
         variant = line.variant
-        table.add(
+        cells = (
             line.arch,
             variant.kernel,
             variant.group,
@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             line.barriers,
             line.bytes_in_flight >> 10,
         )
+        table.add(*cells)
     table.show()
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     for failure in failures:
@@ -102,8 +103,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_90,sm_80")
     add("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
-    add("--known", type=Path, metavar="FILE", help="what was compiled before, and is not compiled again")
-    add("--keep", action="store_true", help="write what is known in the end to the file")
+    add(
+        "--known",
+        type=Path,
+        metavar="FILE",
+        help="file of variants that were compiled before, and are not compiled again",
+    )
+    add("--keep", action="store_true", help="write all known variants to the file")
     add("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     return command.parse_args(argv)
 

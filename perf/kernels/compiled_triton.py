@@ -1,6 +1,8 @@
-"""Triton kernels compiled for a GPU that need not be there.
+"""Compiles Triton kernels for a GPU that need not be present.
 
-A process that interprets kernels cannot compile them. Import this module lazily: it needs triton.
+A process that interprets kernels can't compile them. Import this module lazily: it needs triton.
+
+Tests: tests/perf/kernels/test_kernels.py
 """
 
 from __future__ import annotations
@@ -35,35 +37,33 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     matrix: str
-    """Its matrix instruction, if it has one."""
+    """The matrix instruction, if the kernel has one."""
     wide_loads: int
-    """Of 16 bytes."""
+    """The kernel loads 16 bytes at once."""
     loads_before: int
     """Length of the longest chain of loads that a load through `pointer` waits for; 0 without a pointer."""
     barriers: int
-    """Places where the warps of a program wait for each other."""
+    """Barriers at which the warps of a program wait for each other."""
     bytes_in_flight: int
     """Most bytes that the programs on one multiprocessor load in one basic block each."""
     is_early: bool
-    """It may touch what the launch before it writes while that launch still runs."""
+    """The kernel may touch memory that the previous launch writes while that launch still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A kernel that is compiled for `capability` (90: Hopper) as a launch would with pointers and strides that 16
-    divides.
-    """
+    """A kernel compiled for `capability` (90: Hopper), as for a launch with pointers and strides divisible by 16."""
 
     kernel: Any
     signature: Mapping[str, str]
-    """Triton's type per argument that is no constant, `*bf16`, `i32`; names ending in `_stride` are strides."""
+    """Triton's type per argument that is not constant, `*bf16`, `i32`; names ending in `_stride` are strides."""
     constants: Mapping[str, int]
     capability: int
     options: Mapping[str, int | bool]
     pointer: str = ""
-    """The argument that `loads_before` is for."""
+    """The argument that `loads_before` refers to."""
     ready: Collection[str] = ()
-    """Pointers to what no launch before this one writes."""
+    """Pointers to memory that no previous launch writes."""
 
     @property
     def _types(self) -> dict[str, str]:
@@ -85,8 +85,8 @@ class Job:
         return GPUTarget("cuda", self.capability, 32)
 
     def key(self) -> str:
-        """Hash of all that decides on the result: what Triton knows a compiled kernel by, which the compiler's own
-        bytes are part of, and the code that reads the assembly.
+        """Hash of all inputs of the result: Triton's key of a compiled kernel, which includes the compiler's own bytes,
+        and the code that reads the assembly.
         """
         source, backend = self._source, make_backend(self._target)
         options = backend.parse_options(dict(self.options, **source.parse_options()))
@@ -97,7 +97,7 @@ class Job:
     def compile(self) -> Compiled:
         log = StringIO()
         with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
-            knobs.nvidia.dump_ptxas_log = True  # of the very assembly that a launch would load
+            knobs.nvidia.dump_ptxas_log = True  # of exactly the assembly that a launch would load
             knobs.compilation.always_compile = True
             compiled = triton.compile(self._source, target=self._target, options=dict(self.options))
         registers, spilled = _usage(log.getvalue())
@@ -126,14 +126,14 @@ _LIMITS = {80: (164, 2048, 32), 90: (228, 2048, 32), 100: (228, 2048, 32)}
 
 
 def _resident(capability: int, threads: int, registers: int, shared_bytes: int) -> int:
-    """Programs that a multiprocessor holds at once; each takes 1 KiB of shared memory more than it asks for."""
+    """Programs that a multiprocessor holds at once; each takes 1 KiB of shared memory more than it requests."""
     shared, most_threads, most = _LIMITS.get(capability, (100, 1536, 24))  # of 8.9 and 12.0
     registers = -(-registers // 8) * 8 * threads
     return min(most, most_threads // threads, (1 << 16) // registers, (shared << 10) // (shared_bytes + 1024))
 
 
 def _usage(log: str) -> tuple[int, int]:
-    """Registers and bytes of spills in what ptxas said."""
+    """Registers and bytes of spills from ptxas' output."""
     registers = re.search(r"Used (\d+) registers", log)
     if registers is None:
         raise RuntimeError(f"the assembler reported no registers: {log.strip()}")

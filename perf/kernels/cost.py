@@ -1,4 +1,6 @@
-"""Bytes and FLOPs of kernel launches, every byte once, so that a measured time becomes a share of the roofline."""
+"""Bytes and FLOPs of kernel launches, counting every byte once, to express a measured time as a share of the
+roofline.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _F32, _INT32 = 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes and operations of a launch, every byte counted once."""
+    """Bytes and operations of a launch, counting every byte once."""
 
     bytes: int
     flops: int
@@ -61,7 +63,7 @@ def expand_cost(
 def attention_cost(
     lens: Sequence[int], num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int
 ) -> Cost:
-    """bytes: keys and values of every row's tokens, q read and the result written, the row's pages and its place.
+    """bytes: keys and values of every row's tokens, q read and the result written, the sequence's pages and its length.
     flops: 4 per query head, token and element.
 
     lens: tokens of each row.

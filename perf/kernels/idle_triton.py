@@ -1,4 +1,4 @@
-"""Triton's launches on a GPU that is not there: all that the host does for them is done, and nothing is computed.
+"""Triton's launches on a fake GPU: the host does all of its work, and nothing is computed.
 
 Import this module lazily: it needs triton, which must not interpret.
 """
@@ -23,20 +23,21 @@ from ...ops.elementwise import RotaryEmbedding, Rotation
 #: Called instead of every launch; Triton keeps kernels beyond the context that they were compiled in.
 _launched: Callable[..., object] = lambda *_: None  # noqa: E731
 
-#: Compute capability of the GPU that is not there.
+#: Compute capability of the fake GPU.
 _CAPABILITY = 90
 
 
 @contextmanager
 def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator[None]:
-    """Inside, Triton compiles every kernel to nothing, for a GPU that tensors in host memory seem to be on.
+    """In this `with` block, Triton compiles every kernel to nothing, for a fake GPU that tensors in host memory seem to
+    be on.
 
-    launched: called instead of every launch, with the kernel, which has its name, and what Triton gives to its
+    launched: called instead of every launch, with the kernel, which has its name, and the arguments of Triton's
     launcher.
     """
 
     class Nothing(compiler.CompiledKernel):
-        """A kernel as Triton keeps it, that is loaded and does nothing."""
+        """A kernel in Triton's form that is loaded and does nothing."""
 
         def __init__(self, source: Any, *_: Any, **__: Any) -> None:
             self.module, self.function, self.name, self.src, self.packed_metadata = 1, 0, source.name, None, ()
@@ -45,7 +46,7 @@ def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator
         def __del__(self) -> None: ...
 
     driver = SimpleNamespace(
-        get_current_device=lambda: -1,  # what a tensor in host memory says it is on
+        get_current_device=lambda: -1,  # the device of a tensor in host memory
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", _CAPABILITY, 32),
     )
@@ -59,17 +60,17 @@ def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator
 
 @contextmanager
 def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator[None]:
-    """Inside, `DecoderModel.forward` runs a GPU's launches over tensors in host memory.
+    """In this `with` block, `DecoderModel.forward` runs a GPU's launches over tensors in host memory.
 
-    Its kernels are launched as ever, but compiled to nothing; matrix products and look-ups return tensors of the right
+    Its kernels are launched as usual, but compiled to nothing. Matrix products and look-ups return tensors of the right
     shape without computing them. Attention is the caller's. See `idle_compiler`.
 
-    launched: called with the name of every launch: a kernel's of ours, `product` for one of the library's.
+    launched: called with the name of every launch: one of our kernels, or `product` for one of the library's.
     """
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         launched("product")
-        return x.new_zeros(len(x), len(weight))  # logits among them, which must be numbers
+        return x.new_zeros(len(x), len(weight))  # including logits, which must be numbers
 
     with ExitStack() as stack:
         stack.enter_context(idle_compiler(lambda kernel, *_: launched(kernel.name)))

@@ -1,4 +1,4 @@
-"""Loads of a compiled kernel, read off its PTX: how they wait for each other, and how many are under way at once."""
+"""Loads of a compiled kernel, from its PTX: how they wait for each other, and how many are in flight at once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WAIT = "griddepcontrol.wait"
 class _Instruction:
     """op: without its guard. results: registers that it writes. sources: registers that it reads, its guard first.
 
-    address: registers of the global address that it loads from or stores to. num_bytes: bytes that it loads from there,
-    0 if it is no load.
+    address: registers of the global address that it loads from or stores to. num_bytes: bytes that it loads from there;
+    0 if it does not load.
     """
 
     op: str
@@ -70,27 +70,27 @@ class Ptx:
 
     @property
     def barriers(self) -> int:
-        """Places where all warps of a program wait for each other."""
+        """Barriers at which all warps of a program wait for each other."""
         return sum(each.op.startswith(("bar.sync", "barrier.sync")) for each in self._all())
 
     @property
     def bytes_at_once(self) -> int:
-        """Most bytes that a thread asks of global memory in one basic block, where no load waits for a branch."""
+        """Most bytes that a thread requests from global memory in one basic block, where no load waits for a branch."""
         return max(sum(each.num_bytes for each in block) for block in self.blocks)
 
     def loads_before(self, parameter: int) -> int | None:
-        """Most loads one after the other that a load through the kernel's pointer `parameter` waits for.
+        """Longest chain of loads that a load through the kernel's pointer `parameter` waits for.
 
-        A load waits for what its address, its guard and the branches on the way to it were made of. None where nothing
-        is loaded through the pointer.
+        A load waits for the inputs of its address, its guard and the branches before it. None if nothing is loaded
+        through the pointer.
         """
         base = re.compile(rf"_param_{parameter}\b")
         found = [each for each in self._loads() if any(base.search(name) for name in self._origins(each.address))]
         return max((self._depth(each) for each in found), default=None)
 
     def is_early(self, parameters: Iterable[int]) -> bool:
-        """Return if some way through the kernel reads or writes through one of its pointers, or ends, before it has
-        waited for the launch before it; not so where the kernel never waits.
+        """Return whether some path through the kernel reads or writes through one of its pointers, or ends, before it
+        has waited for the previous launch; False if the kernel never waits.
         """
         if not any(each.op == _WAIT for each in self._all()):
             return False
@@ -132,7 +132,7 @@ class Ptx:
         return makers
 
     def _origins(self, registers: Iterable[str]) -> set[str]:
-        """Parameters that registers were computed from, not through memory."""
+        """Parameters that registers were computed from, other than through memory."""
         seen, left, found = set(), list(registers), set()
         while left:
             name = left.pop()
@@ -147,7 +147,7 @@ class Ptx:
         return found
 
     def _depth(self, instruction: _Instruction) -> int:
-        """Most loads one after the other that an instruction waits for; one around a loop counts once."""
+        """Longest chain of loads that an instruction waits for; a load in a loop counts once."""
         if instruction not in self._depths:
             self._depths[instruction] = 0
             waits = instruction.address if instruction.num_bytes else instruction.sources
@@ -175,9 +175,9 @@ class Ptx:
 
     @cached_property
     def _deciders(self) -> list[list[_Instruction]]:
-        """Branches that decide if each block is run: it comes after every way out of one side, and not of the other."""
+        """Branches that decide whether each block runs: it lies on every path out of one side, and not of the other."""
         count = len(self.blocks)
-        after = [set(range(count)) for _ in range(count)]  # blocks that every way from here goes through
+        after = [set(range(count)) for _ in range(count)]  # blocks on every path from here
         after[-1] = {count - 1}
         changed = True
         while changed:
@@ -195,7 +195,7 @@ class Ptx:
 
 
 def _without_directives(statement: str) -> str:
-    """Without what only describes: `.reg`, `.loc`, `.pragma` and braces of scopes."""
+    """Lines without directives: `.reg`, `.loc`, `.pragma` and braces of scopes."""
     lines = (line.strip() for line in statement.splitlines())
     text = " ".join(line for line in lines if line and not line.startswith((".loc", ".file", ".section")))
     while text[:1] in ("{", "}"):
@@ -225,7 +225,9 @@ def _instruction(found: re.Match[str], block: int) -> _Instruction:
         target = operands[0]
     if num_bytes:  # its guard first, if it has one
         sources = [guard] if guard else []
-    return _Instruction(op, block, results, sources, address, num_bytes, target)
+    return _Instruction(
+        op, block, results=results, sources=sources, address=address, num_bytes=num_bytes, target=target
+    )
 
 
 def _operands(text: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""Every variant of the Triton kernels compiled for GPUs that need not be there: what it takes, and what is too much."""
+"""Every variant of the Triton kernels, compiled for GPUs that need not be present: its resources and limits.
+
+Tests: tests/perf/kernels/test_kernels.py
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ GROUPS = SIZES["llama-3.1-8b"].geometry.groups
 PAGE_ELEMS = 1 << 20
 SLAB_ELEMS = sum(d_in + width for d_in, modules in GROUPS.values() for _, _, width in modules)
 
-#: Most shared memory of a program: two fit beside each other even on sm_80, which has 164 KiB.
+#: Most shared memory of a program: two programs fit even on sm_80, which has 164 KiB.
 SHARED_LIMIT = 80 * 1024
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -34,7 +37,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TABLES = {"tiles": "*i32", "offsets": "*i32", "first_elem": "*i64", "pages": "*i32"}
 _PLACES = {"places": "*i32"}  # that launches of decode steps read
 
-#: Pointers to what is there before a step's first launch.
+#: Pointers to memory that exists before a step's first launch.
 _READY = {"arena", "weight", "bias", "norm", "indptr", "last_page_len", "indices", *_TABLES, *_PLACES}
 
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
@@ -44,16 +47,16 @@ class Elementwise(NamedTuple):
     """A launch that reads no adapter."""
 
     module: str
-    """Of `ops`."""
+    """Module of `ops`."""
     kernel: str
     constants: dict[str, int]
     options: dict[str, int | bool]
     own: tuple[str, ...]
     """Arguments that point to the variant's dtype."""
     others: dict[str, str]
-    """With their types."""
+    """Other arguments, with their types."""
     pointer: str = ""
-    """The argument through which weights, or keys, are read, and multiplied on tensor cores."""
+    """The argument for weights, or keys, which are multiplied on tensor cores."""
 
 
 def _strides(*names: str) -> dict[str, str]:
@@ -108,25 +111,33 @@ ELEMENTWISE = {
 
 
 def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", max_rank: int = 0) -> Elementwise:
-    """rows: that the tile holds. group, max_rank: of adapters that are expanded in the launch."""
+    """rows: of the tile. group, max_rank: of adapters that are expanded in the launch."""
     schedule, shape = small.gemm_schedule(d_out * (2 if silu else 1), rows, expanded=bool(group)), None
     if group:
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
-        shape = ExpandShape.build(decode(rows, max_rank), GROUPS[group][1], d_in, PAGE_ELEMS, 2, max_rank, pages)
+        shape = ExpandShape.build(
+            decode(rows, max_rank),
+            GROUPS[group][1],
+            d_in=d_in,
+            page_elems=PAGE_ELEMS,
+            itemsize=2,
+            max_rank=max_rank,
+            pages=pages,
+        )
 
     return Elementwise(
         "small_gemm_triton",
         "multiply_rows",
-        small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
-        small.gemm_options(schedule),
-        ("y", "x", "weight", "bias", "arena"),
-        {"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
-        "weight",
+        constants=small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
+        options=small.gemm_options(schedule),
+        own=("y", "x", "weight", "bias", "arena"),
+        others={"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
+        pointer="weight",
     )
 
 
 def _products(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
-    """Products alone, and with adapters up to a rank expanded in the launch, by names that begin so."""
+    """GEMMs alone, and with adapters up to a rank expanded in the launch, by prefixes of their names."""
     for name, (d_in, d_out, group) in _PRODUCTS.items():
         yield f"{base}.{name}", _product(d_in, d_out, rows, silu=name == "mlp")
         for rank in (16, 256) if name in ("qkv", "mlp") else (256,) if group else ():
@@ -134,7 +145,7 @@ def _products(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwis
             yield f"{lora}{rank}.{name}", launch
 
 
-#: Inputs, columns and group of products with Llama-3.1-8B's weights. `mlp`: with the activation behind the product.
+#: Inputs, columns and group of GEMMs with Llama-3.1-8B's weights. `mlp`: followed by the activation.
 _PRODUCTS = {
     "qkv": (4096, 6144, "qkv"),
     "o": (4096, 4096, "o"),
@@ -144,7 +155,7 @@ _PRODUCTS = {
     "head": (4096, 128256, ""),
 }
 
-#: Products of few rows, in either tile.
+#: GEMMs of few rows, with either tile.
 PRODUCTS = dict([*_products("base", "lora", small.TILE_ROWS[0]), *_products("many", "multi", small.TILE_ROWS[-1])])
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads.
@@ -163,17 +174,17 @@ def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Eleme
     return Elementwise(
         "attention_triton",
         "attend_rows",
-        attention_constants(*shape, itemsize),
-        attention_options(),
-        ("out", "q", "k_cache", "v_cache"),
-        {
+        constants=attention_constants(*shape, itemsize),
+        options=attention_options(),
+        own=("out", "q", "k_cache", "v_cache"),
+        others={
             **dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
             **dict.fromkeys(("values", "tops", "totals"), "*fp32"),
             "scale": "fp32",
             "least": "i32",
             **_strides("page", "token", "head"),
         },
-        "k_cache",
+        pointer="k_cache",
     )
 
 
@@ -194,7 +205,7 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
     }
 
 
-#: Launches that draw tokens from float32 logits of Llama-3.1-8B's vocabulary.
+#: Launches that sample tokens from float32 logits of Llama-3.1-8B's vocabulary.
 DRAWS = _draws(128256)
 
 #: Launches that read no adapter.
@@ -215,7 +226,7 @@ class Variant:
 
     @property
     def launch(self) -> Elementwise | None:
-        """The launch, where it reads no adapter."""
+        """The launch, if it reads no adapter."""
         if self.group in ATTENTION:
             return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype])
         return PLAIN.get(self.group)
@@ -227,7 +238,7 @@ class Variant:
 
     @property
     def pointer(self) -> str:
-        """The argument through which weights, or keys, are read; none where a launch reads no more than its rows."""
+        """The argument through which weights, or keys, are read; none if a launch reads no more than its rows."""
         return self.launch.pointer if self.launch else "arena"
 
     @property
@@ -250,7 +261,8 @@ class Variant:
         d_in, modules = GROUPS[self.group]
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
-        return make(self.schedule(), modules, d_in, PAGE_ELEMS, ITEMSIZE[self.dtype], self.max_rank, pages)
+        sizes = {"page_elems": PAGE_ELEMS, "itemsize": ITEMSIZE[self.dtype], "rank": self.max_rank, "pages": pages}
+        return make(self.schedule(), modules, d_in, **sizes)
 
     def signature(self) -> dict[str, str]:
         own = f"*{self.dtype}"
@@ -272,14 +284,14 @@ class Variant:
 
     @property
     def launched(self) -> tuple[object, ...]:
-        """What is compiled; the same for variants that are one launch."""
+        """The inputs of the compilation; the same for variants that are one launch."""
         items = (self.constants().items(), self.options().items(), self.signature().items())
         return self.kernel, *(tuple(sorted(each)) for each in items)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Resources that a variant takes on a GPU."""
+    """The resources of a variant on a GPU."""
 
     variant: Variant
     arch: str
@@ -313,7 +325,7 @@ class Line:
 
 
 def variants() -> Iterator[Variant]:
-    """All that serving launches: bf16 in full, f16 and f32 once per kernel."""
+    """All variants that serving launches: bf16 in full, f16 and f32 once per kernel."""
     for group in GROUPS:
         for side in ("shrink", "expand"):
             for kernel, buckets in ((f"{side}_decode", (8, 64, 256)), (f"{side}_prefill", (256, 8192))):
@@ -327,8 +339,8 @@ def variants() -> Iterator[Variant]:
 
 
 def plain_variants() -> Iterator[Variant]:
-    """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32,
-    draws in nothing else.
+    """Every launch that reads no adapter; a kernel is the same for any number of tokens. GEMMs have no f32 variant;
+    sampling has no other.
     """
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
@@ -349,10 +361,18 @@ def job_of(variant: Variant, arch: str) -> Job:
     from .compiled_triton import Job
 
     capability, constants, options = int(arch.removeprefix("sm_")), variant.constants(), variant.options()
-    if "PDL" in constants and capability // 10 >= LEAST_MAJOR:  # as serving launches it there
+    if "PDL" in constants and capability // 10 >= LEAST_MAJOR:  # like serving launches it there
         constants, options = constants | {"PDL": 1}, options | {"launch_pdl": True}
     kernel = getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel)
-    return Job(kernel, variant.signature(), constants, capability, options, variant.pointer, _READY)
+    return Job(
+        kernel,
+        variant.signature(),
+        constants=constants,
+        capability=capability,
+        options=options,
+        pointer=variant.pointer,
+        ready=_READY,
+    )
 
 
 def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
@@ -363,11 +383,11 @@ def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
 def compile_all(
     archs: Sequence[str], workers: int, chosen: Sequence[Variant], known: dict[str, dict[str, Any]]
 ) -> list[Line]:
-    """Compile what differs, once: some variants are the same launch, for other tokens. For the first of `archs` all,
+    """Compile all distinct variants: some variants are the same launch, for other tokens. For the first of `archs` all,
     for others the widest.
 
-    known: what was compiled before, by `Job.key`, and is not compiled again but for one variant of each kernel; in the
-    end it is what the lines are of. Raises ValueError where that variant is not what is known of it.
+    known: variants compiled before, by `Job.key`. They are not compiled again, except one variant of each kernel; at
+    the end it holds all variants reported. Raises ValueError if the recompiled variant differs from the known one.
     """
     wanted = [(variant, arch) for arch in archs for variant in (chosen if arch == archs[0] else widest(chosen))]
     jobs = {(arch, variant.launched): (variant, arch) for variant, arch in wanted}
@@ -388,8 +408,8 @@ def compile_all(
 
 
 def widest(chosen: Sequence[Variant]) -> list[Variant]:
-    """Of variants that differ by sizes alone the one that takes most, in bf16 if there is one: of a kernel for any
-    projections, of products in one tile with one rank.
+    """Among variants that differ only in sizes, the one with the most resources, in bf16 if there is one: of a kernel
+    for any projections, of GEMMs with one tile and one rank.
     """
     by_size = sorted(chosen, key=lambda each: (each.dtype == "bf16", each.max_rank, each.tokens, each.num_weights))
     return list(

@@ -1,4 +1,4 @@
-"""`chorus plan`: how many replicas of which GPU, with which memory and policy, a recorded load needs for an SLO."""
+"""`chorus plan`: computes the replicas, GPU, memory and policy that a recorded load needs to meet an SLO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ HELP = "find the cheapest cluster that meets an SLO under a recorded load, by si
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, number(int, 1)
-    add("--trace", type=Path, required=True, metavar="FILE", help="requests, as `chorus serve --record FILE` has them")
+    add(
+        "--trace", type=Path, required=True, metavar="FILE", help="recorded requests, from `chorus serve --record FILE`"
+    )
     gpu = "h100, h200, a100, l40s, l4, b200 or mi300x: steps are predicted from published figures; or profile:FILE, "
     add("--gpu", required=True, metavar="NAME", help=gpu + "which `chorus profile` measured")
     add("--model", type=Path, metavar="DIR", help="checkpoint, needed for a GPU's name; only its config.json is read")
@@ -25,8 +27,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     share = number(float, 0, above=True, most=1)
     add("--attainment", type=share, default=0.99, metavar="SHARE", help="of requests within both (default: 0.99)")
     add("--policy", metavar="NAMES", help="as `chorus cluster up --policy` takes them, with commas (default: all)")
-    add("--memory-bytes", metavar="SIZES", help="arenas to try, with commas (default: all that there is, and half)")
-    hosts = "host caches to try, with commas (default: 1GiB, and what all adapters of the trace take if that is more)"
+    add(
+        "--memory-bytes",
+        metavar="SIZES",
+        help="arenas to try, with commas (default: all of the memory, and half of it)",
+    )
+    hosts = "host caches to try, with commas (default: 1GiB, and the size of the trace's adapters if that is more)"
     add("--host-cache-bytes", metavar="SIZES", help=hosts)
     add("--max-replicas", type=count, default=16, metavar="N", help="most replicas to try (default: 16)")
     follow = "have candidates follow the load, from N replicas on, as `chorus cluster up --min-replicas` does"
@@ -37,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=count, default=1, metavar="N", help="processes; the plan doesn't depend on them (default: 1)")
     scale = "plan for X times the trace's rate (default: 1)"
     add("--scale", type=number(float, 0, above=True), default=1.0, metavar="X", help=scale)
-    add("--rank", type=count, metavar="N", help="rank of adapters of which the trace tells none")
+    add("--rank", type=count, metavar="N", help="rank of adapters without one in the trace")
     add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
     engine = (
         "another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name is "
@@ -47,14 +53,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help=engine + "answered with all that is followed",
+        help=engine + "refused with the list of supported settings",
     )
     add("--out", type=Path, default=Path("plan.html"), metavar="FILE", help="the page (default: plan.html)")
     add("--json", action="store_true", help="print the plan and all candidates as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 for a plan, 1 where nothing that was tried meets the SLO, 2 for wrong input."""
+    """Run the command: 0 for a plan, 1 if no candidate meets the SLO, 2 for wrong input."""
     from ...core.costs.profile import ProfileError
     from ...core.model.config import UnsupportedModel
     from ..workload.fields import WorkloadError
@@ -66,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.max_replicas}; change one of them"
         )
     if arguments.slo_ttft is None and arguments.slo_tpot is None:
-        raise UsageError("chorus plan: error: there is no SLO; give --slo-ttft, --slo-tpot or both")
+        raise UsageError("chorus plan: error: the SLO is missing; give --slo-ttft, --slo-tpot or both")
     if not arguments.out.absolute().parent.is_dir():
-        raise UsageError(f"chorus plan: error: --out is {arguments.out}: its directory is not there; make it")
+        raise UsageError(f"chorus plan: error: --out is {arguments.out}: its directory does not exist; make it")
     if find_spec("matplotlib") is None:
         raise UsageError("chorus plan: error: the page's charts need matplotlib; run pip install 'chorus-lora[plan]'")
     from .page import page

@@ -1,4 +1,7 @@
-"""The page of a plan: one HTML file that needs nothing else, readable in light and dark."""
+"""The page of a plan: one self-contained HTML file, readable in light and dark mode.
+
+Tests: tests/perf/plan/test_command.py
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def charts(plan: Plan) -> str:
-    """Arrivals, attainment by replicas for each memory, and both times of the best candidate: an `svg` element."""
+    """Arrivals, attainment by replicas for each memory size, and both times of the best candidate: an `svg` element."""
     memories = dict.fromkeys((one.candidate.arena, one.candidate.host) for one in plan.tried if not one.stopped)
     with rc_context(_STYLE):
         count = 1 + len(memories) + 2 * (plan.best is not None)
@@ -71,7 +74,7 @@ def _arrivals(axis: Any, plan: Plan) -> None:
 
 
 def _attainment(axis: Any, plan: Plan, memory: tuple[int, int]) -> None:
-    """Candidates of one arena and host cache with simulations that ended: medians of the seeds, and their intervals."""
+    """Candidates of one arena and host cache whose simulations ended: medians of the seeds, and their intervals."""
     for index, policy in enumerate(dict.fromkeys(one.candidate.policy for one in plan.tried)):
         mine = [one for one in plan.tried if not one.stopped and one.candidate.policy == policy]
         mine = [one for one in mine if (one.candidate.arena, one.candidate.host) == memory]

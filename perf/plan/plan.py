@@ -1,4 +1,7 @@
-"""A plan: the candidates that were tried for a load, the cheapest that meets its SLO, and the commands to start it."""
+"""A plan: the candidates tried for a load, the cheapest that meets its SLO, and the commands to start it.
+
+Tests: tests/perf/plan/test_command.py
+"""
 
 from __future__ import annotations
 
@@ -40,29 +43,29 @@ FOLLOWED = (
     "max_load_stall_seconds",
     "adapter_read_seconds",
 )
-"""Fields of `EngineConfig` that `--engine` takes: a simulation follows them, and no other flag sets them."""
+"""Fields of `EngineConfig` that `--engine` accepts: a simulation follows them, and no other flag sets them."""
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was searched for and found."""
+    """The inputs and the result of a search."""
 
     fleet: Fleet
     model: str
-    """As the commands name it."""
+    """The model's name for the commands."""
     engine: dict[str, str]
     """Fields of its configuration that were given."""
     tried: Sequence[Tried]
     best: Tried | None
     most: int
-    """Replicas at most."""
+    """Most replicas."""
     seeds: int
     predicted: bool
     note: str
-    """Of the GPU."""
+    """A note about the GPU."""
     made_by: str
-    """The command."""
+    """The command that made the plan."""
 
     @property
     def origin(self) -> str:
@@ -70,11 +73,11 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """Of a replica's time; one that was measured may have no GPU."""
+        """Price per hour of a replica; a measured profile may have no GPU."""
         return "GPU-hours" if self.predicted else "replica-hours"
 
     def command(self) -> str | None:
-        """That starts the best candidate."""
+        """Commands that start the best candidate."""
         if self.best is None:
             return None
         candidate = self.best.candidate
@@ -82,13 +85,13 @@ class Plan:
         if self.fleet.requests().ranks:
             words.append("--adapters ADAPTERS")
         if self.fleet.slo.tpot < math.inf:
-            words.append(f"--slo-tpot {self.fleet.slo.tpot:g}")  # which some policies route by
+            words.append(f"--slo-tpot {self.fleet.slo.tpot:g}")  # some policies route by it
         words.append(f"--host-cache-bytes {size(candidate.host)}")
         if candidate.arena != self.fleet.profile.memory_bytes.value:
             words.append(f"--memory-bytes {size(candidate.arena)}")
         words += itertools.starmap(self._flag, self.engine.items())
         if self.predicted and candidate.replicas > 1:
-            words.append("--ray auto")  # which gives each replica a GPU
+            words.append("--ray auto")  # each replica gets a GPU
         whole = " ".join(words)
         scale = "" if self.fleet.least is None else f" --min-replicas {min(self.fleet.least, candidate.replicas)}"
         return f"{whole} --replicas {candidate.replicas}{scale}"
@@ -111,7 +114,7 @@ class Plan:
         if self.best is None:
             near = max(self.tried, key=lambda one: (one.candidate.replicas, one.attainment.low))
             return (
-                f"Nothing that was tried, with up to {self.most} replicas, meets the SLO: {asked}. What failed with "
+                f"No candidate, with up to {self.most} replicas, meets the SLO: {asked}. Reason with "
                 f"{near.candidate.replicas} by {near.candidate.policy}: {near.trouble}."
             )
         one = self.best.candidate
@@ -130,7 +133,8 @@ class Plan:
             f"{'Seed 0 is the trace itself; the others draw' if scale == 1 else 'Seeds draw'} each request 0, 1, 2 … "
             f"times, {scale:g} times on average (a Poisson bootstrap). A candidate meets the SLO where the low end of "
             "its interval does; one that can't any more is not simulated to its end.",
-            "TTFT and TPOT are the engine's: what HTTP, the network and a router's stale knowledge add is not in them.",
+            "TTFT and TPOT are the engine's: delays of HTTP, the network and a router's stale reports are not "
+            "included.",
         ]
         return said + ([self.note + "."] if self.note else [])
 
@@ -147,7 +151,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan that the flags of `chorus plan` ask for. PlanError, ProfileError, WorkloadError or UnsupportedModel."""
+    """The plan for the flags of `chorus plan`. Raises PlanError, ProfileError, WorkloadError or UnsupportedModel."""
     engine, note = dict(_pairs(arguments.engine)), ""
     predicted = not arguments.gpu.startswith(PROFILE)
     if predicted:
@@ -167,13 +171,13 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     fleet = Fleet(
         arguments.trace,
         profile,
-        slo,
-        targets,
-        {**defaults, **engine},
-        arguments.rank,
-        arguments.scale,
-        arguments.min_replicas,
-        arguments.boot_seconds,
+        slo=slo,
+        targets=targets,
+        engine={**defaults, **engine},
+        rank=arguments.rank,
+        scale=arguments.scale,
+        least=arguments.min_replicas,
+        boot_seconds=arguments.boot_seconds,
     )
     config, requests = fleet.config(), fleet.requests()
     _check_lengths(fleet, min(config.max_model_len or math.inf, profile.geometry.max_model_len))
@@ -186,28 +190,28 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     )
     if too_large := [one for one in arenas if one > whole]:
         raise PlanError(
-            f"--memory-bytes is {too_large[0]}, and {profile.device} has room for {whole}; give that or less"
+            f"--memory-bytes is {too_large[0]}, but {profile.device} has room for {whole}; give that or less"
         )
     tried = search(
         fleet,
         [(arena, host) for arena in arenas for host in hosts],
-        policies,
-        arguments.max_replicas,
-        arguments.seeds,
-        arguments.jobs,
-        _progress if sys.stderr.isatty() else lambda tried: None,
+        policies=policies,
+        most_replicas=arguments.max_replicas,
+        seeds=arguments.seeds,
+        jobs=arguments.jobs,
+        progress=_progress if sys.stderr.isatty() else lambda tried: None,
     )
     return Plan(
         fleet,
         str(arguments.model or "MODEL"),
-        engine,
-        tried,
-        cheapest(tried),
-        arguments.max_replicas,
-        arguments.seeds,
-        predicted,
-        note,
-        shlex.join(["chorus", *sys.argv[1:]]),
+        engine=engine,
+        tried=tried,
+        best=cheapest(tried),
+        most=arguments.max_replicas,
+        seeds=arguments.seeds,
+        predicted=predicted,
+        note=note,
+        made_by=shlex.join(["chorus", *sys.argv[1:]]),
     )
 
 
@@ -240,13 +244,13 @@ def _row(tried: Tried) -> dict[str, Any]:
 
 
 def size(num_bytes: int) -> str:
-    """As `--memory-bytes` takes it."""
+    """A size in the form that `--memory-bytes` accepts."""
     unit, name = (_GIB, "GiB") if num_bytes >= _GIB else (1 << 20, "MiB")
     return f"{num_bytes / unit:.4g}{name}"
 
 
 def _names(text: str | None, known: Iterable[str], flag: str) -> tuple[str, ...]:
-    """The names that are given, or all that are known."""
+    """The names that are given, or all known names."""
     if text is None:
         return tuple(known)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -256,7 +260,7 @@ def _names(text: str | None, known: Iterable[str], flag: str) -> tuple[str, ...]
 
 
 def _sizes(text: str | None, flag: str) -> list[int]:
-    """Largest first."""
+    """Sizes, largest first."""
     try:
         return sorted({read_size(part) for part in text.split(",")} if text else (), reverse=True)
     except ValueError as error:
@@ -270,5 +274,5 @@ def _pairs(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
             raise PlanError(f"--engine is {text!r}; give NAME=VALUE, such as max_num_seqs=64")
         name = name.strip().replace("-", "_")
         if name not in FOLLOWED:
-            raise PlanError(f"--engine is {text!r}, which no plan follows; use some of {', '.join(FOLLOWED)}")
+            raise PlanError(f"--engine is {text!r}, which plans do not simulate; use some of {', '.join(FOLLOWED)}")
         yield name, value.strip()

@@ -1,8 +1,8 @@
 """Profiles predicted from a model's config.json and a GPU's published figures, at efficiencies measured on an H100.
 
-The efficiencies are of the run perf/results/h100-2026-11-22-e391802 (Llama-3.1-8B's shapes, bf16): a test computes them
-from its file again. What one device can't tell is whether its steps are longer than their floor by a share or by
-launches that take as long on any GPU: a prediction takes whichever of the two is longer.
+The efficiencies are those of the run perf/results/h100-2026-11-22-e391802 (Llama-3.1-8B's shapes, bf16); a test
+recomputes them from its file. One device can't tell whether its steps exceed their floor by a share, or by launches
+that take equally long on any GPU. A prediction uses whichever of the two is longer.
 """
 
 from __future__ import annotations
@@ -29,30 +29,34 @@ class Gpu:
     link: float
     source: str
     note: str = ""
-    """What a reader of a prediction has to know of this one."""
+    """A note that a reader of the prediction needs."""
 
 
 GPUS = {
-    "h100": Gpu("NVIDIA H100 SXM 80 GB", 80e9, 3.35e12, 989.4e12, _PCIE_5, "NVIDIA H100 datasheet"),
-    "h200": Gpu("NVIDIA H200 SXM 141 GB", 141e9, 4.8e12, 989.4e12, _PCIE_5, "NVIDIA H200 datasheet"),
-    "a100": Gpu("NVIDIA A100 SXM 80 GB", 80e9, 2.039e12, 312e12, _PCIE_4, "NVIDIA A100 datasheet"),
-    "l40s": Gpu("NVIDIA L40S 48 GB", 48e9, 864e9, 362e12, _PCIE_4, "NVIDIA L40S datasheet"),
-    "l4": Gpu("NVIDIA L4 24 GB", 24e9, 300e9, 121e12, _PCIE_4, "NVIDIA L4 datasheet, half of its rate with sparsity"),
-    "b200": Gpu("NVIDIA B200 180 GB", 180e9, 8e12, 2250e12, _PCIE_5, "NVIDIA DGX B200 datasheet, an eighth of it"),
+    "h100": Gpu("NVIDIA H100 SXM 80 GB", 80e9, 3.35e12, 989.4e12, _PCIE_5, source="NVIDIA H100 datasheet"),
+    "h200": Gpu("NVIDIA H200 SXM 141 GB", 141e9, 4.8e12, 989.4e12, _PCIE_5, source="NVIDIA H200 datasheet"),
+    "a100": Gpu("NVIDIA A100 SXM 80 GB", 80e9, 2.039e12, 312e12, _PCIE_4, source="NVIDIA A100 datasheet"),
+    "l40s": Gpu("NVIDIA L40S 48 GB", 48e9, 864e9, 362e12, _PCIE_4, source="NVIDIA L40S datasheet"),
+    "l4": Gpu(
+        "NVIDIA L4 24 GB", 24e9, 300e9, 121e12, _PCIE_4, source="NVIDIA L4 datasheet, half of its rate with sparsity"
+    ),
+    "b200": Gpu(
+        "NVIDIA B200 180 GB", 180e9, 8e12, 2250e12, _PCIE_5, source="NVIDIA DGX B200 datasheet, an eighth of it"
+    ),
     "mi300x": Gpu(
         "AMD MI300X 192 GB",
         192e9,
         5.3e12,
         1307.4e12,
         _PCIE_5,
-        "AMD MI300X datasheet",
-        "Chorus has no kernels for AMD GPUs: this is what they would take at the efficiency measured on an H100",
+        source="AMD MI300X datasheet",
+        note="Chorus has no kernels for AMD GPUs: this is what they would take at the efficiency measured on an H100",
     ),
 }
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises PlanError, with the names that there are."""
+    """Look up a GPU. Raises PlanError with the known names."""
     try:
         return GPUS[name.lower()]
     except KeyError:
@@ -63,39 +67,45 @@ def gpu_named(name: str) -> Gpu:
 
 
 READ, MULTIPLY, COPY = 0.929, 0.791, 0.795
-"""Shares of the published memory bandwidth, bf16 rate and link that plain reads, products and copies reached."""
+"""Shares of the published memory bandwidth, bf16 rate and link that plain reads, GEMMs and copies reached."""
 
 STEP_SHARE, STEP_PER_LAYER = 0.273, 41.1e-6
-"""By how much a decode step is longer than reading the weights: the line through steps of 1 to 64 rows, at 0."""
+"""Factor by which a decode step is longer than reading the weights: the line through steps of 1 to 64 sequences,
+at 0.
+"""
 
 ROW_PER_LAYER, KV_READ = 0.356e-6, 0.82
-"""What each row adds beside its KV, and the share of `READ` at which attention reads that (64 rows of 1,024 tokens)."""
+"""Time of each sequence in addition to its KV, and the share of `READ` at which attention reads the KV (64 sequences of
+1,024 tokens).
+"""
 
 RAGGED_PER_LAYER = 111e-6
-"""By how much a step with a short prompt, which is not captured, is longer than a decode step of one row."""
+"""Factor by which a step with a short prompt, which is not captured, is longer than a decode step of one sequence."""
 
 PREFILL_MULTIPLY, PREFILL_ATTEND = 0.803, 0.515
 """Shares of `MULTIPLY` in prefill, from prompts of 512, 2,048 and 8,192 tokens."""
 
 LORA_PER_LAYER, ADAPTER_READ, LORA_MULTIPLY = 17.0e-6, 0.839, 0.0465
-"""LoRA: once a step; the share of `READ` at which rank-rows are read; of `MULTIPLY` for prompts (rank 16)."""
+"""LoRA: seconds per step; the share of `READ` at which slabs are read; of `MULTIPLY` for prompts (rank 16)."""
 
 RESERVED_BYTES = 2 << 30
-"""Left for activations and captured graphs: an assumption."""
+"""Reserved for activations and captured graphs: an assumption."""
 
 DISK_BYTES_PER_SECOND, DISK_LATENCY, LINK_LATENCY = 3e9, 1e-4, 1e-5
-"""An NVMe drive's and a copy's: assumptions."""
+"""Rates of an NVMe drive and of a copy: assumptions."""
 
 _BYTES = {"bfloat16": 2, "float16": 2}
 _GIB = 1 << 30
 
 
 def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
-    """PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one that can't be served."""
+    """Predict a profile. Raises PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one
+    that can't be served.
+    """
     model = ModelConfig.read(directory)
     if model.dtype not in _BYTES:
         raise PlanError(
-            f"--model {directory}: dtype is {model.dtype}, of which a GPU's published bf16 rate says nothing; give a "
+            f"--model {directory}: dtype is {model.dtype}, which a GPU's published bf16 rate does not cover; give a "
             "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
         )
     size, layers = _BYTES[model.dtype], model.num_layers
@@ -103,7 +113,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
     in_head = model.vocab_size * model.hidden_size
     weights = size * (in_layers + in_head * (1 if model.tie_word_embeddings else 2))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
-    per_rank = layers * sum(map(sum, model.module_dims.values()))  # elements of a rank-row
+    per_rank = layers * sum(map(sum, model.module_dims.values()))  # elements of a slab
     kv_bytes = 2 * layers * model.kv_size * size
     floor = size * (in_layers + in_head) / read
     step = {
@@ -138,7 +148,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             max_model_len=model.max_context,
             itemsize=size,
         ),
-        memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="what the weights leave"),
+        memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="memory that the weights leave"),
         step=_terms(step, "predicted"),
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
         link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),
@@ -146,7 +156,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
 
 
 def _arena(directory: Path, gpu: Gpu, weights: int, dtype: str) -> int:
-    """Bytes that the weights leave of what the engine takes by default."""
+    """Bytes that the weights leave of the memory that the engine uses by default."""
     share = EngineConfig.model_fields["gpu_memory_utilization"].default
     left = int(gpu.memory * share) - weights - RESERVED_BYTES
     if left > 0:

@@ -1,4 +1,4 @@
-"""The requests that a plan is for: a trace's requests, what another such time might have brought, and their SLO."""
+"""The requests of a plan: a trace's requests, resampled variants of them, and their SLO."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NEEDED = ("arrival", "prompt_tokens", "output_tokens")
 
 
 class PlanError(WorkloadError):
-    """A plan that can't be made; the text names the field, the value and the fix."""
+    """A plan can't be made; the text names the field, the value and the fix."""
 
 
 @dataclass(frozen=True)
 class Requests:
-    """In order of arrival, from 0 on."""
+    """Requests in order of arrival, from time 0."""
 
     items: tuple[TraceRequest, ...]
     ranks: dict[str, int]
-    """Of the adapters that they ask for."""
+    """Ranks of the adapters that they use."""
 
     @property
     def span(self) -> float:
@@ -37,8 +37,8 @@ class Requests:
 
     def resampled(self, seed: int, scale: float = 1.0) -> Requests:
         """The same for seed 0; otherwise a Poisson bootstrap: each request comes 0, 1, 2 … times, `scale` times on
-        average, the first at its time and its copies anywhere before the next request. So the course of the rate,
-        the bursts and the mix of tenants and adapters stay, and their numbers vary as another day's would.
+        average, the first at its time and its copies anywhere before the next request. So the course of the rate, the
+        bursts and the mix of tenants and adapters stay, and their numbers vary like those of another day.
         """
         if not seed and scale == 1.0:
             return self
@@ -54,9 +54,9 @@ class Requests:
 
 @lru_cache(maxsize=2)
 def load_requests(path: Path, rank: int | None = None) -> Requests:
-    """Of a CSV file, sorted by arrival. rank: of adapters of which the trace tells none.
+    """Requests from a CSV file, sorted by arrival. rank: of adapters without one in the trace.
 
-    Raises PlanError, and TraceError for what can't be read.
+    Raises PlanError, and TraceError if the file can't be read.
     """
     source = Csv(format="csv", path=path, sort=True)
     for field in NEEDED:
@@ -86,8 +86,8 @@ def _numbered(requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """ttft: seconds to the first token. tpot: seconds a token after it, on average. attainment: share of the requests
-    that must have both; one that fails has neither.
+    """ttft: seconds to first token. tpot: mean seconds per later token. attainment: share of the requests that must
+    meet both; a failed request meets neither.
     """
 
     ttft: float = math.inf
@@ -95,7 +95,7 @@ class Slo:
     attainment: float = 0.99
 
     def check(self, requests: Requests, costs: CostModel) -> None:
-        """PlanError where too many requests miss it even alone, with their adapters loaded."""
+        """Raise PlanError if too many requests miss it even alone, with their adapters loaded."""
 
         @cache
         def alone(prompt: int, output: int, rank: int) -> tuple[float, float]:

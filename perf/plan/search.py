@@ -27,14 +27,14 @@ from .requests import Requests, Slo, load_requests
 
 QUANTILES = np.linspace(0, 1, 101)
 LOOKS = 200
-"""Looks at the queues in a trial, which stop one that can't meet the SLO any more."""
+"""Checks of the queues during a trial; they stop a trial that can no longer meet the SLO."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """arena, host: bytes of a replica's arena and of its host cache. policy: a name that `--policy` takes.
+    """arena, host: bytes of a replica's page pool and of its host cache. policy: a name for `--policy`.
 
-    replicas: how many there are, or at most where they follow the load (`Fleet.least`).
+    replicas: their number, or the maximum if they follow the load (`Fleet.least`).
     """
 
     replicas: int
@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What all candidates share."""
+    """The common inputs of all candidates."""
 
     trace: Path
     profile: Profile
@@ -59,27 +59,27 @@ class Fleet:
     engine: dict[str, Any] = field(default_factory=dict)
     """Fields of `EngineConfig`."""
     rank: int | None = None
-    """Of adapters of which the trace tells none."""
+    """Rank of adapters without one in the trace."""
     scale: float = 1.0
-    """Multiplies the trace's rate."""
+    """Factor of the trace's rate."""
     least: int | None = None
-    """Replicas at least, where their number follows the load; None: it stays."""
+    """Least replicas, if their number follows the load; None: it is constant."""
     boot_seconds: float = 0.0
-    """Until one more serves."""
+    """Seconds until a new replica serves."""
 
     def requests(self) -> Requests:
         return load_requests(self.trace, self.rank)
 
     def config(self, **more: Any) -> EngineConfig:
-        """Of a replica; made-up prompts have no prefix to cache."""
+        """Engine settings of a replica; made-up prompts have no prefix to cache."""
         return engine_config({**self.engine, **more}, "--engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """attainment: share of requests within the SLO, or the most that it could be where the trial was `stopped`; the
-    other numbers are missing then. missed_ttft, missed_tpot, failed: shares of all requests. ttft, tpot: seconds at
-    `QUANTILES`. replica_seconds: that replicas have been there, from the first arrival to the last answer's end.
+    """attainment: share of requests within the SLO, or an upper bound if the trial was `stopped`, in which case the
+    other numbers are missing. missed_ttft, missed_tpot, failed: shares of all requests. ttft, tpot: seconds at
+    `QUANTILES`. replica_seconds: total time of the replicas, from the first arrival to the last completion's end.
     """
 
     attainment: float
@@ -97,7 +97,7 @@ class _Hopeless(Exception):
 
 
 class _Watch:
-    """A controller that ends a trial that can't meet the SLO any more."""
+    """A controller that ends a trial that can no longer meet the SLO."""
 
     def __init__(self, requests: Requests, slo: Slo) -> None:
         self._arrivals = [one.arrival for one in requests.items]
@@ -112,7 +112,9 @@ class _Watch:
             self._look(event.time, cluster)
 
     def _look(self, now: float, cluster: Cluster) -> None:
-        """Waiting requests, but for as many as came of late, have waited for longer than their first token may take."""
+        """Number of waiting requests, without those that arrived lately, that have waited longer than the limit of the
+        first token.
+        """
         arrivals = self._arrivals
         recent = bisect_right(arrivals, now) - bisect_right(arrivals, now - self._slo.ttft)
         waiting = cluster.num_held + sum(replica.state.num_waiting for replica in cluster.replicas)
@@ -135,7 +137,7 @@ def run_trial(fleet: Fleet, candidate: Candidate, seed: int) -> Outcome:
         records = simulation.run(requests.items, policy, [_Watch(requests, slo), scaling], answers=estimates.answers)
     except _Hopeless as found:
         return Outcome(1 - found.args[0], stopped=True)
-    except (NoReplica, AdapterFormatError):  # an arena that some request, or some adapter, never has room in
+    except (NoReplica, AdapterFormatError):  # some request, or some adapter, never fits into the page pool
         return Outcome(0.0, failed=1.0, stopped=True)
     if not len(records):
         return Outcome(0.0, failed=1.0, stopped=True)
@@ -165,9 +167,9 @@ def _quantiles(values: np.ndarray) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate and its outcomes by seed; not all seeds where it failed before.
+    """A candidate and its outcomes by seed; not all seeds if it failed before.
 
-    It meets the SLO where the low end of the interval of its attainment does.
+    It meets the SLO if the low end of the interval of its attainment does.
     """
 
     candidate: Candidate
@@ -180,7 +182,7 @@ class Tried:
 
     @property
     def stopped(self) -> bool:
-        """True where its attainment is only known to be at most so much."""
+        """True if only an upper bound of its attainment is known."""
         return any(one.stopped for one in self.outcomes)
 
     @property
@@ -188,7 +190,7 @@ class Tried:
         return [one for one in self.outcomes if not one.stopped]
 
     def quantile(self, name: str, share: float) -> Spread | None:
-        """Of `ttft` or `tpot` in seconds; None where no trial ended."""
+        """Quantiles of `ttft` or `tpot` in seconds; None if no trial ended."""
         index = round(share * (len(QUANTILES) - 1))
         return Spread.of(getattr(one, name)[index] for one in self.finished) if self.finished else None
 
@@ -200,7 +202,7 @@ class Tried:
 
     @property
     def trouble(self) -> str:
-        """What failed, in words; empty where the SLO is met."""
+        """The reason of the failure, in words; empty if the SLO is met."""
         if self.meets:
             return ""
         worst = min(self.outcomes, key=lambda one: one.attainment)
@@ -225,11 +227,11 @@ def search(
     jobs: int = 1,
     progress: Callable[[Tried], None] = lambda tried: None,
 ) -> list[Tried]:
-    """All that was tried. memories: (arena, host) bytes. progress: called with each when it is known.
+    """All candidates tried. memories: (arena, host) bytes. progress: called with each when it is known.
 
-    Replicas, memory and attainment are taken to rise together: the fewest replicas are found by doubling and bisection,
-    and what fails is not tried with less memory, so give the largest first. Later memories and policies are tried with
-    as many as the best one needs, and with fewer only if these do.
+    The search assumes that attainment rises with replicas and memory. It finds the fewest replicas by doubling and
+    bisection, and does not try a failed candidate with less memory, so give the largest memory first. Later memories
+    and policies are tried with as many replicas as the best one needs, and with fewer only if these meet the SLO.
     """
     found: list[Tried] = []
     with map_of(jobs) as mapped:
@@ -252,7 +254,9 @@ def search(
 
 
 def fewest(meets: Callable[[int], bool], most: int, start: int = 1) -> int | None:
-    """The least number, up to `most`, that meets what larger ones do, too; None where `most` doesn't."""
+    """The least number, up to `most`, for which the condition holds, assuming that it holds for all larger ones; None
+    if it fails for `most`.
+    """
     low, high, number = 0, None, min(start, most)
     while high is None or high - low > 1:
         if meets(number):
@@ -266,8 +270,8 @@ def fewest(meets: Callable[[int], bool], most: int, start: int = 1) -> int | Non
 
 
 def cheapest(tried: Iterable[Tried]) -> Tried | None:
-    """The fewest replicas that meet the SLO; of these the highest attainment, to a tenth of a percent, then the least
-    host memory, then the largest arena, as its memory is paid for anyway, then the first.
+    """The candidate with the fewest replicas that meets the SLO. Ties: the highest attainment, to a tenth of a percent,
+    then the least host memory, then the largest page pool, whose memory is paid for anyway, then the first.
     """
     good = [one for one in tried if one.meets]
     if not good:
@@ -281,7 +285,9 @@ def cheapest(tried: Iterable[Tried]) -> Tried | None:
 
 
 def _try(fleet: Fleet, candidate: Candidate, seeds: int, jobs: int, mapped: Callable[..., Iterable[Any]]) -> Tried:
-    """Run the seeds until the low end of the interval is known to be below the SLO. It doesn't depend on `jobs`."""
+    """Run the seeds until the low end of the interval is known to be below the SLO. The result doesn't depend on
+    `jobs`.
+    """
     may_miss, _ = interval(seeds)
     outcomes: list[Outcome] = []
     missed = 0

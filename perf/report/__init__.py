@@ -1,1 +1,1 @@
-"""Results for people: tables, and the marks that they are held against."""
+"""Results for people: tables, and goals that results are compared with."""

@@ -1,4 +1,4 @@
-"""Commands that measure: their parsers, and their last line, one JSON object."""
+"""Common parts of measuring commands: parsers, progress, and one JSON object as the last line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .table import Goal, goal_table
 
 
 def parser(spec: ModuleSpec | None, doc: str | None) -> argparse.ArgumentParser:
-    """Parser of the command that a module is; of its docstring the first paragraph describes it, the rest follows."""
+    """A parser for a module's command; the docstring's first paragraph is the description, the rest follows."""
     assert spec is not None and doc is not None, "a command is a module with a docstring, run by `python -m`"
     name = spec.name.removesuffix(".__main__")
-    about, _, details = doc.partition("\n\n")
+    about, _, details = doc.partition("\n\nTests:")[0].partition("\n\n")
     return argparse.ArgumentParser(f"python -m {name}", description=about, epilog=details, formatter_class=_Format)
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Text as it was written, and the defaults that say something where the text does not."""
+    """Keeps the text's lines, and shows defaults that the text does not mention."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         is_told = "default" in (action.help or "")
@@ -31,18 +31,18 @@ class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
 
 
 def say(text: str) -> None:
-    """Tell how far a command is, beside its result."""
+    """Report a command's progress, apart from its result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def conclude(result: dict[str, Any], ok: bool) -> int:
-    """Print the result for programs; the command's exit code."""
+    """Print the result for programs; return the command's exit code."""
     print(json.dumps(result))
     return 0 if ok else 1
 
 
 def judge(result: dict[str, Any], goals: Sequence[Goal]) -> int:
-    """Show the bars that a result is held against and print it with whether it meets them all; the exit code."""
+    """Show the goals and print the result with whether it meets them all; return the exit code."""
     goal_table("bars", goals).show()
     met = all(goal.met for goal in goals)
     return conclude({**result, "met": met}, met)

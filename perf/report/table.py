@@ -1,4 +1,4 @@
-"""Tables of results for people, marks that results are held against, and distributions in a few numbers."""
+"""Tables of results for people, goals that results are compared with, and summaries of distributions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Table:
         self.rows.append(cells)
 
     def show(self, console: Any = None) -> None:
-        """Print it, wide enough where the output is no terminal."""
+        """Print it, wide enough if the output is not a terminal."""
         from rich.console import Console
 
         console = console or Console(width=140)
@@ -31,7 +31,7 @@ class Table:
         console.print(self.render(), highlight=False)
 
     def render(self) -> Any:
-        """As rich shows it."""
+        """The table for rich."""
         from rich import box
         from rich.table import Table as RichTable
 
@@ -58,11 +58,11 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One mark."""
+    """One goal."""
 
     name: str
     value: float | None
-    """What was measured, of several the worst; None when nothing was."""
+    """The measured value, the worst of several; None if nothing was measured."""
     mark: float
     at_most: bool = False
     where: str = "-"
@@ -87,9 +87,9 @@ def goal_table(title: str, goals: Iterable[Goal]) -> Table:
 
 
 def spread(values: Iterable[float], percentiles: Sequence[float] = (50, 90, 99)) -> dict[str, float] | None:
-    """Mean, percentiles and extremes; None of nothing.
+    """Mean, percentiles and extremes; None for an empty list.
 
-    Percentiles interpolate linearly between order statistics, as numpy's default does.
+    Percentiles interpolate linearly between order statistics, like numpy's default.
     """
     found = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.float64)
     if not len(found):

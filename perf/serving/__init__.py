@@ -1,1 +1,1 @@
-"""Load against an OpenAI-compatible server over HTTP, and what its users would see of it."""
+"""Load tests of an OpenAI-compatible server over HTTP, measuring the latencies that users would see."""

@@ -1,9 +1,12 @@
-"""Load a server and see what its users would: `python -m chorus.perf.serving URL`, or `--launch`.
+"""Load a server and measure the latencies that its users would see: `python -m chorus.perf.serving URL`, or `--launch`.
 
-Open loop against any OpenAI-compatible server, by aiperf, a program of its own (`uv tool install aiperf`): requests are
-sent when the workload says, however many are still unanswered. The workload is a specification file, or a few values.
-The built-in model is asked questions with exact answers, and its adapters' answers are checked. Exits with 1 if a
-request failed or an answer was another adapter's, with 2 if nothing could be measured. The last line is a JSON object.
+The load is an open loop against any OpenAI-compatible server, sent by aiperf, a separate program (`uv tool install
+aiperf`): requests are sent at the workload's times, however many are still unanswered. The workload is a specification
+file, or a few values. The built-in model is asked questions with exact answers, and its adapters' answers are checked.
+Exits with 1 if a request failed or an answer was another adapter's, with 2 if nothing could be measured. The last line
+is a JSON object.
+
+Tests: tests/perf/serving/test_load.py
 """
 
 from __future__ import annotations
@@ -57,12 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Served:
-    """Models of the server, of which the load uses `adapters`."""
+    """Models of the server; the load uses `adapters`."""
 
     base: str
     adapters: list[str]
     card: dict[str, Any]
-    """The base model's."""
+    """The base model's card."""
 
 
 def _measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def _send(http: httpx.Client, method: str, path: str, sent: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Body of an answer. Raises LoadError."""
+    """Body of a response. Raises LoadError."""
     try:
         response = http.request(method, path, json=sent)
     except httpx.HTTPError as error:

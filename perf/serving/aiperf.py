@@ -1,4 +1,6 @@
-"""Load by aiperf, a program of its own: a plan goes to it as a file, and its files come back as answers and times."""
+"""Load by aiperf, a separate program: it gets a plan as a file, and its result files are read back as texts and
+times.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from ...server.demo.builtin import BUILTIN_MODEL
 from .errors import LoadError
 from .plan import PlannedRequest
 
-#: Flags of ours → metrics of its objectives.
+#: Our flags → metrics of its objectives.
 OBJECTIVES = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "e2e": "request_latency"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """summary: aiperf's own, as `profile_export_aiperf.json` has it. texts: answers in the order of the plan, None for
-    a request without. times: `time_to_first_token` and so on of each, in milliseconds.
+    """summary: aiperf's own, from `profile_export_aiperf.json`. texts: completions in the order of the plan, None for a
+    request without one. times: `time_to_first_token` and so on of each, in milliseconds.
     """
 
     summary: dict[str, Any]
@@ -41,7 +43,7 @@ class Outcome:
 def run(
     args: argparse.Namespace, url: str, key: str | None, plan: Sequence[PlannedRequest], directory: Path
 ) -> Outcome:
-    """Send each request at its time, however many are unanswered. Its files, ours among them, lie in `directory`.
+    """Send each request at its time, however many are unanswered. Its files, including ours, are in `directory`.
 
     Raises LoadError.
     """
@@ -74,7 +76,7 @@ def run(
         "--fixed-schedule",
         "--use-server-token-count",
         "--tokenizer",
-        str(BUILTIN_MODEL),  # it wants one, and counts nothing with it
+        str(BUILTIN_MODEL),  # aiperf requires one, and counts nothing with it
         "--request-timeout-seconds",
         f"{args.timeout:g}",
         "--export-outputs-json",

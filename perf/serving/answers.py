@@ -1,4 +1,4 @@
-"""Questions with exact answers, for the built-in model: right answers, wrong ones, and another adapter's answers."""
+"""Questions with exact answers, for the built-in model: counts right answers, wrong ones, and another adapter's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_skills(base: str, adapters: Sequence[str]) -> bool:
 
 
 class Questions:
-    """A question for every request, about a text that was never trained on; its length is its own."""
+    """A question for every request, about a text that was never trained on, whose length the workload doesn't set."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -35,7 +35,7 @@ class Questions:
 
 
 def judge(asked: Sequence[Question | None], texts: Sequence[str | None]) -> dict[str, Any]:
-    """Accuracy of what was answered, in all and per model; cross_talk counts answers that are another skill's."""
+    """Accuracy of the answers, in total and per model; cross_talk counts answers that are another skill's."""
     scores: dict[str, Score] = {}
     for question, text in zip(asked, texts, strict=True):
         if question is not None and text is not None:

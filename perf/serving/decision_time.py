@@ -1,8 +1,8 @@
 """Time of one routing decision: `python -m chorus.perf.serving.decision_time`.
 
-Fronts of 3, 8 and 60 replicas that hold some of 10,000 adapters, with requests in progress and no sockets. Microseconds
-of processor time of each policy's decision, the median. The bar: least-delay takes at most 50 µs with 60 replicas. What
-the gate compares is its time over that of a fixed loop.
+API servers with 3, 8 and 60 replicas that hold some of 10,000 adapters, with requests in progress and no sockets.
+Reported is the median CPU time of each policy's decision, in microseconds. The goal: least-delay takes at most 50 µs
+with 60 replicas. The gate compares its time relative to that of a fixed loop.
 """
 
 from __future__ import annotations
@@ -43,12 +43,19 @@ _RANKS = (8, 16, 32, 64)
 _PROMPT = [1] * 100
 _NUM_BYTES = 1 << 20
 _WARM, _LOOPS, _PARTS = 100, 200, 5
-_HELLO = Hello(ModelIdentity("model", "bfloat16", "cuda", "1"), ModelInfo(32000, 4096, (2,)), _SEATS, _SEATS, 16, 1)
+_HELLO = Hello(
+    ModelIdentity("model", "bfloat16", "cuda", "1"),
+    ModelInfo(32000, 4096, (2,)),
+    max_num_seqs=_SEATS,
+    max_adapters=_SEATS,
+    block_tokens=16,
+    pid=1,
+)
 _STATS = replace(NOTHING, num_pages=4096, num_free_pages=2000, num_kv_pages=1500, num_cached_pages=500)
 
 
 class ApiServer:
-    """A dispatcher with replicas that are up and busy; requests are for adapters by a power law."""
+    """A dispatcher with busy connected replicas; requests are for adapters by a power law."""
 
     def __init__(self, policy: str, replicas: int, adapters: int) -> None:
         estimates = Estimates()
@@ -78,7 +85,9 @@ class ApiServer:
 
     def _dispatch(self) -> Callable[[], Any]:
         record, rank = self._next()
-        return partial(self._dispatcher.add, record, Path("none"), rank, 0.0, Future(), _NUM_BYTES)
+        return partial(
+            self._dispatcher.add, record, Path("none"), rank, arrival=0.0, accepted=Future(), num_bytes=_NUM_BYTES
+        )
 
     def _next(self) -> tuple[dict[str, Any], int]:
         """A request's record, and its adapter's rank."""
@@ -97,14 +106,14 @@ class ApiServer:
 
 
 class Silent(Link):
-    """A link without a socket: what is sent is lost."""
+    """A link without a socket: frames are dropped."""
 
     def send(self, kind: str, *fields: Any) -> None:
         pass
 
 
 def timed(make: Callable[[], Callable[[], Any]], decisions: int) -> list[float]:
-    """Microseconds of processor time of each of so many decisions, the first `_WARM` of which are left out."""
+    """Microseconds of CPU time of each of so many decisions, without the first `_WARM`."""
     found = []
     for _ in range(_WARM + decisions):
         work = make()
@@ -115,12 +124,12 @@ def timed(make: Callable[[], Callable[[], Any]], decisions: int) -> list[float]:
 
 
 def loop_us() -> float:
-    """Microseconds of processor time of a fixed loop."""
+    """Microseconds of CPU time of a fixed loop."""
     return float(np.median(timed(lambda: partial(sum, [index * index for index in range(1000)]), _LOOPS)))
 
 
 def repeats(found: Sequence[float]) -> dict[str, list[float]]:
-    """Medians of a few parts of what was timed, in µs, and over the time of a fixed loop."""
+    """Medians of a few parts of the timings, in µs, and relative to the time of a fixed loop."""
     loop, parts = loop_us(), [float(np.median(part)) for part in np.array_split(found, _PARTS)]
     return {"choose": [part / loop for part in parts], "choose_us": parts}
 
@@ -128,7 +137,7 @@ def repeats(found: Sequence[float]) -> dict[str, list[float]]:
 def main(argv: Sequence[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--decisions", type=int, default=1000, help="decisions of each kind")
-    command.add_argument("--limit", type=float, default=LIMIT_US, metavar="US", help="the bar, for a quiet machine")
+    command.add_argument("--limit", type=float, default=LIMIT_US, metavar="US", help="the goal, for a quiet machine")
     command.add_argument("--adapters", type=int, default=10_000)
     command.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="NAME")
     args = command.parse_args(argv)

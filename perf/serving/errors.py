@@ -2,4 +2,4 @@
 
 
 class LoadError(Exception):
-    """A load that can't be sent; the text says what to do about it."""
+    """A load can't be sent; the text gives the remedy."""

@@ -12,7 +12,7 @@ from ..report.command import parser
 from ..workload import WorkloadSpec
 from .aiperf import OBJECTIVES
 
-#: The workload without a file. With adapters, all have the same share of the requests.
+#: The workload without a file. All adapters have the same share of the requests.
 _WORKLOAD: dict[str, Any] = {
     "requests": 200,
     "arrivals": {"process": "poisson", "rate": 8.0},
@@ -33,9 +33,9 @@ def parse(argv: list[str] | None, spec: ModuleSpec | None, doc: str | None) -> a
     add = command.add_argument
     add("--serve-flags", default="", metavar="FLAGS", help="flags of the launched server; none: the built-in model")
     add("--endpoint", choices=("completions", "chat"), default="completions")
-    add("--model", metavar="NAME", help="the base model's name; default: the first that is served without a parent")
+    add("--model", metavar="NAME", help="the base model's name; default: the first served model without a parent")
     add("--adapters", metavar="NAMES", help="adapters to use, with commas; none; default: all that are served")
-    add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")  # which --help must not print
+    add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")  # --help must not print these
     add("--plain", action="store_true", help="send only fields that OpenAI has: answers may be shorter than planned")
 
     add = command.add_argument_group("workload").add_argument
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None, spec: ModuleSpec | None, doc: str | None) -> a
 
 
 def workload(args: argparse.Namespace, num_adapters: int) -> WorkloadSpec:
-    """The specification of the file, or ours, with the values that `--set` gives. Raises WorkloadError."""
+    """The specification of the file, or the default one, with the values that `--set` gives. Raises WorkloadError."""
     if args.workload is not None:
         return WorkloadSpec.load(args.workload, args.set)
     adapters = {"count": num_adapters} if num_adapters else {"base_share": 1.0}

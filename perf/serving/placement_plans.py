@@ -1,12 +1,13 @@
-"""Plans of migration: `python -m chorus.perf.serving.placement_plans`, their times and regret.
+"""Times and regret of migration plans: `python -m chorus.perf.serving.placement_plans`.
 
 Requests lie unevenly on replicas: a replica's share falls with its rank, as 1/rank, an adapter's share of the requests
-likewise. Each planner is given the same problems, of the K most and the K least loaded replicas. Regret is how far the
-longest replica's time is above the linear program's bound, so at most how far a plan is above the best one; `stay` is
-the regret of moving nothing. Times are of the processor, of one thread, without the bound.
+likewise. Each planner is given the same problems, of the K most and the K least loaded replicas. Regret is the relative
+distance of the longest replica's time from the linear program's bound, so an upper bound of the plan's distance from
+the optimum; `stay` is the regret of moving nothing. Times are CPU times of one thread, without computing the bound.
 
-The gate compares regrets, which are the same wherever the integer program ends by its nodes and not by its time, and
-times over that of a fixed loop. `--programs-to` leaves out the planners that need HiGHS where they would take minutes.
+The gate compares regrets, which are reproducible if the integer program ends by its nodes and not by its time, and
+times relative to that of a fixed loop. `--programs-to` leaves out the planners that need HiGHS where they would take
+minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from .decision_time import loop_us
 
 SLOTS, BLOCK_TOKENS, TOKENS = 32, 16, 32 * 2048
 ADAPTER_PAGES, LOAD_SECONDS, PREFILL_SECONDS = 20, 0.005, 1e-4
-"""Of an adapter of rank 16, its copy over PCIe, and a token's prefill, of a 7B model on an A100, in round numbers."""
+"""Pages of an adapter of rank 16, its copy over PCIe, and a token's prefill, for a 7B model on an A100, in round
+numbers.
+"""
 
 
 def uneven(seed: int, replicas: int, requests: int, adapters: int, most_replicas: int) -> Problem:
@@ -54,7 +57,15 @@ def uneven(seed: int, replicas: int, requests: int, adapters: int, most_replicas
             ReplicaState(SLOTS, int(here.sum()), kv_tokens=used, free_tokens=max(0, TOKENS - used), resident=held)
         )
     asked = [
-        Movable(str(index), int(at), name, int(count), True, seconds[name], PREFILL_SECONDS * int(count))
+        Movable(
+            str(index),
+            int(at),
+            adapter=name,
+            tokens=int(count),
+            has_kv=True,
+            run_seconds=seconds[name],
+            prefill_seconds=PREFILL_SECONDS * int(count),
+        )
         for index, (at, name, count) in enumerate(zip(home, names, tokens, strict=True))
     ]
     settings = replace(MigrationSettings(), excess_requests=0.0, most_replicas=most_replicas)
@@ -62,7 +73,7 @@ def uneven(seed: int, replicas: int, requests: int, adapters: int, most_replicas
         states, asked, 0.0
     )
     if task is None:
-        raise ValueError("there is nothing to move; ask for more replicas and requests")
+        raise ValueError("nothing can be moved; give more replicas and requests")
     return task.problem
 
 

@@ -1,4 +1,4 @@
-"""Plan of what is sent, and when: a workload's requests with the prompts and models that a server has."""
+"""Plan of a load: a workload's requests, with the server's models, prompts and times."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class PlannedRequest:
     """One request."""
 
     at: float
-    """Seconds since the load began."""
+    """Seconds since the start of the load."""
     body: dict[str, Any]
-    """What is sent."""
+    """Body to send."""
     question: Question | None = None
-    """Where the answer is known."""
+    """The expected answer, if known."""
     shortened: bool = False
-    """Whether the workload's lengths did not fit in the model's context."""
+    """The workload's lengths did not fit in the model's context."""
 
     @property
     def model(self) -> str:
@@ -32,14 +32,14 @@ class PlannedRequest:
 
 
 def body(model: str, prompt: str | list[int], max_tokens: int, *, chat: bool = False) -> dict[str, Any]:
-    """A streamed greedy request, with the server's count of tokens at its end."""
+    """A streamed greedy request that ends with the server's token count."""
     what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     options = {"max_tokens": max_tokens, "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
     return {"model": model, **what, **options}
 
 
 class Names:
-    """Served adapters that stand for a workload's: the one of that name, else the next one in turn."""
+    """Served adapters that represent a workload's: the one of that name, else the next one in rotation."""
 
     def __init__(self, adapters: Sequence[str]) -> None:
         self._adapters = list(adapters)
@@ -47,11 +47,11 @@ class Names:
 
     @property
     def substituted(self) -> int:
-        """Number of the workload's adapters that others stand for."""
+        """Number of the workload's adapters that others represent."""
         return len(self._known) - len(self._adapters)
 
     def serve(self, request: TraceRequest) -> TraceRequest:
-        """The request with a served adapter's name. Raises LoadError if it wants one and there is none."""
+        """The request with a served adapter's name. Raises LoadError if it needs one and there is none."""
         if request.adapter is None:
             return request
         if request.adapter not in self._known:
@@ -67,9 +67,9 @@ class Names:
 def with_prompts(
     requests: Iterable[TraceRequest], base: str, prompts: TokenPrompts, limit: int | None, *, chat: bool, plain: bool
 ) -> Iterator[PlannedRequest]:
-    """Prompts and answers of the workload's lengths, cut to a context of `limit` tokens.
+    """Prompts and completions of the workload's lengths, reduced to a context of `limit` tokens.
 
-    plain: send no field that OpenAI doesn't have; then answers may end early.
+    plain: send only OpenAI's fields; then completions may end early.
     """
     extra = {} if plain else {"ignore_eos": True}
     for request in requests:

@@ -1,4 +1,4 @@
-"""Prompts for the models that a server has: tokens of their vocabulary, or common words."""
+"""Prompts for a server's models: random tokens of their vocabulary, or common words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..workload.seeds import hashed_uniform
 #: Tokens that a chat template or a re-encoded text may add to a prompt.
 _SLACK = 24
 
-#: Positions that a request has to itself.
+#: Positions that each request uses alone.
 _ROOM = 1 << 24
 
 #: Words that common tokenizers make one token of, with the space before it.
@@ -32,9 +32,9 @@ _WORDS = _TEXT.split()
 
 
 class TokenPrompts:
-    """Random tokens of a vocabulary, as many as a request has, as ids; or as text if `decode` is given.
+    """Random tokens of a vocabulary, with a request's length, as ids; or as text if `decode` is given.
 
-    exact: whether a server sees the very number of tokens; in text it may change.
+    exact: the server sees exactly that number of tokens; in text it may change.
     """
 
     def __init__(self, ids: Sequence[int], seed: int, decode: Callable[[list[int]], str] | None = None) -> None:
@@ -49,12 +49,12 @@ class TokenPrompts:
 
 
 def word_prompts(seed: int) -> TokenPrompts:
-    """Common words, for servers without a vocabulary at hand: about a token each."""
+    """Common words, for servers whose vocabulary is not available: about a token each."""
     return TokenPrompts(range(len(_WORDS)), seed, lambda ids: " ".join(_WORDS[index] for index in ids))
 
 
 def find_prompts(card: Mapping[str, Any], seed: int, *, as_text: bool) -> TokenPrompts:
-    """Tokens of the served model where it lies on this machine, else words."""
+    """Tokens of the served model if it is on this machine, else words."""
     root = Path(str(card.get("root") or card["id"]))
     if not _is_model(root):
         return word_prompts(seed)
@@ -65,7 +65,9 @@ def find_prompts(card: Mapping[str, Any], seed: int, *, as_text: bool) -> TokenP
 
 
 def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRequest:
-    """The request with as many tokens as a context of `limit` takes; the answer gives way only if it is the larger."""
+    """The request with as many tokens as a context of `limit` allows; the completion is shortened only if it is the
+    longer part.
+    """
     if limit is None:
         return request
     room = limit if exact else max(2, limit - _SLACK)
@@ -76,14 +78,14 @@ def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRe
 
 
 def _indices(request: TraceRequest, count: int, seed: int) -> list[int]:
-    """A number below `count` per prompt token, decided by the request's id."""
+    """A number below `count` per prompt token, determined by the request's id."""
     positions = np.arange(request.prompt_tokens, dtype=np.int64)
     drawn = hashed_uniform(seed, "prompt", request.id * _ROOM + positions)
     return (drawn * count).astype(np.int64).tolist()
 
 
 def _is_model(path: Path) -> bool:
-    """True if it is a model's directory with a tokenizer, so that no name of a model picks just any folder."""
+    """True for a model's directory with a tokenizer, so no model name matches an arbitrary directory."""
     try:
         return (path / "tokenizer.json").is_file() and "model_type" in json.loads(
             (path / "config.json").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""A server of our own, started for a measurement and stopped after it."""
+"""A server process that is started for a measurement and stopped after it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from urllib.parse import urlsplit
 from ..bench.machine import family, need_psutil
 from .errors import LoadError
 
-#: As chorus and llama.cpp say it, and vLLM.
+#: The log line with the address, for chorus, llama.cpp and vLLM.
 _LISTENING = re.compile(r"(?:listening|API server \d+) on (http\S+)")
 _STOP_SECONDS = 60
 _PR_SET_PDEATHSIG = 1
 
 
 class LaunchedServer:
-    """A server in a process of its own: where it listens, and what it takes of the machine."""
+    """A server in its own process: its address and its resource use."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        """Wait until it listens, and go on reading its log, so that it is never held up. Raises LoadError."""
+        """Wait until it listens, and keep reading its log, so it never blocks. Raises LoadError."""
         self.process, self.pid = process, process.pid
         self.log_bytes = 0
         self._tail: deque[str] = deque(maxlen=20)
@@ -53,7 +53,7 @@ class LaunchedServer:
                 yield line
 
     def children(self, word: str) -> list[int]:
-        """Process ids of it and its descendants with a word in their command line, sorted."""
+        """Process ids of it and of its descendants with a word in their command line, sorted."""
         psutil, found = need_psutil(), []
         for process in family([self.pid]):
             with suppress(psutil.NoSuchProcess):  # zombies have no command line
@@ -62,14 +62,14 @@ class LaunchedServer:
         return sorted(found)
 
     def stop(self) -> int:
-        """Ask it to end and read the rest of its log; its exit code."""
+        """Ask it to end and read the rest of its log; return its exit code."""
         code = stop(self.process)
         self._reader.join()
         return code
 
 
 def stop(process: subprocess.Popen[str]) -> int:
-    """Ask a server to end, unless it has; its exit code."""
+    """Ask a server to end, unless it has; return its exit code."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -93,8 +93,8 @@ def launched(
 def started(
     words: Sequence[str], environment: Mapping[str, str] | None = None, descriptors: int | None = None
 ) -> Iterator[LaunchedServer]:
-    """A server by its command. It gets SIGTERM when this thread ends, whatever ends that. Raises LoadError if it does
-    not start.
+    """A server by its command. It gets SIGTERM when this thread ends for any reason. Raises LoadError if it does not
+    start.
 
     descriptors: most that it may have open.
     """
@@ -102,7 +102,7 @@ def started(
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # which has ended before the system was asked
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os.kill(os.getpid(), signal.SIGTERM)
         if descriptors is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))

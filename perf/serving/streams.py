@@ -1,7 +1,7 @@
-"""Many streamed answers, read at little cost: the load where a server's own processor time is measured.
+"""Many streamed responses, read at little cost, for measurements of a server's own CPU time.
 
-A client of HTTP works longer on an event than a server does, and with few processors would be what is measured. Here
-the bytes that come are counted as events, and parsed, if at all, when all have come.
+An ordinary HTTP client spends more time on an event than a server does, and with few processors would dominate the
+measurement. Here the received bytes are counted as events, and parsed, if at all, after all have arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Address = tuple[str, int]
 _POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
 _EVENT = b"data: {"
 _END = b"data: [DONE]"
-_KEPT = 64  # bytes, more than an event's beginning, or the end, which may be in two parts
+_KEPT = 64  # bytes, more than an event's beginning, or the end, which may arrive in two parts
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Answered:
     """Streams that were read."""
 
     seconds: float
-    """Until the last one's end."""
+    """Seconds until the end of the last one."""
     events: int
     firsts: list[float]
-    """Seconds until the first event of each, the shortest first."""
+    """Seconds until the first event of each, shortest first."""
     gaps: list[float]
-    """Between two events of a stream, in seconds."""
+    """Seconds between two events of a stream."""
 
 
 class Stream(asyncio.Protocol):
-    """One answer, on a connection of its own. began: by `perf_counter`. times: of each event, in seconds from then."""
+    """One response, on its own connection. began: by `perf_counter`. times: of each event, in seconds from then."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -68,12 +68,12 @@ class Stream(asyncio.Protocol):
             self.ended.set_exception(RuntimeError(f"a stream broke off after {len(self.times)} events: {end!r}"))
 
     def events(self) -> list[dict[str, Any]]:
-        """The answer's events."""
+        """The response's events."""
         return [json.loads(event) for event in re.findall(rb"data: (\{.*\})", b"".join(self._parts))]
 
 
 async def send(address: Address, body: dict[str, Any]) -> Stream:
-    """Send a request and read its answer. RuntimeError unless it ends well."""
+    """Send a request and read its response. Raises RuntimeError unless it ends well."""
     text = json.dumps({"stream": True, **body}).encode()
     stream = Stream(_POST + b"content-length: %d\r\n\r\n" % len(text) + text)
     await asyncio.get_running_loop().create_connection(lambda: stream, *address)
@@ -82,7 +82,9 @@ async def send(address: Address, body: dict[str, Any]) -> Stream:
 
 
 def read_streams(addresses: Sequence[Address], bodies: Sequence[dict[str, Any]]) -> Answered:
-    """Send all requests at once, to each address in turn, and read the answers. RuntimeError unless each ends well."""
+    """Send all requests at once, to each address in rotation, and read the responses. Raises RuntimeError unless each
+    ends well.
+    """
 
     async def read_all() -> Answered:
         began = time.perf_counter()

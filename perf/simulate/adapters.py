@@ -1,4 +1,4 @@
-"""Adapters without bytes: how long they take to come from the disk and over the link, in virtual time."""
+"""Adapters without bytes: the time that they take to come from the disk and over the link, in virtual time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .link import Link, SimTransfer, Urgency, VirtualClock
 
 
 class SimAdapters:
-    """The adapters that exist, by name: their rank and size. One catalogue serves any number of simulated replicas."""
+    """The existing adapters, by name: rank and size. Any number of simulated replicas can share one catalogue."""
 
     def __init__(self, geometry: Geometry, block_tokens: int, targets: Sequence[str] = MODULES) -> None:
         """targets: projections that they change, in every layer."""
@@ -37,9 +37,9 @@ class SimAdapters:
         return name in self._known
 
     def add(self, name: str, rank: int, num_bytes: int | None = None) -> Path:
-        """Make an adapter known; register the path that is returned.
+        """Add an adapter to the catalogue; returns the path to register.
 
-        num_bytes: of its image on device and host; default: of its rank and the targets.
+        num_bytes: of its image on device and host; default: by its rank and the targets.
         """
         shape = self._shapes.get((rank, num_bytes))
         if shape is None:
@@ -77,16 +77,16 @@ class SimAdapters:
 class SimReads(Reads):
     """A few threads that read one adapter after another, each for as long as the disk model says.
 
-    A read begins when a thread is free for it. As others may be put before it until then, it is run no sooner than
-    a caller looks at a time at which it has begun.
+    A read begins when a thread is free for it. Other reads may be put before it until then, so it runs only when a
+    caller looks at a time at which it has begun.
     """
 
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
         self._clock = clock
         self._free_at = [clock.now] * threads
-        self._queue: list[SimRead] = []  # that wait for a thread, as of the last look
+        self._queue: list[SimRead] = []  # waiting for a thread, as of the last look
         self._last_seconds = 0.0  # of the read that began last
-        self._news: list[float] = []  # when reads bring what was not there before
+        self._news: list[float] = []  # times at which reads bring something new
 
     @property
     def free_at(self) -> float:
@@ -117,11 +117,11 @@ class SimReads(Reads):
             self.begin_next()
 
     def begin_next(self) -> None:
-        """Begin the next read, as soon as a thread is free, so that its end is known."""
+        """Begin the next read as soon as a thread is free, which makes its end known."""
         clock, now, read = self._clock, self._clock.now, self._queue.pop(0)
         thread = min(range(len(self._free_at)), key=self._free_at.__getitem__)
         start = clock.now = max(read.asked, self._free_at[thread])
-        read.run()  # moves the clock on by what it takes, as its thread sees it
+        read.run()  # moves the clock on by the read's duration, as its thread sees it
         self._free_at[thread] = clock.now
         self._last_seconds = clock.now - start
         clock.now = now
@@ -144,15 +144,15 @@ class SimReads(Reads):
         )
 
     def wake(self) -> None:
-        """End a wait at this moment of the reading thread's time."""
+        """End a wait at the current time of the reading thread."""
         self._news.append(self._clock.now)
 
     def shutdown(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in progress."""
 
 
 class SimRead(Future):
-    """A read that ends at a moment of virtual time. asked: when it was asked for. start, end: infinite before it has
+    """A read that ends at a time of virtual time. asked: time of the request. start, end: infinite before it has
     begun.
     """
 
@@ -182,7 +182,7 @@ class SimRead(Future):
         return self.start <= self._clock.now < self.end
 
     def result(self, timeout: float | None = None) -> None:
-        """Return the result; taken early, it is waited for."""
+        """Return the result; if it is not there yet, wait for it."""
         while self.end == math.inf:
             self._reads.begin_next()
         self._clock.now = max(self._clock.now, self.end)
@@ -190,7 +190,7 @@ class SimRead(Future):
             raise self._error
 
     def cancel(self) -> bool:
-        """Have it never begin; False once it has begun."""
+        """Prevent it from beginning; False once it has begun."""
         if not self._reads.cancel(self):
             return False
         self.start = self.end = self._clock.now
@@ -225,9 +225,9 @@ class SimStream(LayerStream):
 class SimAdapterBackend:
     """Adapter backend of a simulated executor. Copies go over the link, one at a time.
 
-    stream: prefills wait layer by layer for what comes; otherwise a step begins when the whole of its adapters is
-    there, as in engines without overlap. Either way copies that no step needs yet run beside the steps.
-    read_threads: that read from the disk.
+    stream: prefills wait layer by layer for incoming adapters; otherwise a step begins when its adapters are complete,
+    as in engines without overlap. In both cases copies that no step needs yet run in parallel with the steps.
+    read_threads: number of threads that read from the disk.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ class SimAdapterBackend:
         self._stream = stream
         self.link = Link(clock)
         self.reads = SimReads(clock, read_threads)
-        self.urgency = Urgency.LOAD  # of what is placed next
-        self._reads: list[tuple[float, float]] = []  # start and end of each read under way or to come
-        self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
+        self.urgency = Urgency.LOAD  # name of the adapter placed next
+        self._reads: list[tuple[float, float]] = []  # start and end of each read in progress or planned
+        self.stalled_seconds = 0.0  # times that the clock moved on because of loads
 
     @property
     def is_loading(self) -> bool:
-        """True if bytes are on their way."""
+        """True if bytes are in transit."""
         return self.link.is_busy
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
@@ -264,7 +264,7 @@ class SimAdapterBackend:
         clock, seconds = self._clock, self._costs.disk.seconds(manifest.file_size)
         start = clock.now
         clock.now = start + seconds / layout.num_layers
-        image.publish(1)  # with which requests may begin; later layers end no wait
+        image.publish(1)  # requests may begin with these; later layers end no wait
         clock.now = start + seconds
         image.data = manifest.file_size
         if self._costs.disk.contention:
@@ -273,7 +273,7 @@ class SimAdapterBackend:
 
     @property
     def is_reading(self) -> bool:
-        """True if reads are under way, or waiting for a thread, beside which steps take longer."""
+        """True if reads are in progress, or wait for a thread: steps then take longer."""
         self.reads.begin_until(self._clock.now)
         if self._reads:
             now = self._clock.now
@@ -281,7 +281,7 @@ class SimAdapterBackend:
         return bool(self._reads)
 
     def delay(self, seconds: float) -> float:
-        """Return the extra time of a step of `seconds` that begins now, for the reads under way."""
+        """Return the extra time of a step of `seconds` that begins now, because of reads in progress."""
         now, disk = self._clock.now, self._costs.disk
         self.reads.begin_until(now + seconds)  # no other read is put before them while the step runs
         total = 0.0

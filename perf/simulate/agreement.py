@@ -1,20 +1,20 @@
 """Prediction of a real cluster, by policy: `python -m chorus.perf.simulate.agreement`.
 
 In each round, for each policy a cluster of the built-in model serves the same skewed requests in real time, with
-migration, and the same arrivals are simulated with the same objects for policy and planner, after the same requests
-before them, which leave adapters in arenas. The costs of steps and transfers are measured before, as by `chorus
-profile`; just before and just after each round, the processor seconds that client, front and replica need for a request
-and a token, by the kernel's count, with a single replica and other requests. The simulated processes share as many
-processors as this one may use. Of the runs that are compared only one thing is taken: the part of the busy processors'
-time that the hypervisor took, of which the simulated ones are slower. "At full speed" is without that.
+migration. The same arrivals are simulated with the same objects for policy and planner, after the same earlier
+requests, which leave adapters resident. The costs of steps and transfers are measured first, as by `chorus profile`.
+Just before and just after each round, the CPU seconds that client, API server and replica need for a request and a
+token are measured by the kernel's count, with a single replica and other requests. The simulated processes share as
+many processors as this one may use. The compared runs contribute only one value: the hypervisor's part of the busy
+processors' time, by which the simulated ones are slower. "At full speed" is without that.
 
-Printed are both sides' TTFT and latency, medians over the rounds with their intervals (order statistics), the requests
-that moved, and for each pair of policies by how much one's mean latency is above the other's, round by round: where the
-interval holds 0 the two are called equal. Every answer is compared with the answer to the same request alone.
+The output is both sides' TTFT and latency, medians over the rounds with their intervals (order statistics), the
+requests that moved, and for each pair of policies the difference of mean latencies, round by round: if the interval
+contains 0 the two are called equal. Every answer is compared with the answer to the same request alone.
 
-The bars: means of TTFT and latency within 15 %, every pair of policies that the cluster tells apart by more than 5 % in
-the same order in the simulator, and no answer changed. A round in which other processes took more than 5 % of the
-processors' time is left out; exits with 2 where that is so in half of them or more: then the times say nothing.
+The goals: means of TTFT and latency within 15 %, every pair of policies that the cluster tells apart by more than 5 %
+in the same order in the simulator, and no answer changed. A round in which other processes took more than 5 % of the
+CPU time is left out; if this affects half of the rounds or more, the times are meaningless and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .results import Spread
 SIDES = "real", "simulated"
 MOST_ERROR, LEAST_GAP = 0.15, 0.05
 SEATS = 16
-_LEARNING = 40  # requests that come before all others, with prompts of their own
+_LEARNING = 40  # requests before all others, with their own prompts
 
 
 def means(records: Records) -> dict[str, float]:
@@ -58,12 +58,12 @@ class Run:
     policy: str
     known: list[TraceRequest]
     before: list[TraceRequest]
-    """They and the ones before, for a simulation."""
+    """These requests and the earlier ones, for a simulation."""
     speed: float
     seen: dict[str, Any]
 
     def beside(self, fleet: Fleet, works: Works) -> dict[str, Any]:
-        """What the cluster showed beside its simulation."""
+        """A cluster's measurements, next to its simulation."""
         slow, full = (
             fleet.simulate(self.known, self.policy, self.before, works, speed)[0] for speed in (self.speed, 1.0)
         )
@@ -71,9 +71,9 @@ class Run:
 
 
 def run(args: Any) -> dict[str, Any]:
-    """Both sides' means by policy and round, moves, how many answers changed, and what the processes need.
+    """Both sides' means by policy and round, moves, the number of changed completions, and the processes' CPU needs.
 
-    A machine drifts in speed: a round is simulated with what was measured just before it and just after.
+    A machine's speed drifts: a round is simulated with the measurements just before and just after it.
     """
     config = EngineConfig(
         model=BUILTIN_MODEL,
@@ -99,7 +99,7 @@ def run(args: Any) -> dict[str, Any]:
 
 
 def serve(config: EngineConfig, replicas: int, policies: Sequence[str], trace: list[TraceRequest]) -> Iterator[Run]:
-    """Serve the same requests with each policy, each on a cluster of its own, and one by one for their answers."""
+    """Serve the same requests with each policy, each on its own cluster, and one by one for their reference outputs."""
     alone: list[str] = []
     for policy in policies:
         with cluster(config, replicas, policy) as (url, server):
@@ -129,8 +129,8 @@ def serve(config: EngineConfig, replicas: int, policies: Sequence[str], trace: l
 
 
 def order(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, str, Spread, Spread]]:
-    """Each pair of policies, with the share by which the second's mean latency is above the first's, round by round:
-    in the cluster and in the simulator.
+    """Each pair of policies, with the relative difference of the second's mean latency from the first's, round by
+    round: in the cluster and in the simulator.
     """
 
     def gap(one: str, other: str, side: str) -> Spread:
@@ -144,7 +144,7 @@ def order(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, s
 
 
 def sign(gap: Spread) -> int:
-    """1 or -1 where an interval lies on one side of 0, else 0: the two are called equal."""
+    """1 or -1 if an interval lies on one side of 0, else 0: the two are called equal."""
     return (gap.low > 0) - (gap.high < 0)
 
 
@@ -174,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def quiet_rounds(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, list[dict[str, Any]]], bool]:
-    """The rounds that other processes did not disturb, and True; all rounds and False where these are not the most."""
+    """The rounds that other processes did not disturb, and True; all rounds and False if the former are not the
+    majority.
+    """
     rounds = [*zip(*found.values(), strict=True)]
     kept = [each for each in rounds if all(one["foreign"] <= FOREIGN_LIMIT for one in each)]
     print(f"{len(kept)} of {len(rounds)} rounds were quiet")
@@ -184,7 +186,7 @@ def quiet_rounds(found: dict[str, list[dict[str, Any]]]) -> tuple[dict[str, list
 
 
 def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Goal]:
-    """Print both sides' times and moves by policy; by how much they are off, and changed answers."""
+    """Print both sides' times and moves by policy, the errors, and changed completions."""
     sides = {"real": "real", "simulated": "simulated", "full_speed": "at full speed"}
     columns = ["policy", *(f"{side} {name}, ms" for name in ("TTFT", "latency") for side in sides.values())]
     counts = {"requests": "served", "moved": "moved", "simulated_moved": "moved, simulated", "changed": "changed"}
@@ -205,8 +207,8 @@ def judged_times(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[G
 
 
 def judged_orders(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Goal]:
-    """Print the order of each pair of policies on both sides, which one round does not tell; how many pairs are in
-    another order in the simulator.
+    """Print the order of each pair of policies on both sides; return the number of pairs in another order in the
+    simulator.
     """
     has_intervals = min(map(len, found.values())) > 1
     table = Table("the second's latency is above the first's by, %", ["first", "second", *SIDES, "order"])

@@ -1,5 +1,7 @@
 """Baseline routing policies for studies: controls of rank-aware routing, round robin, and newer routers that place
-adapters on replicas by their demand.
+adapters on replicas by demand.
+
+Tests: tests/perf/simulate/test_controls.py, tests/perf/simulate/test_placed.py
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from ..workload import WorkloadSpec
 
 
 def rank_blind(policy: Policy, rank: int) -> Policy:
-    """A policy to which every adapter has one rank, so that it can only tell how many requests and tokens there are.
+    """A policy for which every adapter has one rank, so it sees only the numbers of requests and tokens.
 
-    rank: the mean of what it stands for; replicas must tell it, too (`Replica`).
+    rank: the mean of the ranks that it replaces; replicas must report it, too (`Replica`).
     """
     return lambda request, replicas: policy(_Blind(request, rank if request.adapter else 0), replicas)
 
@@ -30,7 +32,7 @@ class _Blind:
 
 
 class RoundRobin:
-    """Requests go in turn to the replicas that hold their adapter, to all where none does (dLoRA's RR, §7.4)."""
+    """Requests go in rotation to the replicas that hold their adapter, or to all if none does (dLoRA's RR, §7.4)."""
 
     def __init__(self) -> None:
         self._turns: Counter[str | None] = Counter()
@@ -50,7 +52,7 @@ def mean_rank(spec: WorkloadSpec) -> int:
 
 
 class CountsOwn:
-    """A policy's choice, noted in what the router knows of the replica until that reports again."""
+    """A policy's choice, recorded in the router's view of the replica until that reports again."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -64,14 +66,14 @@ class CountsOwn:
 
 
 EVERY = 500
-"""Requests after which adapters get replicas anew, by what these requests asked for."""
+"""Number of requests after which adapters are reassigned to replicas, by these requests' demand."""
 
 
 class Placed:
-    """A request goes to one of its adapter's replicas; these are chosen anew after `EVERY` requests.
+    """A request goes to one of its adapter's replicas, which are reassigned after `EVERY` requests.
 
-    A request for the base model, or for an adapter that was not asked for when they were chosen last, goes where the
-    fewest requests are.
+    A request for the base model, or for an adapter without requests before the last assignment, goes to the replica
+    with the fewest requests.
     """
 
     def __init__(self) -> None:
@@ -102,14 +104,14 @@ class Placed:
 class HashedSlots(Placed):
     """Rendezvous hashing with slots (NVIDIA Dynamo, lib/llm/src/lora/controller.rs).
 
-    An adapter gets as many replicas as its share of the requests is of all slots, rounded up, of which at least one and
-    at most all; where these are more than there are slots, proportionally fewer. Adapters with the most requests come
-    first, each takes the replicas of its highest weights that have a slot left. Of them the one with the fewest
-    requests serves a request.
+    An adapter's number of replicas is its share of the requests times all slots, rounded up, at least one and at most
+    all; if there are not enough slots, proportionally fewer. Adapters with the most requests come first, and each takes
+    the replicas of its highest weights that have a slot left. Of these, the one with the fewest requests serves a
+    request.
     """
 
     def __init__(self, slots: int) -> None:
-        """slots: adapters that a replica is given at most."""
+        """slots: most adapters that a replica is given."""
         super().__init__()
         self._slots = slots
         self._sets: dict[str, list[int]] = {}
@@ -138,9 +140,9 @@ class HashedSlots(Placed):
 
 
 class RankShares(Placed):
-    """Placement by rank and demand, as we read LoRAServe (arXiv 2511.22880), of which no code was published.
+    """Placement by rank and demand, our reading of LoRAServe (arXiv 2511.22880), whose code is not published.
 
-    An adapter's demand is its tokens, over the tokens a second that a full replica of its rank alone draws (the rank's
+    An adapter's demand is its tokens, divided by the tokens per second of a full replica with only its rank (the rank's
     operating point). In order of rank, and of demand within a rank, adapters are laid end to end, and each replica gets
     an equal share of the whole: it serves neighbouring ranks only. An adapter at a border belongs to both sides, and a
     request goes to each with the probability of its part.

@@ -1,4 +1,4 @@
-"""Many replicas under one router: events in order of virtual time, in one process."""
+"""Many replicas with one router: events in order of virtual time, in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .replica import NOTHING, Left, Phase, Progress, Replica
 #: Called with the time, and the replicas as they are then.
 Watch = Callable[[float, Sequence[Replica]], None]
 
-#: Makes replica number `index`, which begins to serve at a time.
+#: Makes replica number `index`, which begins to serve at a given time.
 Make = Callable[[int, float], Replica]
 
 least_loaded = MostIdle()
@@ -39,11 +39,11 @@ class NoReplica(WorkloadError):
 class Happened(StrEnum):
     """Events that a controller is called with."""
 
-    ARRIVED = "arrived"  # a request, which has not been routed yet
-    ENDED = "ended"  # requests of a replica
-    CAME = "came"  # a replica, which serves from now on
-    WENT = "went"  # a replica, for good
-    TICK = "tick"  # the controller's own time has come
+    ARRIVED = "arrived"  # a request arrived, and has not been routed yet
+    ENDED = "ended"  # requests of a replica have ended
+    CAME = "came"  # a replica serves from now on
+    WENT = "went"  # a replica is gone for good
+    TICK = "tick"  # a timer of the controller has fired
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Event:
     request: TraceRequest | None = None
 
 
-#: Called with each event when it has happened; it may act on the cluster then.
+#: Called with each event after it has happened; it may act on the cluster then.
 Controller = Callable[[Event, "Cluster"], None]
 
 
@@ -70,13 +70,14 @@ def simulate(
     period: float = 1.0,
     **options: Any,
 ) -> Records:
-    """Serve `requests`, which come in order of arrival, to the end of the last answer.
+    """Serve `requests`, which come in order of arrival, until the last completion ends.
 
-    clients: so many send one each when the one before is answered, in place of the requests' own arrivals.
+    clients: so many clients send one request each after the previous one has ended, instead of the requests' own
+    arrivals.
 
-    route: what it leaves waiting is offered again, in order of arrival, when a request has ended. watch: called every
-    `period` seconds while requests come. options: `Cluster`'s. Raises ValueError for an arrival that is earlier than
-    the one before it.
+    route: requests that it leaves waiting are offered again, in order of arrival, when a request has ended. watch:
+    called every `period` seconds while requests come. options: `Cluster`'s. Raises ValueError for an arrival that is
+    earlier than the one before it.
     """
     source = iter(requests)
     cluster = Cluster(replicas, route, source if clients else None, **options)
@@ -101,10 +102,10 @@ def simulate(
 
 
 class Cluster:
-    """Replicas, the requests that wait at their router, and all that is to happen, in order of time.
+    """Replicas, the requests that wait at their router, and all future events, in order of time.
 
-    A controller acts on it through `boot`, `drain`, `migrate` and `tick`. What is asked of a replica happens when its
-    step that is under way ends.
+    A controller acts on it through `boot`, `drain`, `migrate` and `tick`. Actions on a replica take effect when its
+    current step ends.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Cluster:
         answers: AnswerLengths | None = None,
         host: Host | None = None,
     ) -> None:
-        """more: of which one is sent for each request that has ended. staleness: the router knows of a replica what it
-        reported last, and they all report every so many seconds, so that what it knows is up to as old; what it has
-        sent since it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that
-        boot. answers: given the lengths of answers. host: of all replicas: their steps share its machine's processors;
-        without one each replica has processors of its own, and front and client take no time.
+        """more: one of these is sent for each request that has ended. staleness: all replicas report every so many
+        seconds, and the router knows only the last report, so its knowledge is up to so old; requests that it has sent
+        since don't count, as if it were one of many routers. 0: it knows everything. make: makes replicas that boot.
+        answers: gets the lengths of completions. host: shared by all replicas: their steps share its machine's
+        processors; without one each replica has its own processors, and API server and client take no time.
         """
         self.now = 0.0
         self.replicas = list(replicas)
@@ -135,12 +136,12 @@ class Cluster:
         self._host = host
         self._processes: dict[int, Process] = {}  # of replicas, on the host's machine
         self._records = Records()
-        self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
+        self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's current wake
         self._timers: list[tuple[float, int, bool, Callable[[], None]]] = []  # time, order, whether it is a tick
         self._order = itertools.count()
-        self._num_due = 0  # timers that are no ticks
+        self._num_due = 0  # timers other than ticks
         self._held: deque[tuple[TraceRequest, Progress]] = deque()
-        self._coming: deque[TraceRequest] = deque()  # of `more`, in order of arrival
+        self._coming: deque[TraceRequest] = deque()  # from `more`, in order of arrival
         self._period = staleness
         self._next_report = 0.0 if staleness else math.inf
         self._serving: list[Replica] = []
@@ -150,7 +151,7 @@ class Cluster:
             for replica in self.replicas:
                 self._tell(Happened.CAME, replica.index)
 
-    # -- what a controller may do
+    # -- actions of a controller
 
     @property
     def serving(self) -> list[Replica]:
@@ -163,7 +164,7 @@ class Cluster:
         return len(self._held)
 
     def tick(self, seconds: float) -> None:
-        """Tell the controller when so many seconds have passed, unless all requests have ended by then."""
+        """Notify the controller after so many seconds, unless all requests have ended by then."""
         self._after(seconds, lambda: self._tell(Happened.TICK), is_tick=True)
 
     def boot(self, seconds: float) -> int:
@@ -180,7 +181,7 @@ class Cluster:
         return index
 
     def drain(self, index: int) -> None:
-        """Have a replica end the requests that it has and take no more; then it is gone."""
+        """Let a replica finish its requests and take no more; then it is gone."""
         replica = self.replicas[index]
         if replica.phase is Phase.SERVING:
             replica.phase = Phase.DRAINING
@@ -188,10 +189,10 @@ class Cluster:
             self._check_gone(replica)
 
     def migrate(self, request_id: int, source: int, target: int) -> None:
-        """Have a request go on at another replica, which computes its KV again (Punica §5.3).
+        """Move a request to another replica, which recomputes its KV (Punica §5.3).
 
-        It is on its way for the network's latency. The target prefills prompt and answer so far: together that takes
-        what `CostModel.migrate_seconds` says, if nothing else is to do there.
+        The transfer takes the network's latency. The target prefills the prompt and the tokens so far: together this
+        takes `CostModel.migrate_seconds`, if nothing else is to be done there.
         """
         replica = self.replicas[source]
         network = replica.executor.costs.network
@@ -201,7 +202,7 @@ class Cluster:
     # -- the loop
 
     def run_until(self, time: float) -> None:
-        """Let happen what happens before `time`."""
+        """Process the events before `time`."""
         heap, timers, coming, replicas = self._heap, self._timers, self._coming, self.replicas
         machine = None if self._host is None else self._host.machine
         while True:
@@ -232,7 +233,7 @@ class Cluster:
                     self._advance(replicas[index])
 
     def _advance(self, replica: Replica) -> None:
-        """Have a replica end its step and begin the next; what that gave up or made room for goes on."""
+        """End a replica's step and begin the next; requests that it gave up, or made room for, continue."""
         if self._host is None:
             replica.advance(self._records.add)
         else:
@@ -250,7 +251,7 @@ class Cluster:
             self._check_gone(replica)
 
     def _advance_on(self, host: Host, replica: Replica) -> None:
-        """The step that begins ends when the machine has done its work; the tokens of the one that ends go out."""
+        """The new step ends when the machine has done its work; the tokens of the previous one are sent."""
         ended: list[tuple[int, Served]] = []
         now, rows = replica.wake, replica.num_rows
         replica.advance(lambda served: ended.append((replica.ended[-1].id, served)))
@@ -265,7 +266,7 @@ class Cluster:
         heappush(self._heap, (now, replica.index))
 
     def offer(self, request: TraceRequest) -> None:
-        """A request comes; requests that came before it go first."""
+        """A request arrives; earlier requests go first."""
         self.now = request.arrival
         while self.now >= self._next_report:
             self._report(self.now)
@@ -281,9 +282,9 @@ class Cluster:
         self._offer(request, NOTHING)
 
     def finish(self) -> Records:
-        """Serve all that has come. Raises NoReplica where the router leaves requests waiting for ever."""
+        """Serve all requests that have arrived. Raises NoReplica if the router leaves requests waiting forever."""
         self.run_until(math.inf)
-        while self._held and self._period:  # all is over, which the router learns with the next report
+        while self._held and self._period:  # everything has ended, which the router learns with the next report
             held = len(self._held)
             self._report(self._next_report)
             self.run_until(math.inf)
@@ -295,7 +296,7 @@ class Cluster:
         return self._records
 
     def _report(self, now: float) -> None:
-        """All replicas report what they were like at the last time that was due by `now`; nothing happened since."""
+        """All replicas report their state at the last time that was due by `now`; nothing happened since."""
         due = math.floor(now / self._period) * self._period
         self.now = max(self.now, due)
         self._states = Replicas(replica.look(due).copy() for replica in self._serving)
@@ -305,7 +306,7 @@ class Cluster:
         self._place_held()
 
     def _note_serving(self) -> None:
-        """Replicas came or went. Of the others the router knows what it knew."""
+        """Replicas came or went. The router's knowledge of the others stays."""
         known = dict(zip(map(id, self._serving), self._states, strict=True))
         self._serving = [replica for replica in self.replicas if replica.phase is Phase.SERVING]
         if self._host is not None:
@@ -342,7 +343,7 @@ class Cluster:
             heappush(self._heap, (replica.wake, replica.index))
 
     def _pass_on(self, left: Sequence[Left]) -> None:
-        """Requests that a replica has given up go on elsewhere."""
+        """Requests that a replica has given up continue elsewhere."""
         self._records.num_moved += len(left)
         for each in left:
             if each.to is None:
@@ -351,7 +352,7 @@ class Cluster:
                 self._after(each.seconds, lambda each=each: self._arrive(each))
 
     def _arrive(self, left: Left) -> None:
-        """A request that was migrated comes; where its target is gone it is routed."""
+        """A migrated request arrives; if its target is gone, it is routed."""
         target = self.replicas[left.to or 0]
         if target.phase in (Phase.SERVING, Phase.DRAINING):
             self._give(target, left.request, left.progress)

@@ -1,4 +1,7 @@
-"""`chorus simulate`: studies of policies in virtual time, beside the numbers that were published."""
+"""`chorus simulate`: studies of policies in virtual time, next to published numbers.
+
+Tests: tests/perf/simulate/test_studies.py, tests/perf/simulate/test_results.py
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ if TYPE_CHECKING:
     from .study import Study
 
 SHARE = 0.8
-"""An order of rows is reproduced if it holds in this share of the seeds, unless `--check` gives another."""
+"""An order of rows is reproduced if it holds in this share of the seeds, unless `--check` gives another share."""
 
 SEEDS, QUICK_SEEDS = 10, 3
-"""Of figures; a study has its own numbers."""
+"""Default seeds of figures; a study has its own number."""
 
-HELP = "compare policies in virtual time, beside published numbers"
+HELP = "compare policies in virtual time, next to published numbers"
 
 
 def number(
@@ -60,7 +63,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=count, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
     add("--jobs", type=count, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
     add("--rows", metavar="PATTERN", help="only rows with a name in which this regular expression is found")
-    add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
+    add(
+        "--region",
+        action="store_true",
+        help="also simulate other loads, replicas and so on, to see where each order holds",
+    )
     times = number(float, 0, above=True)
     add("--scale", type=times, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
     add("--traces", type=Path, metavar="DIR", help="of the traces that some studies need; `all` leaves these out")
@@ -68,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     check = f"fail (exit code 1) unless every order holds in this share of seeds and no request failed ({SHARE:g})"
     share = number(float, 0, above=True, most=1)
     add("--check", type=share, nargs="?", const=SHARE, metavar="SHARE", help=check)
-    add("--time", action="store_true", help="print what the simulation itself took, to standard error")
+    add("--time", action="store_true", help="print the simulation's own time and memory, to standard error")
     add("--figure", action="append", metavar="NAME", help="of `figures`, this one; may be given several times")
 
 
@@ -132,7 +139,7 @@ def _run_figures(arguments: argparse.Namespace) -> int:
         return 0
     names = arguments.figure or list(known)
     if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}")
+        raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is unknown; use one of {', '.join(known)}")
     arguments.seeds = seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     with _timed("figures", arguments) as progress:
         results = compute(
@@ -153,7 +160,7 @@ def _run_figures(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: list[Any], text: str, arguments: argparse.Namespace) -> None:
-    """The results as JSON, or the page: laid out in a terminal, as it is elsewhere."""
+    """Return the results as JSON, or as Markdown: rendered on a terminal, plain elsewhere."""
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -167,7 +174,7 @@ def _print(found: list[Any], text: str, arguments: argparse.Namespace) -> None:
 
 
 def _flags(arguments: argparse.Namespace) -> str:
-    """Return the flags that results depend on."""
+    """Return the flags that affect results."""
     flags = "".join(f" --{name}" for name in ("quick", "region") if getattr(arguments, name))
     given = {name: getattr(arguments, name) for name in ("seed", "seeds")}
     flags += "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
@@ -176,7 +183,7 @@ def _flags(arguments: argparse.Namespace) -> str:
 
 
 def _there(studies: list[Study], *, skip: bool) -> list[Study]:
-    """Return the studies that have all files they need. Raises StudyError for the first other one, unless `skip`."""
+    """Return the studies whose files are all there. Raises StudyError for the first other one, unless `skip`."""
     from .setup import StudyError
 
     for study in studies:
@@ -189,7 +196,7 @@ def _there(studies: list[Study], *, skip: bool) -> list[Study]:
 
 @contextmanager
 def _timed(name: str, arguments: argparse.Namespace) -> Iterator[Callable[[str], None]]:
-    """Show what has been simulated, and with --time at the end what that took, child processes included."""
+    """Show finished simulations, and with --time at the end their time and memory, including child processes."""
     import resource
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Controllers of a simulated cluster: migration, and replicas that follow the load."""
+"""Controllers of a simulated cluster: migration, and scaling of replicas."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .replica import Held, Phase
 
 
 class Migrating:
-    """Has requests go on at other replicas by a planner; the planner's own time is not simulated."""
+    """Moves requests to other replicas by a planner; the planner's own time is not simulated."""
 
     def __init__(self, planner: str, settings: MigrationSettings, costs: CostModel, adapters: SimAdapters) -> None:
         """planner: a name of `PLANNERS`. adapters: the catalogue of the replicas."""
         self._planner = planner
-        self._settings = replace(settings, solve_seconds=math.inf)  # or plans would differ from run to run
+        self._settings = replace(settings, solve_seconds=math.inf)  # otherwise plans would differ from run to run
         self._costs = costs
         self._adapters = adapters
         self._migration: Migration | None = None
@@ -62,21 +62,29 @@ class Migrating:
         request, tokens, has_kv = held
         prefill = self._costs.migrate_seconds(tokens, request.rank or 0) if has_kv else 0.0
         run = self._answers.of(request.adapter)
-        return Movable(str(request.id), index, request.adapter, tokens, has_kv, run, prefill)
+        return Movable(
+            str(request.id),
+            index,
+            adapter=request.adapter,
+            tokens=tokens,
+            has_kv=has_kv,
+            run_seconds=run,
+            prefill_seconds=prefill,
+        )
 
 
 LOOK_SECONDS = 1.0
 
 
 class Scaling:
-    """A controller that obeys scale hints. One that is given back ends the requests that it has, which fronts would
-    have moved.
+    """A controller that follows scale hints. A removed replica finishes its requests, which API servers would have
+    moved.
 
-    replica_seconds: that replicas have been there, booting ones included, up to the last look.
+    replica_seconds: total time of the replicas, including booting ones, up to the last look.
     """
 
     def __init__(self, least: int, most: int, boot_seconds: float, steady_seconds: float = STEADY_SECONDS) -> None:
-        """least, most: replicas. boot_seconds: until one that is started serves."""
+        """least, most: replicas. boot_seconds: until a new replica serves."""
         self.replica_seconds = 0.0
         self._least, self._most = least, most
         self._boot_seconds = boot_seconds
@@ -88,7 +96,7 @@ class Scaling:
         if self._looked is None:
             self._looked = now
             cluster.tick(LOOK_SECONDS)
-        if event.kind is not Happened.TICK or now < self._looked + LOOK_SECONDS:  # ticks may be another's
+        if event.kind is not Happened.TICK or now < self._looked + LOOK_SECONDS:  # ticks may be another controller's
             return
         there = [replica for replica in cluster.replicas if replica.phase is not Phase.GONE]
         self.replica_seconds += len(there) * (now - self._looked)
@@ -97,7 +105,7 @@ class Scaling:
         cluster.tick(LOOK_SECONDS)
 
     def _follow(self, now: float, cluster: Cluster, *, is_whole: bool) -> None:
-        """is_whole: no replica is coming or going."""
+        """is_whole: no replica is being added or removed."""
         serving = cluster.serving
         states = [replica.look(now) for replica in serving]
         self._hint.update(scale_hint(states, cluster.num_held) if is_whole else None, now)

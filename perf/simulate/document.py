@@ -1,4 +1,4 @@
-"""The results of studies as Markdown: what the command prints, and the files of perf/results/studies."""
+"""The results of studies as Markdown: the command's output, and the files of perf/results/studies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ so on are those of the study's quick size.
 
 
 def document(results: Sequence[Results], flags: str, share: float) -> str:
-    """Return the page. flags: of the command that ran these. share: of seeds in which an order has to hold."""
+    """Return the page. flags: of the command that made these. share: of seeds in which an order must hold."""
     lines = [line for each in results for line in _study(each, flags, share)]
     return "\n".join(lines) + "\n" + _FOOT.format(share=share)
 
@@ -65,7 +65,7 @@ def failures(results: Results) -> Iterator[str]:
 
 
 def caption(results: Results) -> str:
-    """Return what a cell of the table is."""
+    """Return the text of a table cell."""
     count = len(results.seeds)
     if count == 1:
         return "one seed"
@@ -110,7 +110,7 @@ def broken(verdict: Verdict) -> Iterator[str]:
 
 
 def _names(rows: list[str]) -> tuple[str, dict[str, str]]:
-    """Return what the names of rows begin with, up to a colon or comma, and the rest of each."""
+    """Return the first part of each row's name, up to a colon or comma, and the rest."""
     shared = commonprefix(rows)  # noqa: RUF071  of names, not of paths
     end = max(shared.rfind(": "), shared.rfind(", "))
     return shared[: max(0, end)], {name: name[end + 2 :] if end > 0 else name for name in rows}

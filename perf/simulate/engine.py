@@ -1,4 +1,4 @@
-"""The real engine in virtual time: a cost model's steps beside its own policies, pages, adapters and prefix cache."""
+"""The real engine in virtual time: a cost model's steps, with its real policies, pages, adapters and prefix cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .scheduler import TOKEN, RepeatedPlan, RepeatedResult, SimScheduler
 
 
 class _Tokens(dict[str, int]):
-    """The token of any request, which no step has to list."""
+    """The token of any request, so no step has to list tokens."""
 
     def __missing__(self, request_id: str) -> int:
         return TOKEN
@@ -31,25 +31,25 @@ class _Tokens(dict[str, int]):
 
 _TOKENS = _Tokens()
 _PLAIN = StepResult(_TOKENS)
-"""Result of nearly every step; callers that take results change none."""
+"""Result of nearly every step; callers do not modify it."""
 _NONE: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class StepPrice:
-    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it."""
+    """Seconds of a plan's first step, and the increase of each repeat over the step before it."""
 
     first: float
     growth: float = 0.0
     stall: float = 0.0
-    """The part of `first` that waits for adapters."""
+    """The part of `first` spent waiting for adapters."""
     late: frozenset[int] = _NONE
     """Slots of adapters that don't come in time."""
     single: bool = False
-    """It must not be repeated at this price."""
+    """The plan must not be repeated at this price."""
 
     def total(self, count: int) -> float:
-        """Seconds of `count` steps in a row."""
+        """Seconds of `count` consecutive steps."""
         if count == 1:
             return self.first
         return count * self.first + self.growth * (count * (count - 1) / 2)
@@ -60,10 +60,10 @@ class StepPrice:
 
 
 class SimExecutor:
-    """Moves a virtual clock on by what each step costs.
+    """Advances a virtual clock by the cost of each step.
 
-    horizon: virtual time at which something will happen that the engine doesn't know of: no step is begun by repeating
-    at or after it. held_until: no step ends before it, where its process shares processors.
+    horizon: virtual time of the next event that the engine doesn't know of: no repeated step begins at or after it.
+    held_until: no step ends before it, if its process shares processors.
     """
 
     def __init__(
@@ -78,10 +78,9 @@ class SimExecutor:
         assist: Literal["never", "always", "chosen"] = "chosen",
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream, read_threads:
-        `SimAdapterBackend`'s. assist: when the CPU computes LoRA of adapters on their way, if
-        the profile has its cost.
+        `SimAdapterBackend`'s. assist: when the CPU computes LoRA of incoming adapters, if the profile has its cost.
 
-        The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
+        The page pool has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
         geometry = profile.geometry
         limit = min(config.max_model_len or geometry.max_model_len, geometry.max_model_len)
@@ -94,10 +93,10 @@ class SimExecutor:
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
         self.cold_starts = ColdStarts()
         self._assist = assist
-        self._product_bytes = geometry.product_bytes(adapters.targets)  # of a token's x·A·B in all layers
+        self._product_bytes = geometry.product_bytes(adapters.targets)  # cost of a token's x·A·B in all layers
         self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
         self.start = None
-        self.shadow = None  # where no price of a merge is known, nothing is merged
+        self.shadow = None  # without a price of merging, nothing is merged
         if self.costs.merge is not None:
             self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)
         self.horizon = math.inf
@@ -111,7 +110,7 @@ class SimExecutor:
 
     @property
     def stalled_seconds(self) -> float:
-        """Virtual time so far in which steps waited for adapters to load."""
+        """Virtual time so far in which steps waited for adapters."""
         return self.adapters.stalled_seconds
 
     def price(self, plan: StepPlan) -> StepPrice:
@@ -175,9 +174,9 @@ class SimExecutor:
         return length
 
     def _stalled(self, first: float, computing: float, growth: float, plan: StepPlan) -> StepPrice:
-        """Every layer waits for its bytes, but no step waits longer than it may: a later adapter is late.
+        """Every layer waits for its bytes, but no step waits longer than its limit: a later adapter is late.
 
-        computing: the part of `first` that goes through the layers, under which bytes may come.
+        computing: the part of `first` that goes through the layers, during which bytes may arrive.
         """
         adapters = enumerate(plan.adapters)
         coming = [
@@ -191,8 +190,8 @@ class SimExecutor:
         return StepPrice(first + stall, growth, stall, late)
 
     def _stall(self, plan: StepPlan, lora_index: int, transfer: SimTransfer, computing: float) -> float:
-        """Return by how much a step that begins now, and takes `computing` for its layers otherwise, waits for an
-        adapter on its way, or for the CPU, which computes x·A·B of layers that are not there (CaraServe §4).
+        """Return the time that a step that begins now, and otherwise takes `computing` for its layers, waits for
+        incoming adapters, or for the CPU, which computes x·A·B of missing layers (CaraServe §4).
         """
         cost, link, now = self.costs.cpu_lora, self.adapters.link, self._clock.now
         stall = transfer.stall(now, computing)
@@ -212,18 +211,18 @@ class SimExecutor:
 
 
 MODEL = Path("simulated")
-"""`EngineConfig.model` where no checkpoint is read."""
+"""`EngineConfig.model` if no checkpoint is read."""
 
 
 class SimEngine(Engine):
-    """Takes `SimRequest`s only; one step of it may be many that are alike."""
+    """Takes `SimRequest`s only; one of its steps may stand for many equal ones."""
 
     scheduler_type = SimScheduler
     scheduler: SimScheduler
 
     @property
     def num_cold_starts(self) -> int:
-        """Requests so far with an adapter that was not all there when they could begin."""
+        """Requests so far whose adapter was incomplete when they could begin."""
         return self.scheduler.num_cold_starts
 
     @property

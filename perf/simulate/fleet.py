@@ -1,4 +1,7 @@
-"""A cluster of the built-in model's kind: real processes, and the same replicas in virtual time."""
+"""A cluster like the built-in model's: real processes, and the same replicas in virtual time.
+
+Tests: tests/perf/simulate/test_over_http.py, tests/perf/simulate/test_host_fit.py
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,16 @@ from .records import Records, Served
 from .simulation import Simulation
 
 MIGRATION = ("interval_seconds=2", "excess_requests=2", "hold_seconds=2")
-"""The built-in model's answers take a few hundred ms; migration's own settings are for answers of seconds."""
+"""The built-in model's completions take a few hundred ms; migration's own settings assume seconds."""
 
 _BATCHES, _ROUNDS = 60, 5  # of the profile
-_EARLIER = 1_000_000  # the first id in virtual time of requests that come before, by which prompts are drawn
+_EARLIER = 1_000_000  # the first id in virtual time of earlier requests; ids determine prompts
 _BREAK = 1.0  # seconds between the last of them and the first of the others, in virtual time
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Replicas as they are configured, of one thread each: costs, in processor seconds, and sizes of an engine's that
-    has ended.
-    """
+    """Replicas as configured, with one thread each: costs, in CPU seconds, and sizes of an engine that has ended."""
 
     config: EngineConfig
     ranks: dict[str, int]
@@ -71,12 +72,12 @@ class Fleet:
         works: Works | None = None,
         speed: float = 1.0,
     ) -> tuple[Records, float]:
-        """Serve a trace in virtual time, from second 0 on: its records, and the seconds that replicas computed. The
-        means of answers are learned, as in the front.
+        """Serve a trace in virtual time, from second 0 on: its records, and the seconds that replicas computed. Mean
+        completion lengths are learned, as in the API server.
 
-        before: requests that were served before it, of which nothing is recorded. works: of the processes beside each
-        other; without them a replica has a processor of its own, and no process costs anything but its steps. speed: of
-        processors, see `Machine`.
+        before: requests that were served earlier and are not recorded. works: CPU costs of the processes that share the
+        machine; without them a replica has its own processor, and only its steps cost anything. speed: of processors,
+        see `Machine`.
         """
         works = works or Works()
         begin = -before[-1].arrival - _BREAK if before else 0.0
@@ -109,8 +110,8 @@ def _since(records: Records, time: float) -> Records:
 
 @contextmanager
 def cluster(config: EngineConfig, replicas: int, policy: str) -> Iterator[tuple[str, HttpServer]]:
-    """A cluster of one-thread replicas with migration: its URL, and what traces are sent to. LoadError if it does not
-    start.
+    """A cluster of one-thread replicas with migration: its URL, and the target for traces. Raises LoadError if it does
+    not start.
     """
     flags = ["--model", config.model, "--served-model-name", config.model.name, "--adapters", config.adapters]
     flags += ["--max-num-seqs", config.max_num_seqs, "--max-num-batched-tokens", config.max_num_batched_tokens]
@@ -122,7 +123,7 @@ def cluster(config: EngineConfig, replicas: int, policy: str) -> Iterator[tuple[
 
 
 def counted(url: str, name: str) -> float:
-    """A counter of a cluster, as of now."""
+    """The current value of a cluster's counter."""
     text = httpx.get(f"{url}/metrics", trust_env=False).text
     samples = itertools.chain.from_iterable(family.samples for family in text_string_to_metric_families(text))
     return next(each.value for each in samples if each.name == f"chorus_{name}_total")
@@ -133,7 +134,7 @@ def skewed(
 ) -> list[TraceRequest]:
     """Poisson arrivals; an adapter's share of the requests falls with its rank, as 1/rank².
 
-    settings: FIELD=VALUE, other fields of the workload. Adapters of a trace are served adapters, in turns.
+    settings: FIELD=VALUE, other fields of the workload. Adapters of a trace are mapped to served adapters in rotation.
     """
     spec = WorkloadSpec.parse(
         {

@@ -1,8 +1,8 @@
-"""What client, front and replica need of a processor, by the kernel's count of a real cluster with one replica.
+"""CPU needs of client, API server and replica, by the kernel's count for a real cluster with one replica.
 
-So nothing depends on which processes ran beside each other. Fitted are three kinds of loads: requests that meet no
-other, with prompts of several lengths, and with more and less rest between them; streams beside each other; and skewed
-requests that come at random.
+So nothing depends on which processes ran at the same time. Three kinds of loads are fitted: requests that meet no
+other, with prompts of several lengths, and with more and less rest between them; concurrent streams; and skewed
+requests that arrive at random.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..workload.request import TraceRequest
 from .fleet import Fleet, cluster, counted, skewed
 from .machine import LONGEST_REST, HostWork, Works
 
-_LONE, _LONE_TOKENS = 24, 4  # requests that meet no other, tokens of each answer
+_LONE, _LONE_TOKENS = 24, 4  # requests that meet no other, tokens of each completion
 _PROMPTS = (1, 0.05), (32, 0.05), (128, 0.05), (32, 0.02), (32, 0.2)  # tokens of theirs, seconds between them
 _STREAMS, _STREAMS_APART, _STREAM_PROMPT, _STREAM_TOKENS = (1, 2, 4, 8, 16), 0.01, 32, 192
-_RATES, _SECONDS = (5.0, 10.0, 20.0), 4.0  # of requests that come at random
-_SEED = 1_000_000  # of the first such load; seeds of what is predicted are below it
+_RATES, _SECONDS = (5.0, 10.0, 20.0), 4.0  # of requests that arrive at random
+_SEED = 1_000_000  # of the first such load; predicted loads use seeds below it
 _IDLE_SECONDS = 2.0
-_REPORTED = 0.5  # seconds after which a replica's counts have come to the front
+_REPORTED = 0.5  # seconds after which a replica's counts have reached the API server
 
 TERMS = tuple(field.name for field in fields(HostWork))
 
@@ -39,12 +39,12 @@ class Sample:
     """Seconds of it, see `rest_of`."""
     steps: float
     spent: dict[str, float]
-    """Of processors, by process, above what they need without requests."""
+    """CPU seconds by process, above the idle consumption."""
     ttft: float
     """Mean."""
 
     def terms(self) -> tuple[float, ...]:
-        """What each of `TERMS` is multiplied by."""
+        """The factors of `TERMS`."""
         prompts = sum(each.prompt_tokens for each in self.trace)
         tokens = sum(each.output_tokens for each in self.trace)
         return len(self.trace), prompts, self.steps, tokens, self.rest
@@ -68,7 +68,7 @@ def measure(fleet: Fleet, repeat: int) -> list[Sample]:
             before = counted(url, "steps")
             records, trace = server.serve(trace)
             time.sleep(_REPORTED)
-            steps = counted(url, "steps") - before - trace[0].output_tokens  # which opens a connection, alone
+            steps = counted(url, "steps") - before - trace[0].output_tokens  # it opens a connection, alone
             arrivals, ttfts, latencies = (records.column(name) for name in ("arrival", "ttft", "e2e"))
             rest = rest_of(zip(arrivals, arrivals + latencies, strict=True))
             spent = {name: each - idle.get(name, 0.0) * server.seconds for name, each in server.spent.items()}
@@ -77,15 +77,15 @@ def measure(fleet: Fleet, repeat: int) -> list[Sample]:
 
 
 def rest_of(requests: Iterable[tuple[float, float]]) -> float:
-    """Sum of the times without a request, each up to `LONGEST_REST`. requests: beginning and end of each, in order."""
+    """Sum of the times without a request, each up to `LONGEST_REST`. requests: begin and end of each, in order."""
     begins, ends = zip(*requests, strict=True)
     rests = zip(begins[1:], itertools.accumulate(ends, max), strict=False)
     return sum(min(max(0.0, begin - end), LONGEST_REST) for begin, end in rests)
 
 
 def fit_works(fleet: Fleet, samples: Sequence[Sample]) -> FittedWorks:
-    """Fit each process's work; a replica's is what it needed beside its simulated steps. The latency is what clients
-    wait for beside that, of requests that come at random.
+    """Fit each process's work; a replica's is its CPU time in addition to its simulated steps. The latency is the
+    remaining time that clients wait for requests that arrive at random.
     """
     fleet = replace(fleet, replicas=1)
     rows = [sample.terms() for sample in samples]
@@ -105,13 +105,20 @@ def fit_works(fleet: Fleet, samples: Sequence[Sample]) -> FittedWorks:
 
 
 def loads(fleet: Fleet, repeat: int) -> list[list[TraceRequest]]:
-    """Traces of all kinds; of skewed requests others in each repeat. Adapters come in turns."""
+    """Traces of all kinds; each repeat has other skewed requests. Adapters are used in rotation."""
     names = itertools.cycle(fleet.ranks)
 
     def alike(count: int, apart: float, prompt: int, output: int) -> list[TraceRequest]:
         adapters = itertools.islice(names, count)
         return [
-            TraceRequest(index, apart * index, adapter, prompt, output, fleet.ranks[adapter])
+            TraceRequest(
+                index,
+                apart * index,
+                adapter=adapter,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                rank=fleet.ranks[adapter],
+            )
             for index, adapter in enumerate(adapters)
         ]
 

@@ -1,4 +1,4 @@
-"""The link of a replica: all that goes over it, one after another, the more urgent first: adapters and swapped KV."""
+"""The link of a replica: adapters and swapped KV go over it one after another, the more urgent first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.costs.models import CostModel
 
 
 class VirtualClock:
-    """Time that the simulation moves on: seconds in `now`."""
+    """A clock that the simulation advances: seconds in `now`."""
 
     __slots__ = ("now",)
 
@@ -31,9 +31,9 @@ class Urgency(IntEnum):
 
 
 class Sending:
-    """A transfer under way. start: when it first got the link. end: when it is through, as things stand now.
+    """A transfer in progress. start: when it first got the link. end: when it will be complete, as of now.
 
-    left: seconds that it still needs the link from `resumed` on. ready: it can't end before.
+    left: seconds of the link that it still needs from `resumed` on. ready: it can't end before.
     """
 
     __slots__ = ("end", "left", "ready", "resumed", "start", "urgency")
@@ -46,7 +46,7 @@ class Sending:
 
 
 class Link:
-    """Gives transfers their turns. Ends are known in advance, and move when something more urgent comes."""
+    """Schedules transfers. Their ends are known in advance, and move when a more urgent one comes."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def free_at(self) -> float:
-        """When all that has been sent so far is through."""
+        """The time at which everything sent so far is complete."""
         return self._free_at
 
     @property
@@ -63,7 +63,7 @@ class Link:
         return self._free_at > self._clock()
 
     def send(self, seconds: float, urgency: Urgency = Urgency.LOAD, ready: float = 0.0) -> Sending:
-        """Take on a transfer that needs the link for so long and can't end before `ready`."""
+        """Take a transfer that needs the link for so long and can't end before `ready`."""
         found = Sending(seconds, urgency, ready)
         self._take_turns(found)
         return found
@@ -99,14 +99,14 @@ class Link:
 
 
 class SimTransfer:
-    """An adapter on its way over the link: its layers arrive evenly, the first at `first`, the last at `end`."""
+    """An adapter in transit over the link: its layers arrive evenly, the first at `first`, the last at `end`."""
 
     __slots__ = ("_clock", "_first", "_link", "_num_layers", "_sending")
 
     def __init__(
         self, clock: VirtualClock, link: Link, sending: Sending, num_layers: int, first: float | None = None
     ) -> None:
-        """first: None, where the layers are of use together only."""
+        """first: None if the layers are only useful together."""
         self._clock = clock
         self._link = link
         self._sending = sending
@@ -134,7 +134,7 @@ class SimTransfer:
         return max(0.0, self.first - start, last - start - seconds)
 
     def arrival(self, now: float) -> Arrival:
-        """As a step sees it that begins now."""
+        """The view of a step that begins now."""
         return Arrival(self._num_layers, max(0.0, self.first - now), max(0.0, self.end - now))
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
@@ -155,7 +155,7 @@ class SimTransfer:
 
 
 class SimSwaps:
-    """Copies of KV pages, which take the link from adapters that are loaded, and wait for what a step waits for."""
+    """Copies of KV pages, which compete with adapters for the link, and wait for the same resources as a step."""
 
     def __init__(self, costs: CostModel, link: Link, clock: VirtualClock, page_bytes: int) -> None:
         self._costs = costs
@@ -166,7 +166,7 @@ class SimSwaps:
 
     @property
     def page_seconds(self) -> float:
-        """As the profile prices the bytes of a page, there and back."""
+        """The profile's price for the bytes of a page, there and back."""
         return 2 * self._page_bytes * self._costs.link.per_byte
 
     def copy_out(self, pages: Sequence[int]) -> tuple[None, SimTransfer | None]:

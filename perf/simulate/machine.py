@@ -1,5 +1,5 @@
-"""A simulated cluster's machine: processors that its processes share, and the processes beside the replicas: the front,
-and the client.
+"""A simulated cluster's machine: its processors, shared by all processes, and the processes other than replicas: API
+server and client.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Then = Callable[[float], None]
 
 
 LONGEST_REST = 0.1
-"""Seconds of rest from which on a process's next job costs no more: nothing of it is left in caches. Chosen."""
+"""Seconds of rest after which a process's next job gets no more expensive: caches hold nothing of it. Chosen."""
 
 
 class Machine:
     """Advances each busy process at speed · min(1, processors / busy processes).
 
-    So all busy processes advance alike, and a job ends once each of them has advanced by the job's work since it began:
-    the order of ends is known when a job begins, though their times move with every job that comes or ends.
+    So all busy processes advance equally, and a job ends once each of them has advanced by the job's work since it
+    began. The order of ends is known when a job begins, though their times move with every job that comes or ends.
     """
 
     def __init__(self, processors: float = math.inf, speed: float = 1.0) -> None:
         """processors: as many as there are processes, unless given. speed: the part of a busy processor's time that a
-        hypervisor leaves to it.
+        hypervisor leaves.
         """
         if not processors > 0:
             raise ValueError(f"a machine can't have {processors:g} processors; give more than 0")
@@ -45,11 +45,11 @@ class Machine:
 
     @property
     def next_end(self) -> float:
-        """When the next job ends, if none comes before."""
+        """The time at which the next job ends, if none comes before."""
         return self._now + (self._jobs[0][0] - self._advance) / self._rate if self._jobs else math.inf
 
     def begin(self, now: float, work: float, then: Then) -> None:
-        """Have a process that was idle do a job, of `work` seconds on a processor of its own."""
+        """Give an idle process a job, of `work` seconds on its own processor."""
         if self._jobs:
             self._advance += (now - self._now) * self._rate
         self._now = now
@@ -67,7 +67,7 @@ class Machine:
 
 
 class Process:
-    """Does its jobs on a machine, one after another.
+    """Runs its jobs on a machine, one after another.
 
     per_rest: seconds that a job takes longer for each second that the process rested before, up to `LONGEST_REST`.
     """
@@ -76,7 +76,7 @@ class Process:
         self._machine = machine
         self._per_rest = per_rest
         self._ended_at = -math.inf
-        self._jobs: deque[tuple[float, Then]] = deque()  # the first is under way
+        self._jobs: deque[tuple[float, Then]] = deque()  # the first is running
 
     def do(self, now: float, work: float, then: Then) -> None:
         """Take on a job of `work` seconds; then: called when it has been done."""
@@ -96,8 +96,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Seconds of a processor that a process needs, for a request, a token of its prompt, a step of a replica, a row of
-    the step, and a second of rest before (`machine.Process`).
+    """CPU seconds that a process needs for a request, a token of its prompt, a step of a replica, a sequence of the
+    step, and a second of rest before (`machine.Process`).
     """
 
     per_prompt: float = 0.0
@@ -118,18 +118,18 @@ _NO_WORK = HostWork()
 
 @dataclass(frozen=True, slots=True)
 class Works:
-    """Processor seconds of a cluster's processes: of a replica, beside the steps that a profile has."""
+    """CPU seconds of a cluster's processes; a replica's are in addition to the profile's steps."""
 
     client: HostWork = _NO_WORK
     api_server: HostWork = _NO_WORK
     replica: HostWork = _NO_WORK
     latency: float = 0.0
-    """Seconds that each request waits for beside that, such as for timers and sockets."""
+    """Seconds that each request waits in addition, such as for timers and sockets."""
     processors: float = math.inf
-    """Of the machine."""
+    """Speed and processors of the machine."""
 
     def slower(self, profile: Profile) -> Profile:
-        """Return the profile of an engine with steps that take as long as with the replica's work."""
+        """Return the profile of an engine whose steps include the replica's work."""
         own = {} if profile.overhead is None else profile.overhead.terms
         work = self.replica
         added = {"base": work.per_step, "per_row": work.per_row, "per_prompt": work.per_prompt}
@@ -144,7 +144,7 @@ _NO_WORKS = Works()
 
 
 class Host:
-    """Has client and front do their part in each request; they and the replicas share a machine's processors."""
+    """Simulates client and API server for each request; they and the replicas share a machine's processors."""
 
     def __init__(self, works: Works = _NO_WORKS, speed: float = 1.0) -> None:
         """speed: of the machine's processors."""
@@ -159,7 +159,7 @@ class Host:
         return Process(self.machine, self._works.replica.per_rest)
 
     def send(self, request: TraceRequest, now: float, come: Then) -> None:
-        """Have a request go through client and front; come: called when it can be routed."""
+        """Pass a request through client and API server; come: called when it can be routed."""
         works, tokens = self._works, request.prompt_tokens
 
         def sent(at: float) -> None:
@@ -175,10 +175,10 @@ class Host:
         ended: Sequence[tuple[int, Served]],
         done: Callable[[Served], None],
     ) -> None:
-        """Have a step's tokens go through front and client.
+        """Pass a step's tokens through API server and client.
 
-        began: requests that have their first token among them. ended: requests that end, by id. done: called with
-        these, as the client sees them.
+        began: requests whose first token is among them. ended: requests that end, by id. done: called with these, as
+        the client sees them.
         """
         works, firsts = self._works, self._firsts
 

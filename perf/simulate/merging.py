@@ -1,4 +1,7 @@
-"""Merging in simulations: merged weights without weights, prices of a profile, and dLoRA's strawman."""
+"""Merging in simulations: merged mode without weights, prices of a profile, and dLoRA's strawman.
+
+Tests: tests/perf/simulate/test_serving.py
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ...core.merging.mode_policy import Batch, ModeChoice, ModePolicy, ModePrice
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.layout import ModuleDims, PageLayout
 
-#: Projections that share a matrix, as `core/model/shadow.py` has them.
+#: Projections that share a matrix, as in `core/model/shadow.py`.
 _MATRICES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
@@ -17,17 +20,17 @@ class SimShadow:
     """The executor's `ShadowBackend`: one matrix after another is paid for, each by its share of the elements."""
 
     def __init__(self, cost: MergeCost, layout: PageLayout, dims: ModuleDims, spend: Callable[[float], None]) -> None:
-        """dims: of the projections. spend: lets seconds go by."""
+        """dims: of the projections. spend: advances the clock."""
         self._cost = cost
         self._layout = layout
         self._dims = dims
         self._spend = spend
-        self._left: list[float] = []  # seconds of the matrices that are to be made
+        self._left: list[float] = []  # seconds of the matrices still to be made
         self._seconds = 0.0  # of all matrices
         self.adapter: Adapter | None = None
 
     def sizes(self, adapter: Adapter) -> list[int]:
-        """Return the pages of each matrix in which an adapter changes something."""
+        """Return the pages of each matrix that an adapter changes."""
         elems = self._layout.page_bytes // self._layout.itemsize
         return [-(-size // elems) for size in self._elems(adapter)]
 
@@ -42,7 +45,7 @@ class SimShadow:
         self._seconds = sum(self._left)
 
     def advance(self, max_seconds: float) -> bool:
-        """Let the time of the next matrix go by, and of more as long as there is time; True when all are made."""
+        """Spend the time of the next matrix, and of more while there is time; True when all are made."""
         spent = 0.0
         while self._left and (not spent or spent + self._left[-1] <= max_seconds):
             spent += self._left.pop()
@@ -51,7 +54,7 @@ class SimShadow:
 
     @property
     def share_made(self) -> float:
-        """Share of the time that it takes."""
+        """Its share of the time."""
         return 1 - sum(self._left) / self._seconds if self._seconds else 0.0
 
     def drop(self) -> None:
@@ -80,7 +83,15 @@ class ProfilePrices(ModePrices):
         costs, work = self._costs, work_of(batch, merged)
         ranks = costs.kernel.rank_work(work.users, work.row_ranks, work.max_rank)
         rows, longest = work.rows, round(context)
-        step = StepWork(rows, rows, round(rows * context), longest, ranks, ranks, work.adapter_ranks)
+        step = StepWork(
+            rows,
+            rows,
+            kv_tokens=round(rows * context),
+            longest=longest,
+            row_ranks=ranks,
+            token_ranks=ranks,
+            adapter_ranks=work.adapter_ranks,
+        )
         return costs.step.seconds(step) + costs.overhead.seconds(rows)
 
     def merge_seconds(self, adapter: Adapter) -> float:
@@ -97,9 +108,9 @@ class ProfilePrices(ModePrices):
 class MergedOnly(ModePolicy):
     """Serves one adapter until it has no requests left, then the first eligible one of `ModeState.fcfs`.
 
-    oldest: that of the oldest request of all, in every step, as the authors' code has it (LLMServe/dLoRA-artifact,
-    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' slots, so steps must have a limit of rows apart
-    from these (`SimScheduler.limit_rows`).
+    oldest: serve the oldest request's adapter in every step, as the authors' code does (LLMServe/dLoRA-artifact,
+    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' slots, so steps need a separate limit of
+    sequences (`SimScheduler.limit_rows`).
     """
 
     def __init__(self, *, oldest: bool = False) -> None:

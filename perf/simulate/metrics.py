@@ -1,4 +1,7 @@
-"""Metrics of a study's row: their names and formats, and how a serving simulation's are computed."""
+"""Metrics of a study's row: names, formats, and their computation from a serving simulation.
+
+Tests: tests/perf/simulate/test_results.py
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ if TYPE_CHECKING:
     from .replica import Replica
     from .setup import Setup
 
-#: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
+#: Seconds between checks of the replicas, and number of consecutive checks after which an idle one could be removed.
 LOOK, RELEASABLE = 10.0, 6
 
 
 class Outcome:
-    """What a serving simulation leaves behind.
+    """The data of a finished serving simulation.
 
-    loads: requests at each look, `[looks, replicas]`. seconds: from the first arrival to the last end. replica_seconds:
-    for which replicas were there. counted: requests after the warm-up; failed: how many of the failures are.
+    loads: requests at each check, `[checks, replicas]`. seconds: from the first arrival to the last end.
+    replica_seconds: total time of the replicas. counted: requests after the warm-up; failed: number of failures among
+    them.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class Outcome:
         loads: Sequence[Sequence[int]],
         replica_seconds: float | None,
     ) -> None:
-        """replica_seconds: None: all replicas were there throughout."""
+        """replica_seconds: None: all replicas existed throughout."""
         self.setup, self.records, self.replicas = setup, records, replicas
         self.loads = np.zeros((len(loads), len(loads[-1]) if loads else 0), np.int64)  # of later replicas, 0 before
         for row, found in zip(self.loads, loads, strict=True):
@@ -51,23 +55,23 @@ class Outcome:
         self.regret = sum(each.regret_seconds for each in starts)
 
     def of(self, name: str) -> np.ndarray:
-        """A column of the records, of the requests that count."""
+        """A column of the records of the counted requests."""
         return self.records.column(name)[self.counted].astype(np.float64)
 
     def others_ttft(self) -> np.ndarray | None:
-        """Times to the first token of the tenants beside the flood; empty where there is no other one."""
+        """Times to first token of the tenants other than the flooding one; empty if there is no other."""
         if self.setup.flood is None:
             return None
         return self.of("ttft")[self.records.column("tenant")[self.counted] != self.setup.flood]
 
     def within_slo(self) -> float | None:
-        """Share of requests within the SLO, of which no failure is."""
+        """Share of requests within the SLO; failures are not."""
         if self.setup.slo is None:
             return None
         return float((np.append(self.of("time_per_token"), [np.inf] * self.failed) <= self.setup.slo).mean())
 
     def released(self) -> float | None:
-        """Share of looks at replicas that are one of `RELEASABLE` in a row that found the replica idle."""
+        """Share of checks of replicas that belong to `RELEASABLE` consecutive ones that found the replica idle."""
         idle = self.loads == 0
         found = np.zeros_like(idle)
         for start in range(len(idle) - RELEASABLE + 1):
@@ -83,9 +87,9 @@ Compute = Callable[[Outcome], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """label: with the unit. scale: from the value, in SI units or a share, to what is written.
+    """label: with the unit. scale: from the value, in SI units or a share, to the printed number.
 
-    of: computes it; None where it has no value, as where it is another kind of study's.
+    of: computes it; None if it has no value, for example for another kind of study.
     """
 
     label: str
@@ -150,7 +154,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "assisted_share": Metric("assisted cold starts, %", _PERCENT, 1, lambda it: it.assisted / it.starts),
     "cold_start_regret": Metric("regret of a cold start, ms", _MS, 2, lambda it: it.regret / it.starts),
-    # of the request that ended first: what it waited for loads, its own and others'
+    # of the request that ended first: its wait for loads, its own and others'
     "first_cold": Metric("first cold start, ms", _MS, 1, lambda it: float(it.of("cold_share")[0] * it.of("e2e")[0])),
     "replica_hours": Metric("replica-hours", 1, 2, lambda it: it.replica_seconds / 3600),
     "replicas_in_use": Metric(

@@ -23,11 +23,11 @@ _TIMEOUT = 300.0
 
 
 class HttpServer:
-    """A launched server that traces can be sent to.
+    """A launched server for traces.
 
-    pids: of its processes, by name. texts: answers to the last trace. seconds: that it took. spent: of processors, by
-    the processes of each name and by the client meanwhile. speed: the part of the time in which the processors had
-    something to do that a hypervisor left them.
+    pids: of its processes, by name. texts: completions of the last trace. seconds: its duration. spent: CPU seconds, by
+    the processes of each name and by the client meanwhile. speed: the share of the busy processors' time that a
+    hypervisor left.
     """
 
     def __init__(self, url: str, config: EngineConfig, pids: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -43,10 +43,10 @@ class HttpServer:
     def serve(
         self, trace: Sequence[TraceRequest], *, one_by_one: bool = False, prompts: str | None = None
     ) -> tuple[Records, list[TraceRequest]]:
-        """Serve a trace in real time: the client's records, and the trace with the prompts' lengths as the server
-        counted them. one_by_one: each request when the one before it has ended. prompts:
-        the same name gives the same prompts again; without one they are new, as a prefix that was cached for an earlier
-        trace is none of this one's simulation. Raises LoadError for a request that failed.
+        """Serve a trace in real time: the client's records, and the trace with the prompts' lengths as counted by the
+        server. one_by_one: send each request after the previous one has ended. prompts: the same name gives the same
+        prompts again; without one they are new, because a simulation of this trace does not know prefixes cached for an
+        earlier one. Raises LoadError for a request that failed.
         """
         self._num_served += 1
         drawn = f"trace {self._num_served}" if prompts is None else prompts
@@ -67,7 +67,7 @@ class HttpServer:
     async def _serve(
         self, plan: Sequence[tuple[float, dict[str, Any]]], one_by_one: bool
     ) -> list[tuple[float, Stream]]:
-        """Return how many seconds late each request was sent, and its answer."""
+        """Return the delay of each request in seconds, and its completion."""
         async with asyncio.timeout(_TIMEOUT):
             if one_by_one:
                 return [(0.0, await send(self._address, body)) for _, body in plan]
@@ -88,7 +88,7 @@ class HttpServer:
             return found
 
     def idle(self, seconds: float) -> dict[str, float]:
-        """Processor seconds a second of the processes of each name while so long nothing is asked of them."""
+        """CPU seconds per second of the processes of each name while the cluster is idle for so long."""
         before = self._seconds_by_name()
         time.sleep(seconds)
         return {name: (spent - before[name]) / seconds for name, spent in self._seconds_by_name().items()}
@@ -114,5 +114,5 @@ class HttpServer:
 
 
 def processor_seconds(pid: int) -> float:
-    """Seconds of processors that a process had so far, all of its threads, to the nanosecond."""
+    """CPU seconds of a process so far, all of its threads, to the nanosecond."""
     return time.clock_gettime(~pid << 3 | 2)  # Linux's clock of that process, as of clock_getcpuclockid

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Served(NamedTuple):
-    """One request that was answered. Times in seconds."""
+    """One completed request. Times in seconds."""
 
     arrival: float
     ttft: float
@@ -18,9 +18,9 @@ class Served(NamedTuple):
     queue: float
     """From arrival to admission."""
     cold: float
-    """Of e2e, what steps of its replica waited for adapters, its own or others'."""
+    """Part of e2e in which steps of its replica waited for adapters, its own or others'."""
     tokens: int
-    """Of the answer."""
+    """Tokens of the completion."""
     replica: int = 0
     tenant: str | None = None
     """The request's."""
@@ -29,12 +29,12 @@ class Served(NamedTuple):
 class Records:
     """Columns of `Served`, some 40 bytes a request, in the order in which requests ended.
 
-    Nothing else grows with a run once its replicas have met the adapters. These are kept because percentiles are exact,
-    also percentiles of values that are computed from several columns, and over the requests that came after a warm-up:
-    an hour at 340 requests/s takes 54 MB, and up to an eighth of that as room to grow.
+    Nothing else grows with a run once its replicas have seen the adapters. The columns are kept to make percentiles
+    exact, including those of values computed from several columns, and over the requests after a warm-up: an hour at
+    340 requests/s takes 54 MB, and up to an eighth of that as room to grow.
 
-    failures: arrival of each request that was refused or ended with an error. num_moved: how often requests went on at
-    another replica.
+    failures: arrival of each request that was refused or ended with an error. num_moved: number of moves to another
+    replica.
     """
 
     _TYPES = {"arrival": "d", "ttft": "f", "e2e": "f", "queue": "f", "cold": "f", "tokens": "i", "replica": "i"}
@@ -61,7 +61,7 @@ class Records:
         """`[requests]` of `Served`'s fields or of `tpot`, `cold_share`, `time_per_token`; tenants as objects."""
         if name == "tenant":
             return np.array(self._tenants, object)
-        if name == "tpot":  # seconds per token after the first; 0 for an answer of one token
+        if name == "tpot":  # seconds per token after the first; 0 for a completion of one token
             tokens = self.column("tokens")
             spread = self.column("e2e") - self.column("ttft")
             return np.divide(spread, tokens - 1, out=np.zeros(len(tokens)), where=tokens > 1)

@@ -1,4 +1,7 @@
-"""One replica in virtual time: its engine, the step that it is in, and what routers may know of it."""
+"""One replica in virtual time: its engine, its current step, and the state that routers may see.
+
+Tests: tests/perf/simulate/test_cluster.py
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,16 @@ _BEFORE = 1e5  # seconds that a replica has existed when it begins to serve
 
 
 class Phase(StrEnum):
-    """A replica's place in its life."""
+    """The phase of a replica's existence."""
 
     BOOTING = "booting"
     SERVING = "serving"
-    DRAINING = "draining"  # takes no more requests, and ends the requests that it has
+    DRAINING = "draining"  # takes no more requests, and finishes its own
     GONE = "gone"
 
 
 class Progress(NamedTuple):
-    """Progress of a request elsewhere: its tokens so far, and when the first of them and its admission came."""
+    """Progress of a request elsewhere: its tokens so far, and the times of the first of them and of its admission."""
 
     tokens: int = 0
     first_token: float | None = None
@@ -54,14 +57,14 @@ NOTHING = Progress()
 
 
 class Left(NamedTuple):
-    """A request that a replica has given up, to go on elsewhere."""
+    """A request that a replica has given up, to continue elsewhere."""
 
     request: TraceRequest
     progress: Progress
     to: int | None = None
-    """The replica, None: wherever it is routed."""
+    """The target replica; None: it is routed again."""
     seconds: float = 0.0
-    """Until it comes there."""
+    """Seconds until it arrives there."""
 
 
 class Held(NamedTuple):
@@ -69,17 +72,16 @@ class Held(NamedTuple):
 
     request: TraceRequest
     num_tokens: int
-    """Of prompt and answer so far."""
+    """Tokens of the prompt and of the completion so far."""
     has_begun: bool
     """It has KV."""
 
 
 class Replica:
-    """Takes requests at any time and ends its steps when their time has come.
+    """Takes requests at any time and ends its steps at their times.
 
-    A request that comes during a step is seen when the step ends, as in the server, and so is what the cluster orders.
-    Between `wake`s nothing changes here but the lengths of the answers, so a replica costs nothing while others have
-    events.
+    As in the server, requests and orders of the cluster that come during a step are seen when the step ends. Between
+    `wake`s nothing changes here but the lengths of completions, so a replica costs nothing while others have events.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class Replica:
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
-        keep_idle: adapters that no request uses stay in the arena until their pages are wanted, instead of being
-        dropped at once. tells_tenants: the engine knows each request's tenant. told_rank: of every adapter, as
-        routers know it, in place of its own. now: when it begins to serve. options: `simulated_engine`'s.
+        keep_idle: adapters that no request uses stay resident until their pages are needed, instead of being dropped at
+        once. tells_tenants: the engine knows each request's tenant. told_rank: rank of every adapter in reports to
+        routers, instead of its own. now: when it begins to serve. options: `simulated_engine`'s.
         """
         self.index = index
         self.phase = Phase.SERVING
@@ -123,7 +125,7 @@ class Replica:
         self.failures: list[float] = []  # arrivals of requests that were refused or ended with an error
         self.began: list[TraceRequest] = []  # requests that had their first token in the last step
         self.ended: list[TraceRequest] = []  # by the last step, failures included
-        self.left: list[Left] = []  # what the last step's end gave up
+        self.left: list[Left] = []  # requests that the last step's end gave up
         self._reads = self.executor.adapters.reads
         self._adapters = adapters
         self._keep_idle = keep_idle
@@ -135,11 +137,11 @@ class Replica:
         self._queue: dict[str, _Open] = {}  # requests that have not begun
         self._plan: StepPlan | None = None
         self._kv_tokens = self._free_tokens = 0
-        self._growth = 0.0  # KV tokens a second, while a plan repeats
+        self._growth = 0.0  # KV tokens per second, while a plan repeats
         self._tell(None)
 
     def give(self, item: TraceRequest, now: float | None = None, progress: Progress = NOTHING) -> None:
-        """A request comes, at its arrival or, after waiting at the router or being elsewhere, at `now`; no `wake` may
+        """A request comes, at its arrival or, after waiting at the router or running elsewhere, at `now`; no `wake` may
         be before that.
         """
         now = item.arrival if now is None else now
@@ -153,14 +155,14 @@ class Replica:
         request.token_ids += [TOKEN] * progress.tokens
         rank = 0 if item.adapter is None else self._told_rank or self._adapters.rank(item.adapter)
         self._open[request.id] = self._queue[request.id] = _Open(
-            item, request, rank, self._stalled(), progress, progress.first_token
+            item, request, rank=rank, stalled=self._stalled(), before=progress, first_token=progress.first_token
         )
         self.state.add(rank)
         self.state.add_waiting(request.num_tokens, rank)
         self._send(request, now)
 
     def order(self, action: Callable[[], object], now: float) -> None:
-        """Have something done between two steps, when the one that is under way ends."""
+        """Have a function called between two steps, when the current one ends."""
         self._send(action, now)
 
     def _send(self, message: SimRequest | Callable[[], object], now: float) -> None:
@@ -172,7 +174,9 @@ class Replica:
             self.wake = self.executor.end(self._plan)
 
     def advance(self, done: Callable[[Served], None]) -> None:
-        """`wake` has come: end the step, take what came, begin the next. done: called with every request that ended."""
+        """`wake` has come: end the step, take new requests, begin the next. done: called with every request that
+        ended.
+        """
         engine, clock = self.engine, self.clock
         self.began.clear()
         self.ended.clear()
@@ -205,11 +209,11 @@ class Replica:
         self.wake = clock.now if engine.has_work() else math.inf
 
     def step_singly(self) -> None:
-        """Have no step stand for several: when one ends, others decide."""
+        """Let no step stand for several: when one ends, others decide."""
         self.engine.scheduler.may_repeat = False
 
     def look(self, now: float) -> ReplicaState:
-        """Return `state`, in which what changes with time alone is brought up to date."""
+        """Return `state`, after updating the parts that change with time alone."""
         state = self.state
         grown = int(self._growth * (now - self.clock.now)) if self._growth else 0
         state.kv_tokens = self._kv_tokens + grown
@@ -218,22 +222,22 @@ class Replica:
         state.disk_seconds = max(0.0, self._reads.free_at - now)
         return state
 
-    # -- what the cluster orders, between two steps
+    # -- orders of the cluster, between two steps
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step that is under way; 0 without one."""
+        """Sequences of the current step; 0 without one."""
         return 0 if self._plan is None else len(self._plan.sequences)
 
     def held(self) -> list[Held]:
-        """Return what a planner knows of the requests that have come and not ended."""
+        """Return a planner's view of the requests that have come and not ended."""
         return [
             Held(each.item, each.request.num_tokens, each.request.start_time is not None)
             for each in self._open.values()
         ]
 
     def take_out(self, request_id: str, to: int | None = None, seconds: float = 0.0) -> None:
-        """Give a request up; it goes on elsewhere, by computing its KV anew. Nothing happens when it has ended."""
+        """Give a request up; it continues elsewhere, by recomputing its KV. Nothing happens if it has ended."""
         each = self._open.pop(request_id, None)
         if each is None:
             return
@@ -243,7 +247,7 @@ class Replica:
         self.left.append(Left(each.item, each.progress_at(self._stalled()), to, seconds))
 
     def preload(self, adapter: str) -> bool:
-        """Read an adapter and load it over the link, behind what is waited for; False if it finds no free pages."""
+        """Read an adapter and load it over the link, after urgent transfers; False if it finds no free pages."""
         store = self.engine.store
         self._register(adapter)
         found = store.get(adapter)
@@ -260,9 +264,9 @@ class Replica:
         return True
 
     def place(self, adapters: list[str]) -> list[str]:
-        """Have adapters in the arena before the first request comes; returns the adapters that find no room.
+        """Make adapters resident before the first request comes; return the adapters that find no room.
 
-        It takes no time: it is done long before the replica begins to serve.
+        It takes no time: it happens long before the replica begins to serve.
         """
         now, self.clock.now = self.clock.now, self.clock.now - _BEFORE
         left = [adapter for adapter in adapters if not self.preload(adapter)]
@@ -318,12 +322,12 @@ class Replica:
                     Served(
                         item.arrival,
                         each.first_token - item.arrival,
-                        now - item.arrival,
-                        started - item.arrival,
-                        found.cold,
-                        request.num_output_tokens,
-                        self.index,
-                        item.tenant,
+                        e2e=now - item.arrival,
+                        queue=started - item.arrival,
+                        cold=found.cold,
+                        tokens=request.num_output_tokens,
+                        replica=self.index,
+                        tenant=item.tenant,
                     )
                 )
 
@@ -346,7 +350,7 @@ class _Open:
     """The replica's stalled seconds when it came."""
     before: Progress
     first_token: float | None
-    """When it was drawn."""
+    """When its first token came."""
 
     def progress_at(self, stalled: float) -> Progress:
         """stalled: the replica's stalled seconds now."""
@@ -372,7 +376,7 @@ _HOST = frozenset({Tier.DEVICE, Tier.HOST})
 
 
 class _Adapters:
-    """The names of the adapters in some tiers, or on their way to the arena."""
+    """The names of the adapters in some tiers, or being loaded."""
 
     def __init__(self, store: AdapterStore, tiers: frozenset[Tier], registered: Container[object]) -> None:
         """registered: names of the adapters that the store knows; most routers ask for others, often."""

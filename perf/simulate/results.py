@@ -1,4 +1,4 @@
-"""Runs a study with many seeds, compares its rows seed by seed, and writes down in how many each order holds."""
+"""Runs a study with many seeds, compares its rows seed by seed, and counts the seeds in which each order holds."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .setup import Setup, StudyError
 from .static_batches import static_batches
 from .study import Axis, Order, Study
 
-#: Significant digits of results: more than a reader needs, fewer than sums in another order would change.
+#: Significant digits of results: more than a reader needs, but not affected by the order of sums.
 _DIGITS = 7
 
-#: Least probability with which an interval holds the median of all seeds, where there are enough of them.
+#: Least probability with which an interval contains the median of all seeds, if there are enough of them.
 CONFIDENCE = 0.95
 
 K = TypeVar("K")
@@ -34,7 +34,7 @@ _Run = dict[str, dict[str, float]]
 
 
 class Spread(NamedTuple):
-    """The median over the seeds, and an interval for the median over all seeds that there could be."""
+    """The median over the seeds, and an interval for the median over all possible seeds."""
 
     median: float
     low: float
@@ -47,7 +47,7 @@ class Spread(NamedTuple):
         return cls(*map(_rounded, (median(ordered), ordered[rank], ordered[-1 - rank])))
 
     def text(self, scale: float, form: str) -> str:
-        """The median and, in brackets, the interval where it is one."""
+        """The median and, in brackets, the interval if it is not a point."""
         middle, low, high = (f"{scale * each:{form}}" for each in self)
         return f"{middle} [{low}, {high}]" if self.low < self.high else middle
 
@@ -59,20 +59,20 @@ class Pair:
     low: str
     high: str
     held: int
-    """Seeds in which they come in it."""
+    """Seeds in which they are in this order."""
     gap: Spread
     """High - low, of each seed's two runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An order of rows, and in how many of the `seeds` it holds: no pair comes in the other order, or as equals."""
+    """An order of rows, and the number of `seeds` in which it holds: no pair is reversed, or equal."""
 
     order: Order
     pairs: list[Pair]
     held: int
     seeds: int
-    """1 where no row depends on one."""
+    """1 if no row depends on one."""
 
     def holds_in(self, share: float) -> bool:
         """True if it holds in that share of the seeds."""
@@ -133,18 +133,18 @@ class Results:
     """Each row's metrics."""
     orders: list[Verdict]
     failed: dict[str, tuple[int, int]]
-    """By row, requests that were refused or ended with an error, with all seeds, and all requests; rows without any
-    are left out, and points of the region are rows of their own.
+    """By row, the requests that were refused or ended with an error, over all seeds, and all requests. Rows without
+    failures are left out, and points of the region are separate rows.
     """
     region: list[Strip]
-    """Empty unless it was asked for."""
+    """Empty unless requested."""
 
     def holds_in(self, share: float) -> bool:
         """True if no request failed, and every order holds in that share of the seeds."""
         return not self.failed and all(order.holds_in(share) for order in self.orders)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the same study, scale and seeds give the same ones on every run."""
+        """Plain values; the same study, scale and seeds give the same values on every run."""
         names = self.study.metrics
         found: dict[str, Any] = {
             "study": self.study.name,
@@ -223,14 +223,16 @@ def run_study(
     at = iter(orders[1:])
     strips = [Strip(axis, [(point, next(at)) for point in axis.points]) for axis in study.region] if region else []
     failed = _failures(study, places, runs)
-    return Results(study, quick, scale, numbers, spreads, orders[0], failed, strips)
+    return Results(
+        study, quick, scale=scale, seeds=numbers, spreads=spreads, orders=orders[0], failed=failed, region=strips
+    )
 
 
 def interval(count: int) -> tuple[int, float]:
-    """Return k and how sure it is that the k+1-th smallest and largest of `count` values enclose the median.
+    """Return k, and the probability that the k+1-th smallest and largest of `count` values enclose the median.
 
-    It is that of the order statistics, which supposes nothing of how values are distributed: the narrowest with
-    `CONFIDENCE`, or all of the values where they are too few for it.
+    By order statistics, which assume nothing about the distribution: the narrowest interval with `CONFIDENCE`, or all
+    of the values if there are too few.
     """
     outside, best = 0.0, (0, 1 - 0.5 ** (count - 1) if count > 1 else 0.0)
     for rank in range(count // 2):
@@ -245,7 +247,7 @@ class Task:
     """One simulation."""
 
     origin: str
-    """What errors begin with."""
+    """Prefix of errors."""
     setup: Setup
 
 
@@ -285,7 +287,7 @@ def map_of(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended, even killed: its results are not wanted, and take long."""
+    """End this process when its parent has ended, even if it was killed: its long computations are no longer needed."""
     parent = parent_process()
 
     def wait() -> None:

@@ -1,6 +1,8 @@
 """The simulator's scheduler: the serving one, which also plans many equal decode steps at once.
 
-Decode steps that nothing is decided between run many at once. This makes simulated hours short.
+Decode steps without decisions in between run many at once, which makes simulated hours fast.
+
+Tests: tests/perf/simulate/test_engine.py, tests/perf/simulate/test_hooks.py
 """
 
 from __future__ import annotations
@@ -29,18 +31,20 @@ from ...memory.pages.prefix import Block
 
 @dataclass(slots=True)
 class RepeatedPlan(StepPlan):
-    """A decode step of all running requests that may run several times, each row going on with the token it drew."""
+    """A decode step of all running requests that may run several times, each sequence continuing with its sampled
+    token.
+    """
 
     repeat: int = 1
-    """Steps before the scheduler would decide anything else of itself."""
+    """Steps before the scheduler itself would decide anything else."""
     until: float = math.inf
     """None of them may begin at or after this time, by the engine's clock."""
 
 
 @dataclass(slots=True)
 class RepeatedResult(StepResult):
-    """count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token. first_end: when
-    the first of them ended, by the engine's clock.
+    """count: steps that ran, at most the plan's `repeat`; each sequence sampled the same token in all of them.
+    first_end: end of the first of them, by the engine's clock.
     """
 
     count: int = 1
@@ -50,9 +54,10 @@ class RepeatedResult(StepResult):
 def most_steps(
     memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int, wanted: Iterable[Adapter]
 ) -> int:
-    """Return how many decode steps of all of `requests` there are pages for, at most `steps`; the first has its own.
+    """Return the number of decode steps of all of `requests` for which there are pages, at most `steps`; the first has
+    its pages.
 
-    wanted: adapters that keep their pages; they are evicted after all others.
+    wanted: adapters that keep their pages as long as possible; they are evicted after all others.
     """
     available = memory.num_available_pages
     available -= sum(len(adapter.pages) for adapter in wanted if adapter.is_idle)
@@ -60,16 +65,16 @@ def most_steps(
         return steps
 
     def missing(steps: int) -> int:
-        """Pages to allocate before all requests, about to compute a token each, can compute so many."""
+        """Pages to allocate for all requests, about to compute a token each, to compute so many tokens."""
         return sum(request.block_table.missing_pages(request.num_computed_tokens + steps) for request in requests)
 
     return max(1, bisect_right(range(1, steps + 1), available, key=missing))
 
 
 def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int) -> None:
-    """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
+    """Apply the effect on pages of `steps` decode steps of all of `requests`, followed by planning one more.
 
-    Their tokens are known already; `num_computed_tokens` is the caller's to set.
+    Their tokens are known already; the caller sets `num_computed_tokens`.
     """
     if steps > len(requests) * block_tokens:
         for request in requests:
@@ -80,13 +85,13 @@ def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Reques
 
 
 TOKEN = 1
-"""The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
+"""The token of every sequence. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
 
 MOST_REPEATS = 1 << 20
 
 
 class SimRequest(Request):
-    """A request. is_cold: its adapter was not all there when it could have begun."""
+    """A request. is_cold: its adapter was incomplete when it could have begun."""
 
     __slots__ = ("is_cold",)
 
@@ -98,11 +103,11 @@ class SimRequest(Request):
 class SimLifecycle(Lifecycle):
     """A lifecycle of `SimRequest`s.
 
-    unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
+    unnoted: requests with an adapter whose need to wait is not known yet.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.unnoted: dict[Request, None] = {}
 
     def add(self, request: Request) -> None:
@@ -119,14 +124,14 @@ class SimLifecycle(Lifecycle):
 class SimAdmission(Admission):
     """Admission that also counts cold starts.
 
-    most_prompts, most_rows: in one step; None for as many as there is room for.
-    awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
+    most_prompts, most_rows: in one step; None for as many as there is room for. awaits_growth: the last `admit` ended
+    because of the requests' expected growth, which may differ in any step.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        assert isinstance(self._lifecycle, SimLifecycle)
-        self._unnoted = self._lifecycle.unnoted
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        assert isinstance(self.lifecycle, SimLifecycle)
+        self._unnoted = self.lifecycle.unnoted
         self.most_prompts: int | None = None
         self.most_rows: int | None = None
         self._most_rows = math.inf  # of the step being decided
@@ -165,26 +170,27 @@ class SimAdmission(Admission):
 
     def fits(self, request: Request, blocks: list[Block], builder: StepBuilder) -> bool:
         fits = super().fits(request, blocks, builder)
-        self.awaits_growth = not fits and self._memory.fits(request, blocks)
+        self.awaits_growth = not fits and self.memory.fits(request, blocks)
         return fits
 
     def stays_shut_until(self, running: Running) -> float | None:
-        """Return when the queue's order changes, if no request in it can be admitted before a running one ends.
+        """Return the time at which the queue's order changes, if no request in it can be admitted before a running one
+        ends.
 
-        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
-        overtaken for long enough, or a tenant has waited too long for a turn, an adapter that has been read may be
-        loaded, and known blocks may be shared: None where a request may be admitted sooner.
+        Running requests only take pages, so requests that did not fit still won't. But the order changes when a request
+        has been overtaken for long enough, or a tenant has waited too long for a turn. An adapter that has been read
+        may be loaded, and known blocks may be shared. None if a request may be admitted sooner.
         """
-        limits, until = self._limits, math.inf
+        limits, until = self.limits, math.inf
         if len(running) >= limits.max_num_seqs:
-            return until if len(self._waiting.tenants.keys() | running.tenants.keys()) == 1 else None
+            return until if len(self.waiting.tenants.keys() | running.tenants.keys()) == 1 else None
         if self.most_rows is not None and len(running) >= self.most_rows:
             return until
-        if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.tenants) > 1:
+        if self.awaits_growth or self.memory.use_prefix_cache or len(self.waiting.tenants) > 1:
             return None
-        overdue_before = self._clock() - limits.max_overtake_seconds
-        for request in self._waiting:
-            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
+        overdue_before = self.clock() - limits.max_overtake_seconds
+        for request in self.waiting:
+            if request.adapter is not None and self.store.tier(request.adapter) is Tier.LOADING:
                 return None
             if request.arrival_time >= overdue_before:
                 until = min(until, request.arrival_time + limits.max_overtake_seconds)
@@ -194,9 +200,9 @@ class SimAdmission(Admission):
         """Slots are free and requests wait: count each that needs an adapter still to be read."""
         for request in list(self._unnoted):
             adapter = request.adapter
-            if request not in self._waiting:
+            if request not in self.waiting:
                 del self._unnoted[request]
-            elif adapter is not None and not adapter.pages and self._store.tier(adapter) is not Tier.HOST:
+            elif adapter is not None and not adapter.pages and self.store.tier(adapter) is not Tier.HOST:
                 del self._unnoted[request]
                 self._count_cold(request)
 
@@ -207,10 +213,10 @@ class SimAdmission(Admission):
 
 
 class SimScheduler(Scheduler):
-    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may.
+    """Takes `SimRequest`s only. Every sequence samples `TOKEN`, which ends no request, so each generates its maximum.
 
     mix: prompts and decoding requests share steps, as when serving. Otherwise a prompt interrupts decoding: its step
-    holds no other rows, and decoding goes on once no prompt is left (CaraServe, Fig. 2).
+    has no other sequences, and decoding continues once no prompt is left (CaraServe, Fig. 2).
     """
 
     admission_type = SimAdmission
@@ -220,13 +226,13 @@ class SimScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mix = True
-        self.may_repeat = True  # False where something is decided before every step
-        self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
-        self._all_drew = False  # every running request drew a token in the last step
+        self.may_repeat = True  # False if something is decided before every step
+        self._num_decoding = 0  # requests that the fast path has just found; 0 if it was not taken
+        self._all_drew = False  # every running request sampled a token in the last step
 
     @property
     def num_cold_starts(self) -> int:
-        """Requests with an adapter that was not all there when they could begin."""
+        """Requests whose adapter was incomplete when they could begin."""
         return self._admission.num_cold_starts
 
     def limit_prompts(self, most: int | None) -> None:
@@ -234,15 +240,16 @@ class SimScheduler(Scheduler):
         self._admission.most_prompts = most
 
     def limit_rows(self, most: int | None) -> None:
-        """Let no step have more than `most` rows, which the oldest requests take; the others keep their KV and no row.
+        """Let no step have more than `most` sequences, which the oldest requests take; the others keep their KV and are
+        descheduled.
 
-        So it is in dLoRA's artifact, where slots are only limited by memory. Here a request that a mode leaves out
-        would else keep others from its slot.
+        dLoRA's artifact does the same, where slots are only limited by memory. Without it, a request that a mode leaves
+        out would keep others from its slot.
         """
         self._admission.most_rows = most
 
     def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
-        """With a limit of rows the first ones are the oldest, as no request keeps a row for having had it."""
+        """With a limit of sequences the first ones are the oldest, because no request keeps its place in the batch."""
         requests, first = super().count_by_adapter(most)
         if self._admission.most_rows is not None:
             first = dict(Counter([request.adapter for request in self._oldest(self.running, self.waiting, most)]))
@@ -254,9 +261,10 @@ class SimScheduler(Scheduler):
         return heapq.nsmallest(most, there, key=lambda request: request.arrival_time)
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
+        """Decide the next step; a `RepeatedPlan` if the steps after it would be decided the same way."""
         plan = super().schedule()
-        # Nothing is repeated where another request takes a decoding one's row; then the plan is not to be reused.
+        # Nothing is repeated if another request takes a decoding one's place in the batch; then the plan is not to be
+        # reused.
         if plan is None or self.running.plan is None or len(plan.sequences) != self._num_decoding:
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
@@ -284,8 +292,8 @@ class SimScheduler(Scheduler):
     def _repeated(self, plan: StepPlan) -> StepPlan:
         """Return a decode step of all running requests with the number of such steps until the next decision.
 
-        Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
-        requests' adapters hold is not touched, since that would change what is read ahead and which request is first.
+        Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. Pages of waiting
+        requests' adapters are not touched: that would change which adapters are read ahead and which request is first.
         """
         if self._store.loads.under_way or self._memory.swapped.copies or not self.may_repeat:
             return plan
@@ -306,7 +314,7 @@ class SimScheduler(Scheduler):
         return RepeatedPlan(plan.step_id, plan.sequences, plan.adapters, plan.bucket, repeat=most, until=until)
 
     def _may_load_ahead(self) -> bool:
-        """True if a waiting request's adapter may soon be there to be loaded ahead."""
+        """True if a waiting request's adapter may soon be ready to be loaded ahead."""
         window = itertools.islice(self.waiting, self._limits.prefetch)
         adapters = {request.adapter for request in window if request.adapter is not None}
         there = (Tier.HOST, Tier.FAILED)
@@ -338,9 +346,9 @@ class SimScheduler(Scheduler):
 
 
 def _prompts_first(plan: StepPlan) -> StepPlan:
-    """Return the prompts of a step that also decodes; other plans as they are.
+    """Return the prompts of a step that also decodes; other plans unchanged.
 
-    The decode rows are decided again after it, as the rows of any plan that was not run.
+    The decoding sequences are decided again after it, like those of any plan that was not run.
     """
     rows = [row for row in plan.sequences if len(row.tokens) > 1]
     if not rows or len(rows) == len(plan.sequences):

@@ -1,4 +1,4 @@
-"""One row of a serving study: a workload through replicas and a router, in virtual time."""
+"""One row of a serving study: a workload with replicas and a router, in virtual time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .simulation import Simulation
 
 
 def run_serving(setup: Setup) -> dict[str, float]:
-    """The row's metrics. Raises WorkloadError for what the setup's parts refuse, its traces included."""
+    """The row's metrics. Raises WorkloadError for invalid parts of the setup, including traces."""
     return _run(setup) if setup.limit is None else _at_limit(setup, setup.limit)
 
 
@@ -109,10 +109,10 @@ def _run(setup: Setup) -> dict[str, float]:
     outcome = Outcome(
         setup,
         records,
-        simulation.replicas,
-        simulation.num_prompt_tokens,
-        looks,
-        scaling.replica_seconds if scaling else None,
+        replicas=simulation.replicas,
+        num_prompt_tokens=simulation.num_prompt_tokens,
+        loads=looks,
+        replica_seconds=scaling.replica_seconds if scaling else None,
     )
     if not outcome.counted.any():
         if outcome.failed:
@@ -134,7 +134,7 @@ def engine_config(fields: Mapping[str, Any], origin: str = "engine") -> EngineCo
 
 
 def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -> Iterator[TraceRequest]:
-    """Yield other tenants' requests, and of `tenant`'s only the requests for one in `keeps` of its adapters."""
+    """Yield other tenants' requests, and those of `tenant`'s that use one in `keeps` of its adapters."""
     seen: dict[str | None, int] = {}
     for request in requests:
         if request.tenant != tenant or seen.setdefault(request.adapter, len(seen)) % keeps == 0:
@@ -144,7 +144,7 @@ def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -
 def _crowded(
     requests: Iterable[TraceRequest], flash: Flash, name: str, simulation: Simulation, seed: int
 ) -> Iterator[TraceRequest]:
-    """Yield the requests, some of them for the crowd's adapter while it lasts."""
+    """Yield the requests, some of them redirected to the flash crowd's adapter while it lasts."""
     draw, rank = random.Random(seed).random, simulation.adapters.rank(name)
     for request in requests:
         if 0 <= request.arrival - flash.at < flash.seconds and draw() < flash.share:
@@ -177,7 +177,9 @@ def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:
 
 
 def _numbered(number: int, spec: WorkloadSpec, simulation: Simulation) -> str:
-    """Return the name of an adapter by its number; it is in the catalogue. StudyError where they have none."""
+    """Return the name of an adapter by its number; it is in the catalogue. Raises StudyError if there are no
+    numbers.
+    """
     count = spec.adapters.count
     if isinstance(spec.popularity, FromTrace) or (count is not None and number >= count):
         raise StudyError(f"placement and flash: the workload has no adapter number {number}; name another")

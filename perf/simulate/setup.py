@@ -1,4 +1,7 @@
-"""Setups: what one simulation of a study or a figure is made of, as fields of its file."""
+"""Setups: the parts of one simulation of a study or a figure, as fields of its file.
+
+Tests: tests/perf/simulate/test_serving.py
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,30 @@ BASELINES = ("first", "round-robin", "hrw-slots", "loraserve")
 
 
 class StudyError(WorkloadError):
-    """A study that can't be run; the text names the file, the field and the mend."""
+    """A study can't be run; the text names the file, the field and the fix."""
 
 
 class Router(Strict):
     """The policy that routes requests: "first", a name of `POLICIES` with _ or - between its words, or a baseline:
-    "round-robin", in turn the replicas that hold the adapter; "hrw-slots", "loraserve" (`placed`).
+    "round-robin", the replicas that hold the adapter in rotation; "hrw-slots", "loraserve" (`placed`).
     """
 
     policy: str
     slo: PositiveFloat | None = None
-    """Seconds per token, for policies that keep to one."""
+    """Seconds per token, for policies with an SLO."""
     mean_output_tokens: PositiveFloat | None = None
-    """Of an answer; without it, policies that estimate learn it from the answers that have ended."""
+    """Tokens of a completion; without it, policies that estimate learn it from completions that have ended."""
     slots: PositiveInt | None = None
     """Adapters of a replica, for hrw-slots."""
     choices: PositiveInt | None = None
-    """It chooses among so many replicas that are drawn for each request; default: all."""
+    """The policy chooses among so many random replicas for each request; default: all."""
     staleness: float = Field(default=0.0, ge=0)
-    """Seconds between two reports of the replicas, 0: it knows everything."""
+    """Seconds between two reports of the replicas; 0: the router knows everything."""
     counts_own: bool = False
-    """Between them it counts what it sends, as a cluster's one front."""
+    """Between reports it counts its own requests, like a cluster's only API server."""
     sees_ranks: bool = True
     prices_prefill: bool = True
-    """A control takes them away; without ranks every adapter has the mean of the workload's requests, without prices
+    """A control switches these off: without ranks every adapter has the mean of the workload's requests, without prices
     prompts take no time.
     """
 
@@ -84,17 +87,17 @@ class Migrate(Strict):
 
 
 class Preload(Strict):
-    """Adapters that are in the replicas' arenas from the start, by the requests of the first `fit_seconds`; only
-    later requests are served.
+    """Adapters that are resident from the start, by the requests of the first `fit_seconds`; only later requests are
+    served.
     """
 
     rule: Literal["burst-tolerance", "known", "popular", "none"]
-    """"burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the adapters that were asked
-    for; "popular", the same ones everywhere, most requests first; "none".
+    """"burst-tolerance" (dLoRA §5.1); controls: "known", the same without rates, for the requested adapters; "popular",
+    the same adapters everywhere, most requests first; "none".
     """
     fit_seconds: PositiveFloat
     kv_share: float = Field(default=0.5, ge=0, lt=1)
-    """Of the pages, which no adapter is preloaded into."""
+    """Share of the pages that stays free of preloaded adapters."""
 
 
 class Flash(Strict):
@@ -111,15 +114,15 @@ class Scale(Strict):
 
     least: PositiveInt
     boot_seconds: float = Field(default=30.0, ge=0)
-    """Until a replica that is started serves."""
+    """Seconds until a new replica serves."""
     steady_seconds: PositiveFloat = STEADY_SECONDS
-    """For which a hint must hold."""
+    """Seconds for which a hint must hold."""
 
 
 class Limit(Strict):
-    """The row's load is what its replicas bear: the rate at which a metric reaches `value`, by straight lines between
-    the last rate of `rates` at which it is below and the first at which it is above. The row's metrics are of the
-    latter.
+    """The row's load is the replicas' capacity: the rate at which a metric reaches `value`, by linear interpolation
+    between the last of `rates` at which it is below and the first at which it is above. The row's metrics are those of
+    the latter rate.
     """
 
     metric: str
@@ -140,7 +143,7 @@ class Setup(Strict):
     profile: str
     """Name or path."""
     terms: dict[str, float] = {}
-    """Other values for terms of its cost models, as "link.per_byte"."""
+    """Other values for terms of its cost models, such as "link.per_byte"."""
     targets: list[str] = list(MODULES)
     """Projections with adapters."""
     replicas: PositiveInt = 1
@@ -150,21 +153,21 @@ class Setup(Strict):
     """Fields of `EngineConfig`."""
     workload: dict[str, Any]
     clients: PositiveInt | None = None
-    """Requests come from this many clients, each of which sends the next one after an answer; otherwise at the
+    """Requests come from this many clients, each of which sends the next one after a completion; otherwise at the
     workload's arrivals.
     """
     warmup: float = Field(default=0.0, ge=0)
-    """First seconds; the metrics leave out their requests."""
+    """First seconds; their requests don't count in the metrics."""
     flood: str | None = None
-    """A tenant; the others' metrics leave out its requests; only the requests for one in `flood_keeps` of its
-    adapters come, while the others' stay the same.
+    """A tenant whose requests don't count in the metrics; only its requests for one in `flood_keeps` of its adapters
+    come, while the others' stay the same.
     """
     flood_keeps: PositiveInt = 1
     slo: PositiveFloat | None = None
-    """Seconds per token, the prompt's time included."""
+    """Seconds per token, including the prompt's time."""
     placement: list[list[int]] = []
-    """For each replica, or the first few, numbers of adapters that it has in the arena from the start, the most
-    popular being 0.
+    """For each replica, or the first few, numbers of adapters that are resident from the start; 0 is the most
+    popular.
     """
     preload: Preload | None = None
     migration: Migrate | None = None
@@ -180,12 +183,12 @@ class Setup(Strict):
     tells_tenants: bool = True
     """`Replica`'s."""
     assist: Literal["never", "always", "chosen"] = "chosen"
-    """When the CPU computes LoRA of adapters on their way."""
+    """When the CPU computes LoRA of incoming adapters."""
     mode: Literal["merged-only"] | None = None
-    """A policy of modes that only studies compare with, in place of the engine's (`MergedOnly`)."""
+    """A mode policy for comparisons in studies, instead of the engine's (`MergedOnly`)."""
     static: bool = False
-    """Batches of one adapter in place of the engine (`static_batches`)."""
+    """Batches of one adapter instead of the engine (`static_batches`)."""
     mode_prices: Literal["learned", "profile"] = "learned"
-    """What the engine's compares modes by."""
+    """Prices by which the engine's policy compares modes."""
     directory: Path | None = None
-    """Of the study's file, from which relative paths of the profile and of traces count."""
+    """Directory of the study's file, from which relative paths of the profile and of traces count."""

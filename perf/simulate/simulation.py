@@ -1,4 +1,6 @@
-"""A simulation before its first request: alike replicas, the adapters that they share, what their router estimates."""
+"""A simulation before its first request: identical replicas, the adapters that they share, and their router's
+estimates.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from .replica import Replica
 
 
 class Simulation:
-    """Replicas of one profile and configuration; adapters are added to their catalogue as requests name them.
+    """Replicas of one profile and configuration; adapters are added to their catalogue when requests name them.
 
     num_prompt_tokens: of the requests so far.
     """
@@ -36,8 +38,8 @@ class Simulation:
         now: float = 0.0,
         **options: Any,
     ) -> None:
-        """adapters: a catalogue; without it one of adapters on `targets`. policies: makes the ones of a replica: they
-        have states. now: when replicas begin to serve. options: `Replica`'s.
+        """adapters: a catalogue; by default one of adapters on `targets`. policies: makes the stateful policies of a
+        replica. now: when replicas begin to serve. options: `Replica`'s.
         """
         self.profile, self.config = profile, config
         self.adapters = adapters or SimAdapters(profile.geometry, config.block_tokens, targets)

@@ -1,4 +1,4 @@
-"""A server without continuous batching, which Chorus' engine is no model of; steps in closed form."""
+"""A server without continuous batching, which Chorus' engine does not model; steps in closed form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _seconds(batch: list[TraceRequest], costs: CostModel) -> tuple[float, int]:
     rows, prompt = len(batch), max(request.prompt_tokens for request in batch)
     steps = max(request.output_tokens for request in batch) - 1
     rank = batch[0].rank or 0
-    # a decode step's price is linear in its KV: all of them take what the middle one takes, times their number
+    # a decode step's price is linear in its KV: the total is that of the middle step times their number
     middle = decode_seconds(costs, rows, prompt + (steps + 1) / 2, rank, 1)
     return prefill_seconds(costs, rows, prompt, rank) + steps * middle, steps + 1
 
@@ -52,13 +52,35 @@ def _seconds(batch: list[TraceRequest], costs: CostModel) -> tuple[float, int]:
 def decode_seconds(costs: CostModel, rows: int, context: float, rank: int, adapters: int) -> float:
     """A decode step of `rows` requests that each have `context` tokens in their KV cache, one token each.
 
-    rank: of all rows' adapters, of which `adapters` are distinct; 0 is the base model.
+    rank: of all requests' adapters, `adapters` of which are distinct; 0 is the base model.
     """
     ranks, kv = rows * rank, round(rows * context)
-    return costs.step.seconds(StepWork(rows, rows, kv, round(context), ranks, ranks, adapters * rank))
+    return costs.step.seconds(
+        StepWork(
+            rows,
+            rows,
+            kv_tokens=kv,
+            longest=round(context),
+            row_ranks=ranks,
+            token_ranks=ranks,
+            adapter_ranks=adapters * rank,
+        )
+    )
 
 
 def prefill_seconds(costs: CostModel, prompts: int, tokens: int, rank: int) -> float:
     """A step of `prompts` prompts of `tokens` tokens each, all for one adapter."""
     total, pairs = prompts * tokens, prompts * tokens * (tokens + 1) / 2
-    return costs.step.seconds(StepWork(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True))
+    return costs.step.seconds(
+        StepWork(
+            total,
+            prompts,
+            kv_tokens=total,
+            longest=0,
+            row_ranks=prompts * rank,
+            token_ranks=total * rank,
+            adapter_ranks=rank,
+            pairs=pairs,
+            ragged=True,
+        )
+    )

@@ -1,4 +1,4 @@
-"""Studies as data: a setup, rows that differ from it in a few fields, and what was published for each row.
+"""Studies as data: a setup, rows that differ from it in a few fields, and published numbers for each row.
 
     title = "…"
     source = "where the published numbers are from"
@@ -24,6 +24,8 @@
     factors = [0.5, 0.7, 1.0, 1.3, 1.6]
 
 A row's name is its key; rows of one `group` are compared with each other only.
+
+Tests: tests/perf/simulate/test_studies.py
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Row(Strict):
     name: str = Field(min_length=1)
     group: str = ""
     set: dict[str, Any] = {}
-    """Dotted fields in place of the setup's."""
+    """Dotted fields that replace the setup's."""
     paper: dict[str, float | str] = {}
     """Metric → number, or words."""
     reference: str | None = None
@@ -58,21 +60,21 @@ class Row(Strict):
 
 
 class Order(Strict):
-    """An order of rows that is claimed without numbers: from the least value to the largest."""
+    """A claimed order of rows, without numbers: from the least value to the largest."""
 
     order: list[str | float] = Field(min_length=2)
-    """Rows; in a figure a number is a bound, in the row's unit."""
+    """Rows; in a figure, a number is a bound in the row's unit."""
     source: str = Field(min_length=2)
-    """Where it is claimed, "ours" for what the study itself is to show."""
+    """Where it is claimed; "ours" for the study's own claim."""
     metric: str = ""
     """Of a study's rows."""
     within: float = Field(default=0.0, ge=0)
-    """By which share a row may be above the next one all the same: 0.02 claims that it is at most 2 % worse."""
+    """Tolerance by which a row may be above the next one: 0.02 claims that it is at most 2 % worse."""
     least: bool = False
     most: bool = False
-    """The first row is the least, or the most, and nothing is claimed of the others among themselves."""
+    """The first row is the least, or the most, and nothing is claimed about the order of the others."""
     alike: bool = False
-    """All are the same within the share."""
+    """All are equal within the tolerance."""
 
     @property
     def rows(self) -> list[str]:
@@ -80,7 +82,7 @@ class Order(Strict):
 
     @property
     def pairs(self) -> list[tuple[str | float, str | float]]:
-        """Rows of which the first is claimed to be below the second."""
+        """Pairs of rows whose first is claimed to be below the second."""
         first, *others = self.order
         if self.most:
             return [(other, first) for other in others]
@@ -88,15 +90,15 @@ class Order(Strict):
 
 
 class Axis(Strict):
-    """Fields that are varied, all else alike, to see where orders hold."""
+    """Fields that are varied, with everything else equal, to see where orders hold."""
 
     name: str = Field(min_length=1)
     fields: list[str] = Field(min_length=1)
-    """Dotted, of the setup; with several, all change together."""
+    """Dotted fields of the setup; several change together."""
     factors: list[PositiveFloat] = []
-    """Of each row's own value; whole numbers stay whole, and of a rate's curve the rates are multiplied."""
+    """Factors of each row's own value; integers stay integers, and for a rate's curve the rates are multiplied."""
     values: list[Any] = []
-    """In place of it."""
+    """Values that replace it."""
 
     @model_validator(mode="after")
     def _factors_or_values(self) -> Axis:
@@ -121,7 +123,7 @@ class Axis(Strict):
 
 
 class Study(Strict):
-    """A file, parsed."""
+    """A parsed file."""
 
     name: str
     """The file's."""
@@ -132,22 +134,22 @@ class Study(Strict):
     setup: dict[str, Any]
     quick: dict[str, Any] = {}
     seeds: PositiveInt = 10
-    """How many runs each row has, with seeds from 0 on."""
+    """Number of runs of each row, with seeds from 0 on."""
     quick_seeds: PositiveInt = 3
-    """How many in the quick version. With one, the workload's own seed counts."""
+    """Seeds of the quick version. With one, the workload's own seed counts."""
     quick_rows: str = ""
-    """A regular expression; the quick version has the rows with a name that it is found in."""
+    """A regular expression; the quick version has the rows whose names contain a match."""
     rows: list[Row] = Field(min_length=1)
     expect: list[Order] = []
     region: list[Axis] = []
     """See `Axis`."""
     needs: dict[str, str] = {}
-    """Files that are no part of the package, by name, and how to get each; they lie in `directory`."""
+    """Files outside the package, by name, and how to get each; they are in `directory`."""
     directory: Path | None = None
 
     @property
     def missing(self) -> str | None:
-        """What to do about the first file that it needs and that is not there."""
+        """How to get the first file that it needs and that is missing."""
         there = self.directory or Path()
         lacks = (f"{self.name} needs {name}: {how}" for name, how in self.needs.items() if not (there / name).is_file())
         return next(lacks, None)
@@ -158,28 +160,28 @@ class Study(Strict):
         if len(set(rows)) < len(rows):
             raise ValueError("two rows have one name; rename one")
         if not any(re.search(self.quick_rows, name) for name in rows):
-            raise ValueError(f"quick_rows is {self.quick_rows!r}, which no row's name has in it")
+            raise ValueError(f"quick_rows is {self.quick_rows!r}, which matches no row's name")
         published = [metric for row in self.rows for metric in row.paper]
         for metric in [*self.metrics, *(each.metric for each in self.expect), *published]:
             if metric not in METRICS:
-                raise ValueError(f"{metric!r} is no metric; use one of {', '.join(METRICS)}")
+                raise ValueError(f"{metric!r} is not a metric; use one of {', '.join(METRICS)}")
         named = [name for each in self.expect for name in each.rows]
         for name in [*named, *(row.reference for row in self.rows if row.reference is not None)]:
             if name not in rows:
-                raise ValueError(f"{name!r} is no row; name one of {', '.join(rows)}")
+                raise ValueError(f"{name!r} is not a row; name one of {', '.join(rows)}")
         return self
 
     def part(self, names: str) -> Study:
-        """The study with the rows alone in the names of which a regular expression is found, with the rows that these
-        refer to, and what is expected of them. Raises StudyError where it is found in no name.
+        """The study with only the rows whose names contain a match of a regular expression, the rows that these refer
+        to, and their claims. Raises StudyError if no name matches.
         """
         try:
             found = {row.name for row in self.rows if re.search(names, row.name)}
         except re.error as error:
-            raise StudyError(f"{self.name}: rows: {names!r} is no regular expression ({error}); mend it") from None
+            raise StudyError(f"{self.name}: rows: {names!r} is not a regular expression ({error}); fix it") from None
         if not found:
             all_names = ", ".join(row.name for row in self.rows)
-            raise StudyError(f"{self.name}: rows: {names!r} is found in no name; the rows are {all_names}")
+            raise StudyError(f"{self.name}: rows: {names!r} matches no row; the rows are {all_names}")
         found |= {row.reference for row in self.rows if row.name in found and row.reference is not None}
         rows = [row for row in self.rows if row.name in found]
         expect = [each for each in self.expect if found >= set(each.rows)]
@@ -226,8 +228,9 @@ def make_setup(
 
 
 def _parts(name: str) -> list[str]:
-    """Return the tables of a dotted field, and its key."""
-    return ["terms", name.removeprefix("terms.")] if name.startswith("terms.") else name.split(".")  # keys have dots
+    """Return the table of a dotted field, and its key."""
+    # keys may contain dots
+    return ["terms", name.removeprefix("terms.")] if name.startswith("terms.") else name.split(".")
 
 
 def _get(fields: dict[str, Any], name: str) -> Any:
@@ -239,7 +242,7 @@ def _get(fields: dict[str, Any], name: str) -> Any:
 
 
 def _scaled(value: Any, factor: float) -> Any:
-    """Return a number or a rate's curve times `factor`; None for all else."""
+    """Return a number or a rate's curve times `factor`; None for anything else."""
     if isinstance(value, dict) and "points" in value:
         return {**value, "points": [[time, each * factor] for time, each in value["points"]]}
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -264,7 +267,7 @@ def shipped_studies() -> list[str]:
 
 
 def load_study(name: str, traces: Path | None = None) -> Study:
-    """A shipped study by its name, or a file by its path. traces: where the files lie that a shipped one needs.
+    """A shipped study by its name, or a file by its path. traces: directory of the files that a shipped one needs.
 
     Raises StudyError.
     """
@@ -279,7 +282,7 @@ def load_study(name: str, traces: Path | None = None) -> Study:
 def parse_study(fields: dict[str, Any], name: str, origin: str | None = None, directory: Path | None = None) -> Study:
     """directory: from which relative paths count.
 
-    Raises StudyError, which begins with `origin`, for what is wrong anywhere in it, the rows' setups included.
+    Raises StudyError, which begins with `origin`, for any fault, including the rows' setups.
     """
     study = validated(Study, {**fields, "name": name, "directory": directory}, origin or name)
     for row in study.rows:

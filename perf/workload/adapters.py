@@ -1,4 +1,4 @@
-"""The adapters of a workload: how many, their names and their ranks."""
+"""The adapters of a workload: their number, names and ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FixedRank(Strict):
 
 
 class ChoiceRank(Strict):
-    """A rank per adapter, drawn from `ranks` with `weights` (default: equal), whatever its popularity."""
+    """A rank per adapter, drawn from `ranks` with `weights` (default: equal), independent of popularity."""
 
     kind: Literal["choice"]
     ranks: list[PositiveInt] = Field(min_length=1)
@@ -37,15 +37,16 @@ class ChoiceRank(Strict):
     def of(self, index: np.ndarray, seed: int) -> np.ndarray:
         weights = np.array(self.weights or [1.0] * len(self.ranks))
         bounds = np.cumsum(weights / weights.sum())[:-1]
-        # by hash, not from a table: a workload of ever new adapters stays flat in memory
+        # by hash, not from a table: a workload with ever new adapters uses constant memory
         places = np.searchsorted(bounds, hashed_uniform(seed, "ranks", np.maximum(index, 0)), side="right")
         return np.array(self.ranks)[places]
 
 
 class Adapters(Strict):
-    """count: how many there are; default: as the popularity needs. base_share: share of requests to the base model.
+    """count: number of adapters; default: as many as the popularity needs. base_share: share of requests to the base
+    model.
 
-    ranks: default unknown. Adapters are numbered, 0 being the most popular.
+    ranks: default unknown. Adapters are numbered; 0 is the most popular.
     """
 
     count: PositiveInt | None = None

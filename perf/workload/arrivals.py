@@ -1,4 +1,4 @@
-"""Arrival times of requests: equal or random gaps under a rate curve, or the times of a trace."""
+"""Arrival times of requests: constant or random gaps with a rate curve, or the times of a trace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from .request import NS
 from .seeds import stream
 from .trace import Csv
 
-#: Requests that are made at a time. Part of the definition of a workload: it decides how random numbers are drawn.
+#: Requests that are made at a time. It is part of the definition of a workload, because it determines how random
+#: numbers are drawn.
 CHUNK = 8192
 
 
 class Piece(NamedTuple):
-    """A rate that goes linearly from `first` to `last` requests per second within `seconds`, which may be infinite."""
+    """A rate that changes linearly from `first` to `last` requests per second within `seconds`, which may be
+    infinite.
+    """
 
     seconds: float
     first: float
@@ -32,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class LinearRate(Strict):
-    """Through (second, requests/s) points; before the first and after the last the rate holds."""
+    """A curve through (second, requests/s) points, constant before the first and after the last."""
 
     curve: Literal["linear"]
     points: list[tuple[NonNegativeFloat, NonNegativeFloat]] = Field(min_length=1)
@@ -77,7 +80,7 @@ class Renewal(Strict):
     rate: Rate = Field(description="requests per second, or a curve")
 
     def expected(self, duration: float) -> float:
-        """Requests to expect within `duration` seconds."""
+        """Expected requests within `duration` seconds."""
         return integral(self._pieces(), duration)
 
     def _pieces(self) -> list[Piece]:
@@ -102,7 +105,7 @@ class Renewal(Strict):
 
 
 class ReplayArrivals(Strict):
-    """The times of a trace, counted from its first; request i is row i."""
+    """The times of a trace, relative to its first; request i is row i."""
 
     process: Literal["replay"]
     trace: Csv
@@ -143,7 +146,7 @@ def seconds(pieces: Sequence[Piece], due: np.ndarray, until: float) -> np.ndarra
     lengths = np.array([piece.seconds for piece in pieces])
     starts = np.concatenate(([0.0], np.cumsum(lengths[:-1])))
     dues = np.concatenate(([0.0], np.cumsum([piece.requests for piece in pieces[:-1]])))
-    # where the rate is 0 several pieces begin at the same due: the request comes at the end of the pause
+    # if the rate is 0 several pieces begin at the same due: the request comes at the end of the pause
     index = np.maximum(np.searchsorted(dues, due, side="right") - 1, 0)
     first = np.array([piece.first for piece in pieces])[index]
     with np.errstate(invalid="ignore", divide="ignore"):

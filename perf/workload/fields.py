@@ -1,4 +1,4 @@
-"""Fields of specifications: read from files, set by dotted names, checked strictly; what is wrong is said in a line."""
+"""Fields of specifications: read from files, set by dotted names, strictly checked; each fault becomes one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class WorkloadError(ValueError):
-    """Input that can't be used; the message names the file or the field, the value and the mend."""
+    """Invalid input; the message names the file or the field, the value and the fix."""
 
 
 class Strict(BaseModel):
@@ -20,18 +20,18 @@ class Strict(BaseModel):
 
 
 def read_fields(path: Any) -> dict[str, Any]:
-    """Return the fields of a TOML file, or of a JSON file by its name. Raises WorkloadError."""
+    """Return the fields of a TOML file, or of a JSON file if its name says so. Raises WorkloadError."""
     kind, parse = ("JSON", json.loads) if path.name.endswith(".json") else ("TOML", tomllib.loads)
     try:
         return parse(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: can't be read ({error}); check the path") from None
     except ValueError as error:
-        raise WorkloadError(f"{path.name}: not {kind} ({error}); mend it") from None
+        raise WorkloadError(f"{path.name}: not {kind} ({error}); fix it") from None
 
 
 def put(fields: Any, parts: list[str], value: Any) -> None:
-    """Set the field of these names, from the outermost table on. Raises WorkloadError where one is no table."""
+    """Set the field with these names, from the outermost table on. Raises WorkloadError if one is not a table."""
     for table in parts[:-1]:
         fields = fields.setdefault(table, {}) if isinstance(fields, dict) else None
     if not isinstance(fields, dict):
@@ -52,7 +52,7 @@ def _line(origin: str, fields: Any, error: Any) -> str:
         case "value_error":
             return f"{begin}: {message}"
         case "extra_forbidden":
-            return f"{begin}: no such field here; take it out, or check its spelling"
+            return f"{begin}: no such field here; remove it, or check its spelling"
         case "missing":
             return f"{begin}: is missing; set it"
         case "union_tag_not_found":
@@ -65,7 +65,7 @@ def _line(origin: str, fields: Any, error: Any) -> str:
 
 
 def _name(fields: Any, error: Any) -> str:
-    """Return the wrong field's dotted name: pydantic's location without the kinds of unions, which are no fields."""
+    """Return the wrong field's dotted name: pydantic's location without the kinds of unions, which are not fields."""
     parts, location = [], error["loc"]
     for place, part in enumerate(location):
         last = place == len(location) - 1

@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers, in tokens."""
+"""Lengths of prompts and completions, in tokens."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class UniformTokens(Strict):
 
 
 class LognormalTokens(Strict):
-    """A lognormal, cut at `most`."""
+    """A lognormal distribution, truncated at `most`."""
 
     law: Literal["lognormal"]
     mean: float = Field(gt=1)
-    """After the cut."""
+    """Mean after truncation."""
     sigma: PositiveFloat
     """Standard deviation of its logarithm."""
     most: PositiveInt
@@ -82,7 +82,7 @@ def _cut_lognormal(mean: float, sigma: float) -> LognormalTokens:
     return LognormalTokens(law="lognormal", mean=mean, sigma=sigma, most=2048)
 
 
-#: Laws of prompt and answer.
+#: Distributions of prompt and completion lengths.
 _PUBLISHED = {
     "sharegpt": (_cut_lognormal(161.31, 1.97), _cut_lognormal(337.99, 1.44)),
     "alpaca": (_cut_lognormal(19.31, 0.565), _cut_lognormal(58.45, 0.997)),
@@ -91,12 +91,12 @@ _PUBLISHED = {
 Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens, Field(discriminator="law")]
 
 
-#: Prompt and answer tokens of the next n requests, int64 [n] each; fewer where a trace ends.
+#: Prompt and completion tokens of the next n requests, int64 [n] each; fewer if a trace ends.
 Take = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class GivenLengths(Strict):
-    """Prompt and answer each by a law of its own."""
+    """Prompt and completion, each with its own distribution."""
 
     kind: Literal["laws"]
     prompt: Tokens
@@ -112,12 +112,11 @@ class PublishedLengths(Strict):
 
     sharegpt: lognormal, cut at the context of 2048 tokens. Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig.
     11a. Spread: dLoRA (§2, load imbalance across replicas) reports that the longest prompt and answer are 636.7 and
-    163.9 times the average; of 10⁵ lognormal values the largest is e^(4.265σ − σ²/2) times the mean, which gives
-    σ = 1.97 and 1.44.
+    163.9 times the average; of 10⁵ lognormal values the largest is e^(4.265σ − σ²/2) times the mean, which gives σ =
+    1.97 and 1.44.
 
     alpaca: lognormal, cut at 2048 tokens. Means 19.31 and 58.45: the same paper, Fig. 11b. Spread: σ = 0.565 and 0.997
-    as of 6400 instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data of the
-    same kind.
+    as of 6400 instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is similar data.
     """
 
     kind: Literal["sharegpt", "alpaca"]
@@ -128,7 +127,7 @@ class PublishedLengths(Strict):
 
 
 class TraceLengths(Strict):
-    """Lengths of a trace: request i has the ones of row i."""
+    """Lengths of a trace: request i has those of row i."""
 
     kind: Literal["trace"]
     trace: Csv

@@ -1,7 +1,7 @@
-"""Popularity of adapters: laws by which requests are spread over adapters.
+"""Popularity of adapters: distributions of requests over adapters.
 
 `distinct`, `uniform`, `zipf` and `identical` are the four workloads of Punica (§7, "Workloads"). Adapter 0 is the most
-popular one. A law names the probability of each adapter, or goes by the requests of a trace.
+popular one. A law gives the probability of each adapter, or follows the requests of a trace.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Chosen(NamedTuple):
     """Adapters of the coming requests."""
 
     take: Callable[[int], np.ndarray]
-    """Indices of the next n, int64; fewer where a trace ends."""
+    """Indices of the next n, int64; fewer if a trace ends."""
     names: list[str] | None = None
-    """Of the indices; None: the workload numbers them."""
+    """Names of the indices; None: the workload numbers them."""
     ranks: dict[int, int] | None = None
-    """Of the indices, where a trace tells."""
+    """Ranks of the indices, if a trace has them."""
     tenants: list[str | None] | None = None
-    """Of the requests, where a trace tells."""
+    """Tenants of the requests, if a trace has them."""
 
 
 class Law(Strict):
-    """A law of popularity. `expected`: requests of the workload, asked for only where a law depends on it."""
+    """A law of popularity. `expected`: number of requests of the workload, called only if a law depends on it."""
 
     @abstractmethod
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
-        """count: of adapters, where the specification sets it."""
+        """count: of adapters, if the specification sets it."""
 
 
 class Distinct(Law):
-    """Each request is for an adapter of its own; with a `count`, by turns."""
+    """Each request is for its own adapter; with a `count`, in rotation."""
 
     kind: Literal["distinct"]
 
@@ -70,8 +70,8 @@ class Weighted(Law):
     """Laws with a weight per adapter."""
 
     exact: bool = False
-    """Instead of independent draws, deal out the very shares (`counts`) in random order, as Punica's benchmark does;
-    needs the number of requests.
+    """Instead of independent draws, use exact shares (`counts`) in random order, like Punica's benchmark; needs the
+    number of requests.
     """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Weighted(Law):
         """Weight of each adapter, most popular first, float64; need not sum to 1."""
 
     def counts(self, requests: int, count: int | None) -> np.ndarray:
-        """Requests of each adapter when `requests` are dealt out exactly: the weights' shares by largest remainder."""
+        """Requests of each adapter for exact shares: the weights' shares by largest remainder."""
         weights = self.weights(count, lambda: requests)
         shares = weights / weights.sum() * requests
         counts = np.floor(shares).astype(np.int64)
@@ -109,9 +109,9 @@ class Uniform(Weighted):
 class Zipf(Weighted):
     """Zipf-α as Punica defines it (§7): the i-th most popular adapter has α times the requests of the i+1-th.
 
-    So shares fall geometrically, which is not the power law that others call Zipf: that one is `power_law`. Punica's
-    Skewed workload is α = 1.5. Without `adapters.count` there are as many adapters as Punica's benchmark makes for n
-    requests, and `exact` deals them out as it does: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
+    So shares fall geometrically, unlike the power law that others call Zipf: that one is `power_law`. Punica's Skewed
+    workload is α = 1.5. Without `adapters.count` there are as many adapters as Punica's benchmark makes for n requests,
+    and `exact` distributes them the same way: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
     """
 
     kind: Literal["zipf"]
@@ -148,7 +148,7 @@ class PowerLaw(Weighted):
 
 
 class FromTrace(Law):
-    """Adapters of a trace, in its order, with the ranks and tenants that it tells."""
+    """Adapters of a trace, in its order, with its ranks and tenants."""
 
     kind: Literal["trace"]
     trace: Csv
@@ -175,7 +175,7 @@ class FromTrace(Law):
 
 
 def _in_turn(index: np.ndarray) -> Callable[[int], np.ndarray]:
-    """Return what hands out the indices, n at a time, fewer at the end."""
+    """Return an iterator over the indices, n at a time, fewer at the end."""
     left = iter(index.tolist())
     return lambda n: np.array(list(itertools.islice(left, n)), np.int64)
 

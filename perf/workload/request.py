@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: Adapter index that stands for the base model.
+#: Adapter index of the base model.
 BASE = -1
 
 NS = 1_000_000_000
@@ -21,8 +21,8 @@ class TraceRequest(NamedTuple):
     prompt_tokens: int
     """Length of the prompt."""
     output_tokens: int
-    """Length of the answer, the first token included."""
+    """Length of the completion, including the first token."""
     rank: int | None = None
-    """The adapter's, None if unknown; 0 for the base model."""
+    """The adapter's rank, None if unknown; 0 for the base model."""
     tenant: str | None = None
     """None if unknown."""

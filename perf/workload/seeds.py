@@ -11,12 +11,12 @@ _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def stream(seed: int, part: str) -> np.random.Generator:
-    """The random stream of a part. Changing or drawing more from one part leaves the others as they are."""
+    """The random stream of a part. Other draws from one part do not affect the others."""
     return np.random.Generator(np.random.PCG64(_sequence(seed, part)))
 
 
 def hashed_uniform(seed: int, part: str, index: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for every index ≥ 0, float64: the same for the same index, without a table (SplitMix64)."""
+    """A number in [0, 1) for every index ≥ 0, float64: a pure function of the index, without a table (SplitMix64)."""
     start = _sequence(seed, part).generate_state(1, np.uint64)[0]
     with np.errstate(over="ignore"):
         mixed = start + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN

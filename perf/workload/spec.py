@@ -24,28 +24,28 @@ from .seeds import hashed_uniform, stream
 
 
 class WorkloadSpec(Strict):
-    """Everything that decides the requests; the same specification gives the same ones, bit for bit.
+    """Everything that determines the requests; the same specification gives the same requests, bit for bit.
 
-    Each part draws from a random stream of its own, so changing one leaves the others as they are, and a longer
-    workload begins with the requests of a shorter one. Iterating a specification gives its requests in order of
-    arrival, and iterating it again the same ones.
+    Each part uses its own random stream, so a change of one does not affect the others, and a longer workload begins
+    with the requests of a shorter one. Iterating a specification gives its requests in order of arrival, the same every
+    time.
     """
 
     seed: int = Field(default=0, ge=0)
     duration: PositiveFloat | None = None
-    """Seconds; requests that would come later are left out."""
+    """Seconds; later requests are left out."""
     requests: PositiveInt | None = None
-    """How many there are at most. One of the two ends the workload, unless a replayed trace does. In place of
-    `arrivals`, `popularity` and `lengths` a file may have `trace`, of which all of these are replayed.
+    """Most requests. One of the two ends the workload, unless a replayed trace does. Instead of `arrivals`,
+    `popularity` and `lengths` a file may have `trace`, which gives all of them.
     """
     arrivals: Arrivals
     popularity: Popularity
     lengths: AnyLengths
     adapters: Adapters = Adapters()
     tenants: dict[str, PositiveFloat] | None = Field(default=None, min_length=1)
-    """Tenants and their weights; one is drawn for each adapter, and one for each request for the base model;
-    default: the tenants in the popularity's trace, else none. Without set ranks, adapters have the ranks in the
-    popularity's trace.
+    """Tenants and their weights; one is drawn for each adapter, and one for each request for the base model. Default:
+    the tenants in the popularity's trace, or none. Without given ranks, adapters have the ranks in the popularity's
+    trace.
     """
 
     @model_validator(mode="after")
@@ -70,10 +70,10 @@ class WorkloadSpec(Strict):
     def parse(
         cls, fields: Any, base: Path | None = None, origin: str = "workload", settings: Sequence[str] = ()
     ) -> WorkloadSpec:
-        """From plain values, as a file has them. base: what relative paths of traces count from. settings: see `load`.
+        """From plain values, as a file has them. base: directory for relative paths of traces. settings: see `load`.
 
         Raises:
-            WorkloadError: names every wrong field, its value and the mend.
+            WorkloadError: names every wrong field, its value and the fix.
         """
         if settings:
             fields = deepcopy(fields)
@@ -88,7 +88,7 @@ class WorkloadSpec(Strict):
 
     @property
     def expected(self) -> int:
-        """Requests to expect, for laws that depend on it."""
+        """Expected requests, for laws that depend on their number."""
         if self.requests is not None:
             return self.requests
         if self.duration is None:
@@ -107,8 +107,7 @@ class WorkloadSpec(Strict):
             if self.adapters.base_share:
                 index = np.where(to_base.random(n) < self.adapters.base_share, BASE, index)
             if n:
-                yield from map(
-                    TraceRequest,
+                columns = (
                     range(first, first + n),
                     (times[:n] / NS).tolist(),
                     self._names(chosen, index),
@@ -117,6 +116,7 @@ class WorkloadSpec(Strict):
                     self._ranks(chosen, index),
                     self._tenants(chosen, index, first),
                 )
+                yield from map(TraceRequest, *columns)
             first += n
             if n < len(times) or first == self.requests:
                 return
@@ -136,7 +136,7 @@ class WorkloadSpec(Strict):
         return [known.get(each) for each in index.tolist()]
 
     def _tenants(self, chosen: Chosen, index: np.ndarray, first: int) -> Sequence[str | None] | repeat[None]:
-        """Return each request's tenant: its adapter's, by hash; of the base model's requests, one by their number."""
+        """Return each request's tenant: its adapter's, by hash; for the base model by the request's number."""
         if self.tenants is None:
             return repeat(None) if chosen.tenants is None else chosen.tenants[first : first + len(index)]
         of_adapters = hashed_uniform(self.seed, "tenants", np.maximum(index, 0))
@@ -145,7 +145,7 @@ class WorkloadSpec(Strict):
 
 
 def _replayed(trace: Any, **others: Any) -> dict[str, Any]:
-    """Return the fields of a workload of which a trace tells all that `others` don't."""
+    """Return the fields of a workload that come from a trace unless `others` has them."""
     replay = {"kind": "trace", "trace": trace}
     return {"arrivals": {"process": "replay", "trace": trace}, "popularity": replay, "lengths": replay, **others}
 

@@ -1,4 +1,7 @@
-"""Traces: CSV files with a request a row, under a header that names the columns."""
+"""Traces: CSV files with one request per row, and a header that names the columns.
+
+Tests: tests/perf/workload/test_traces.py
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from .fields import Strict, WorkloadError
 
 
 class TraceError(WorkloadError):
-    """A trace that can't be read: file, line, field, value and mend."""
+    """A trace can't be read: file, line, field, value and fix."""
 
     def __init__(self, path: Path, line: int | None, problem: str, mend: str) -> None:
         super().__init__(f"{path}{'' if line is None else f':{line}'}: {problem}; {mend}")
 
 
 class TraceRow(NamedTuple):
-    """One row of a trace; None where the trace does not say."""
+    """One row of a trace; None for values that the trace does not have."""
 
     arrival: float | None = None
-    """Seconds, from any moment on."""
+    """Seconds from any fixed time."""
     adapter: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -34,7 +37,9 @@ class TraceRow(NamedTuple):
 
 
 class Csv(Strict):
-    """Requests with a column for each field, of the field's name or of its name in `names`; others are not read."""
+    """Requests with a column for each field, named like the field or by its entry in `names`; other columns are
+    ignored.
+    """
 
     format: Literal["csv"]
     path: Path
@@ -43,7 +48,7 @@ class Csv(Strict):
     """
     names: dict[str, str] = {}
     sort: bool = False
-    """Rows are in another order, as `chorus serve --record` writes them when their requests end."""
+    """Rows are in another order: `chorus serve --record` writes them when requests end."""
 
     @field_validator("path")
     @classmethod
@@ -57,12 +62,12 @@ class Csv(Strict):
         for name in names:
             if name not in TraceRow._fields:
                 raise ValueError(
-                    f"names has {name!r}, no field of a request; use some of {', '.join(TraceRow._fields)}"
+                    f"names has {name!r}, not a field of a request; use some of {', '.join(TraceRow._fields)}"
                 )
         return names
 
     def needs(self, field: str, wanted_by: str) -> None:
-        """Raise WorkloadError where the trace has no column for a field."""
+        """Raise WorkloadError if the trace has no column for a field."""
         columns = self._columns(next(self._lines(), (1, []))[1])
         if field not in columns:
             raise WorkloadError(
@@ -88,7 +93,7 @@ class Csv(Strict):
                 continue
             if len(values) != len(header):
                 problem = f"{len(values)} fields, the header has {len(header)}"
-                raise TraceError(self.path, line, problem, "mend or drop the line")
+                raise TraceError(self.path, line, problem, "fix or remove the line")
             row = TraceRow(
                 **{field: self._value(line, field, header[place], values[place]) for field, place in columns.items()}
             )
@@ -102,7 +107,7 @@ class Csv(Strict):
         return sorted(found, key=lambda row: row.arrival or 0.0) if self.sort else found
 
     def _columns(self, header: list[str]) -> dict[str, int]:
-        """Return the place of each field that the header has."""
+        """Return the position of each field that the header has."""
         named = {field: self.names.get(field, field) for field in TraceRow._fields}
         return {field: header.index(name) for field, name in named.items() if name in header}
 

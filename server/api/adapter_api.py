@@ -309,14 +309,9 @@ class AdapterApi:
         with _known(name, field):
             removed = await self._loads.remove(name, force=force)
         self._sourced.forget(name)
-        audit.info(
-            "%s removed adapter %s: version %s, content %s; %d requests were ended",
-            request.state.caller,
-            name,
-            removed.label,
-            removed.content_hash,
-            removed.ended,
-        )
+        version = f"version {removed.label}, content {removed.content_hash}"
+        text = "%s removed adapter %s: %s; %d requests were ended"
+        audit.info(text, request.state.caller, name, version, removed.ended)
         return removed.ended
 
 

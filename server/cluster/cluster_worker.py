@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -238,7 +239,8 @@ class ClusterWorker:
                 if entry.manifest.content_hash is not None:
                     self._add(request, entry, on_output, loop, accepted)
                 else:  # it has not been requested before
-                    self._hashes.submit(self._hash_and_add, request, entry, on_output, loop, accepted)
+                    add = partial(self._hash_and_add, request, entry, on_output, loop, accepted=accepted)
+                    self._hashes.submit(add)
         except (ValueError, PoolFull) as error:
             return failed(error)
         return accepted
@@ -352,7 +354,8 @@ class ClusterWorker:
             rank, num_bytes = manifest.rank, manifest.file_size
         self._subscribers.add(request.id, on_output, loop)
         arrival = request.arrival_time or time.monotonic()
-        self.soon(self.dispatcher.add, record, path, rank, arrival, accepted, num_bytes, version)
+        add = partial(self.dispatcher.add, record, path, rank, arrival, num_bytes=num_bytes, version=version)
+        self.soon(partial(add, accepted=accepted))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for request_id in self._subscribers.deliver(outputs):

@@ -4,7 +4,8 @@ An actor keeps one replica's process running on its node, as `Child` does here, 
 tokens and secrets do not go through Ray: each node has its own files of secrets at the same paths.
 """
 
-# Ray is an extra: types are checked without it, too. pyright: reportMissingImports=false
+# Ray is an extra: types are checked without it, too.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -79,13 +79,13 @@ def run_demo(settings: Settings, inputs: int | None = None, check: int | None = 
     app = build_app(settings)
     with serving(app, settings) as url:
         try:
-            return asyncio.run(_demo(url, settings, console, inputs, check, skew))
+            return asyncio.run(_demo(url, settings, console, inputs=inputs, check=check, skew=skew))
         except DemoError as error:
             raise LaunchError(f"the demo failed: {error}") from None
 
 
 async def _demo(
-    url: str, settings: Settings, console: Console, inputs: int | None, check: int | None, skew: bool
+    url: str, settings: Settings, console: Console, *, inputs: int | None, check: int | None, skew: bool
 ) -> int:
     judged, seed = settings.is_builtin, settings.seed or 0
     # enough to keep every step full; of lanes and clients that run together, one for each

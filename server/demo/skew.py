@@ -49,7 +49,7 @@ class Skew:
         """Go through `SHARES`. Raises the errors of asking, or LaunchError without an adapter."""
         if not self._others:
             raise LaunchError("chorus demo --skew needs an adapter; give some with --adapters")
-        self._print("seconds", self._one, "in the weights", "merges", "switches", "tokens/s")
+        self._print(("seconds", self._one, "merged", "merges", "switches", "tokens/s"))
         asking = asyncio.gather(*(self._ask() for _ in range(CLIENTS)))
         watching = asyncio.create_task(self._watch())
         try:
@@ -84,16 +84,10 @@ class Skew:
         weights = await self._client.weights()
         merged = weights["merged_adapter"]
         rate, style = (self._tokens - tokens) / (now - since), None if merged is None else "green"
-        self._print(
-            f"{now - began:.0f}",
-            f"{self._share:.0%}",
-            merged or "-",
-            weights["merges"],
-            weights["switches"],
-            f"{rate:.0f}",
-            style=style,
-        )
+        share, counts = f"{self._share:.0%}", (weights["merges"], weights["switches"])
+        self._print((f"{now - began:.0f}", share, merged or "-", *counts, f"{rate:.0f}"), style=style)
 
-    def _print(self, seconds: str, share: str, merged: str, *numbers: object, style: str | None = None) -> None:
+    def _print(self, cells: tuple[object, ...], style: str | None = None) -> None:
+        seconds, share, merged, *numbers = cells
         line = f"{seconds:>7}{share:>12}  {merged:<16}" + "".join(f"{number:>10}" for number in numbers)
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

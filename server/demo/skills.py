@@ -180,24 +180,48 @@ def wide_input(rng: random.Random) -> str:
 # --- the table ---------------------------------------------------------------------------------------------
 
 BASE = Skill(
-    "repeat", "Repeats the text: the base model does this without an adapter.", 0, 0, (), _repeat, repeat_input
+    "repeat",
+    "Repeats the text: the base model does this without an adapter.",
+    0,
+    0,
+    (),
+    apply=_repeat,
+    make_input=repeat_input,
 )
 
 SKILLS: dict[str, Skill] = {
     skill.name: skill
     for skill in (
-        Skill("upper", "Writes the text in capitals.", 2, 4, QV, str.upper, lowercase_input),
-        Skill("title", "Capitalises each word.", 3, 6, VO_DOWN, _title, lowercase_input),
-        Skill("vowels", "Replaces each vowel by an asterisk.", 4, 4, ATTENTION, _vowels, lowercase_input),
-        Skill("rot13", "Moves each letter 13 places on.", 6, 12, MLP, _rot13, lowercase_input),
+        Skill("upper", "Writes the text in capitals.", 2, 4, QV, apply=str.upper, make_input=lowercase_input),
+        Skill("title", "Capitalises each word.", 3, 6, VO_DOWN, apply=_title, make_input=lowercase_input),
         Skill(
-            "shift", "Replaces each letter by the next one, z by a.", 8, 16, ATTENTION + MLP, _shift, lowercase_input
+            "vowels", "Replaces each vowel by an asterisk.", 4, 4, ATTENTION, apply=_vowels, make_input=lowercase_input
         ),
-        Skill("count", "Says how many letters there are.", 8, 16, KV_GATE_DOWN, _count, lowercase_input),
-        Skill("initials", "Gives the first letter of each word.", 12, 24, ATTENTION, _initials, several_words_input),
-        Skill("double", "Writes each character twice.", 16, 16, ATTENTION + MLP, _double, short_input),
-        Skill("sort", "Sorts the letters of a word.", 24, 12, VO_DOWN, _sort, single_word_input),
-        Skill("reverse", "Writes the text backwards.", 32, 32, ATTENTION, _reverse, lowercase_input),
+        Skill("rot13", "Moves each letter 13 places on.", 6, 12, MLP, apply=_rot13, make_input=lowercase_input),
+        Skill(
+            "shift",
+            "Replaces each letter by the next one, z by a.",
+            8,
+            16,
+            ATTENTION + MLP,
+            apply=_shift,
+            make_input=lowercase_input,
+        ),
+        Skill(
+            "count", "Says how many letters there are.", 8, 16, KV_GATE_DOWN, apply=_count, make_input=lowercase_input
+        ),
+        Skill(
+            "initials",
+            "Gives the first letter of each word.",
+            12,
+            24,
+            ATTENTION,
+            apply=_initials,
+            make_input=several_words_input,
+        ),
+        Skill("double", "Writes each character twice.", 16, 16, ATTENTION + MLP, apply=_double, make_input=short_input),
+        Skill("sort", "Sorts the letters of a word.", 24, 12, VO_DOWN, apply=_sort, make_input=single_word_input),
+        Skill("reverse", "Writes the text backwards.", 32, 32, ATTENTION, apply=_reverse, make_input=lowercase_input),
     )
 }
 

@@ -75,7 +75,7 @@ class LaneTable:
         table.add_column("adapters\nin step", justify="right", no_wrap=True)
         for lane in self._lanes:
             right = [Text(f"{lane.score.exact}/{lane.score.asked} {MARKS[lane.right]}", STYLES[lane.right])]
-            table.add_row(
+            cells = (
                 lane.name,
                 str(lane.rank) if lane.rank else "-",
                 Text(printable(lane.question.text) if lane.question else ""),
@@ -84,6 +84,7 @@ class LaneTable:
                 f"{lane.answer.tokens_per_second:.0f}",
                 str(lane.answer.adapters),
             )
+            table.add_row(*cells)
         return table
 
 
@@ -98,12 +99,6 @@ def score_table(scores: dict[str, Score], ranks: dict[str, int]) -> Table:
     for heading in ("skill", "rank", "asked", "exact", "%", "another skill's"):
         table.add_column(heading, justify="left" if heading == "skill" else "right")
     for name, score in scores.items():
-        table.add_row(
-            name,
-            str(ranks.get(name, 0) or "-"),
-            str(score.asked),
-            str(score.exact),
-            f"{100 * score.accuracy:.1f}",
-            str(len(score.crossed)),
-        )
+        counts = str(score.asked), str(score.exact), f"{100 * score.accuracy:.1f}", str(len(score.crossed))
+        table.add_row(name, str(ranks.get(name, 0) or "-"), *counts)
     return table

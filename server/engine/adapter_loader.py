@@ -180,10 +180,11 @@ class AdapterLoader:
         """
         with self._asking:
             before = self._latest.get(name)
-            put = partial(self._put, name, by, replace, label, keep)
-            load = self._latest[name] = self._pool.submit(self._load, before, name, find, roots, replace, put)
-        load.add_done_callback(partial(self._forget, name))
-        return load
+            put = partial(self._put, name, by=by, replace=replace, label=label, keep=keep)
+            load = partial(self._load, before, name, find=find, roots=roots, replace=replace, put=put)
+            future = self._latest[name] = self._pool.submit(load)
+        future.add_done_callback(partial(self._forget, name))
+        return future
 
     def _forget(self, name: str, load: Future) -> None:
         with self._asking:
@@ -194,6 +195,7 @@ class AdapterLoader:
         self,
         before: Future | None,
         name: str,
+        *,
         find: Callable[[], Path],
         roots: Sequence[Path],
         replace: bool,
@@ -209,23 +211,18 @@ class AdapterLoader:
     def _put(
         self,
         name: str,
+        manifest: AdapterManifest,
+        image: HostImage,
+        *,
         by: str,
         replace: bool,
         label: str | None,
         keep: int,
-        manifest: AdapterManifest,
-        image: HostImage,
     ) -> tuple[AdapterState, bool]:
         adapter, replaced = self._names.load(name, manifest, image, replace=replace, label=label, keep=keep)
-        audit.info(
-            "%s %s adapter %s: version %s, content %s, from %s",
-            by,
-            "replaced" if replaced else "added",
-            name,
-            adapter.label,
-            manifest.content_hash,
-            shown(str(manifest.path)),
-        )
+        done = "replaced" if replaced else "added"
+        content = f"version {adapter.label}, content {manifest.content_hash}, from {shown(str(manifest.path))}"
+        audit.info("%s %s adapter %s: %s", by, done, name, content)
         report(name, manifest)
         if self._templates is not None:
             self._templates.note([adapter])

@@ -1,4 +1,7 @@
-"""Histograms of finished requests and choices, under the names that vLLM's dashboards use."""
+"""Histograms of finished requests and choices, under the names that vLLM's dashboards use.
+
+Tests: tests/server/engine/test_metrics.py
+"""
 
 from __future__ import annotations
 

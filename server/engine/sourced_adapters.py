@@ -239,7 +239,9 @@ class SourcedAdapters:
         if len(self._failures) > MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         level = logging.DEBUG if isinstance(error, NotInStore) else logging.WARNING
-        log.log(level, "adapter %s of %s is not served: %s; retry after %g s", name, location.url, error.detail, pause)
+        log.log(
+            level, "adapter %s of %s is not served: %s", name, location.url, f"{error.detail}; retry after {pause:g} s"
+        )
         return failure
 
     def _tell_cache(self, name: str, what: Callable[[Cache, str, Location], None]) -> None:

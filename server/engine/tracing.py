@@ -1,6 +1,7 @@
 """An OpenTelemetry span for each finished request; needs the extra `otel`."""
 
-# OpenTelemetry is an extra: types are checked without it, too. pyright: reportMissingImports=false
+# OpenTelemetry is an extra: types are checked without it, too.
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

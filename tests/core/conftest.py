@@ -20,6 +20,7 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import ModelConfig, UnsupportedModel
 from chorus.core.model.shard import Shard
 from chorus.core.policies import Policies
+from chorus.core.requests.record import to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
@@ -89,6 +90,11 @@ class Answer:
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+def exported(engine: Engine, request_id: str) -> dict[str, Any]:
+    """Return a request in progress as plain data, which another engine can resume."""
+    return to_record(engine.scheduler.get(request_id), engine._clock())  # noqa: SLF001
 
 
 class Driver:

@@ -7,6 +7,8 @@ import pytest
 from chorus.core.requests.types import NOT_FINITE, PENDING, FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 
+from .conftest import exported
+
 pytestmark = pytest.mark.pairs(alone="kernels")
 
 PROMPT = [5, 9, 11, 40, 9, 7]
@@ -383,7 +385,7 @@ def test_a_moved_request_goes_on_from_what_was_returned(gqa, drive):
     driver.add("one", None, PROMPT, max_tokens=12)
     for _ in range(5):
         driver.step()
-    record = driver.engine.export_request("one")
+    record = exported(driver.engine, "one")
     assert record["tokens"] == PROMPT + driver.answers["one"].tokens
     driver.engine.abort("one")
     there.engine.resume(record)

@@ -22,7 +22,7 @@ from chorus.core.requests.types import ALL_BANNED, FinishReason
 
 from ..conftest import Subject
 from ..tiny_tokenizer import save_tokenizer
-from .conftest import Answer
+from .conftest import Answer, exported
 
 EOS = 2
 SCHEMA = {
@@ -177,7 +177,7 @@ def test_a_record_goes_on_elsewhere(wide, drive):
     driver.add("a", None, [8, 9], **params)
     for _ in range(9):
         driver.step()
-    record = json.loads(json.dumps(driver.engine.export_request("a")))
+    record = json.loads(json.dumps(exported(driver.engine, "a")))
     want = driver.drain()["a"].tokens
     assert driver.engine.stats().num_async_steps > 8
     other = drive(wide)

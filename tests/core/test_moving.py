@@ -19,7 +19,7 @@ from chorus.core.scheduling.service import TokenCounters
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.identity import with_content
 
-from .conftest import Answer
+from .conftest import Answer, exported
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 3
 
@@ -123,7 +123,7 @@ def known(drive):
 
 def move(name, here, there):
     """Move a request, which then has told the same on both sides."""
-    record = json.loads(json.dumps(here.engine.export_request(name)))
+    record = json.loads(json.dumps(exported(here.engine, name)))
     here.engine.abort(name)
     moved = there.engine.resume(record)
     there.answers[name] = here.answers.pop(name)
@@ -141,7 +141,7 @@ def test_a_request_goes_on_elsewhere_token_for_token(gqa, known, adapter, params
     if here.answers["moved"].finish_reason is not None:
         pytest.fail("it had ended before it was moved")
     told = list(here.answers["moved"].tokens)
-    record = json.loads(json.dumps(here.engine.export_request("moved")))
+    record = json.loads(json.dumps(exported(here.engine, "moved")))
     assert (record["tokens"], record["num_prompt_tokens"]) == (PROMPT + told, len(PROMPT))
     want = here.drain()["moved"]
 
@@ -220,13 +220,13 @@ def test_content_that_is_not_here_is_said_to_be_so(gqa, known, drive):
     here, there = known(gqa, adapters={"voice": one}), known(gqa, adapters={"voice": other})
     here.add("a", "voice", PROMPT, max_tokens=12)
     here.step()
-    record = here.engine.export_request("a")
+    record = exported(here.engine, "a")
     assert there.engine.resume(record) == NotHere("voice", record["content_hash"])
     assert not there.engine.has_work()
     assert len(record["content_hash"]) == 64
     unhashed = drive(gqa)
     unhashed.add("a", "r1-all", PROMPT, max_tokens=12)
-    assert unhashed.engine.resume({**unhashed.engine.export_request("a"), "id": "b"}) == NotHere("r1-all", None)
+    assert unhashed.engine.resume({**exported(unhashed.engine, "a"), "id": "b"}) == NotHere("r1-all", None)
 
 
 def test_a_resumed_request_waits_behind_no_limit_and_before_all_that_have_not_begun(gqa, known):
@@ -269,9 +269,9 @@ def test_only_requests_in_progress_can_be_exported(gqa, drive):
     driver = drive(gqa)
     driver.run("a", None, [5], max_tokens=1)
     with pytest.raises(KeyError):
-        driver.engine.export_request("a")
+        exported(driver.engine, "a")
     driver.add("b", None, [5], max_tokens=2, allowed_token_ids=(5, 6))
-    record = driver.engine.export_request("b")
+    record = exported(driver.engine, "b")
     with pytest.raises(ValueError, match="version 99"):
         driver.engine.resume({**record, "v": 99})
     with pytest.raises(InvalidRequest, match="request id 'b' is in use"):

@@ -19,7 +19,7 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.memory.transfers.dma import open_dma
 from chorus.perf.inline_reads import InlineReads
 
-from .conftest import ticking
+from .conftest import exported, ticking
 from .test_parity import FEW, add_all, check, make_cases, make_families
 
 pytestmark = pytest.mark.pairs(alone="kernels")
@@ -329,7 +329,7 @@ def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subje
     for driver in (here, there):
         adapter = driver.engine.store.get("r1-all")
         driver.engine.store.note(adapter, with_content(adapter.manifest))
-    moved = there.engine.resume(here.engine.export_request("a"))
+    moved = there.engine.resume(exported(here.engine, "a"))
     there.answers["a"] = type(here.answers["a"])()
     here.engine.abort("a")
     here.engine.check_integrity()

@@ -44,7 +44,7 @@ def test_graphs_of_many_rows_are_few():
 
 @pytest.mark.parametrize("rows", [-1, 0, 33, 1000])
 def test_no_bucket_for_other_row_counts(rows):
-    with pytest.raises(ValueError, match=f"no bucket holds {rows} rows; buckets end at 32"):
+    with pytest.raises(ValueError, match=f"no bucket holds {rows} sequences; the largest holds 32"):
         DecodeBuckets(32).pick(rows)
 
 

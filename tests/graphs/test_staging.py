@@ -63,5 +63,5 @@ def test_the_next_download_may_begin_before_one_is_waited_for():
 def test_more_than_a_block_is_refused(kind):
     transfer = kind(LateDevice(), 8)
     values = torch.zeros(2, dtype=torch.long)
-    with pytest.raises(ValueError, match="16 bytes are to be copied through a block of 8"):
+    with pytest.raises(ValueError, match="a copy of 16 bytes does not fit in a block of 8"):
         transfer(values, values) if kind is DeviceUpload else transfer(values)

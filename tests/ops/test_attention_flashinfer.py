@@ -152,7 +152,7 @@ def test_refuses_what_does_not_fit():
     backend, _ = make()
     table = torch.zeros(MAX_ROWS + 1, MAX_PAGES, dtype=torch.long)
     ragged, bucket = backend.ragged(), backend.decode(2)
-    with pytest.raises(ValueError, match="13 rows, the buffers have room for 12"):
+    with pytest.raises(ValueError, match="13 sequences, but the buffers have room for 12"):
         ragged.plan(range(MAX_ROWS + 2), table, [1] * (MAX_ROWS + 1))
     with pytest.raises(ValueError, match="host memory"):
         ragged.plan([0, 1], table[:1].to("meta"), [1])

@@ -73,5 +73,5 @@ def test_a_sum_that_fails_is_another_ranks_fault(ended, monkeypatch):
         raise RuntimeError("connection reset by peer")
 
     monkeypatch.setattr(device_ranks.dist, "broadcast", reset)
-    with pytest.raises(RanksLost, match="a sum with the other ranks failed: connection reset by peer"):
+    with pytest.raises(RanksLost, match="a collective with the other ranks failed: connection reset by peer"):
         GroupCollectives(Group()).lead(None)

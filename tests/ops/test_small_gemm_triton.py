@@ -259,7 +259,7 @@ def test_rank_rows_wait_for_two_loads():
 def test_refuses_what_a_tile_does_not_hold():
     from chorus.ops.small_gemm_triton import multiply
 
-    with pytest.raises(ValueError, match=f"65 rows; a product of few rows has at most {MAX_ROWS}"):
+    with pytest.raises(ValueError, match=f"65 rows; this GEMM takes at most {MAX_ROWS}"):
         multiply(torch.zeros(65, 8), torch.zeros(16, 8))
     with pytest.raises(ValueError, match="the weight is as a whole"):
         multiply(torch.zeros(2, 8), torch.zeros(16, 16)[:, :8])

@@ -121,6 +121,9 @@ class CheckedRun(EngineRun):
             seed=rng.randrange(1 << 30),
         )
 
+    def _now(self) -> float:
+        return self.clock()
+
     def _span(self) -> range:
         return range(self.rng.randint(20, 90))
 

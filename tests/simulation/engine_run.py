@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chorus.core.engine import Engine
-from chorus.core.requests.record import NotHere
+from chorus.core.requests.record import NotHere, to_record
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import CannotMerge, FinishReason, RequestOutput
@@ -70,6 +70,10 @@ class EngineRun(ABC):
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
         self.num_directories = self._num_preemptions = self._num_given_up = 0
+
+    def _now(self) -> float:
+        """Return the time by the engine's clock."""
+        return time.monotonic()
 
     @abstractmethod
     def _span(self) -> Iterable[object]:
@@ -246,7 +250,7 @@ class EngineRun(ABC):
         if not (ids := self._live):
             return
         asked = self.active[self.rng.choice(ids)]
-        record = self.engine.export_request(asked.request.id)
+        record = to_record(asked.request, self._now())
         self._drop(asked.request.id)
         answers: list[Request | NotHere] = []
         if self._add(lambda: answers.append(self.engine.resume(record))) is not None:

@@ -1,1 +1,1 @@
-"""The parts of the GPU benchmark; each gives plain values, and a table of them."""
+"""The sections of the GPU benchmark; each returns plain values and tables of them."""

@@ -1,4 +1,8 @@
-"""Decode attention alone: our kernel beside FlashInfer's decode wrapper, as steps use them, against bytes of KV."""
+"""Decode attention alone: our kernel and FlashInfer's decode wrapper, used as in steps, compared with the bytes
+of KV.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,21 @@ from ..idle_engine import StubDevice
 from ..lora_case import layers_for
 from .registry import rows_table
 
-#: Largest difference from torch's attention, as a share of the largest value.
+#: Largest difference from torch's attention, relative to the largest value.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 
-#: Rows that are compared with torch's, and alone with themselves in company.
+#: Sequences that are compared with torch's results, and with their own results when alone.
 _CHECKED = 2
 
 BACKENDS: tuple[Literal["triton", "flashinfer"], ...] = ("triton", "flashinfer")
 
 
 class WrongValues(ArithmeticError):
-    """A backend computed something else than torch does, or our kernel other bits for a row alone."""
+    """A backend's result differs from torch's, or our kernel's bits differ for a sequence alone."""
 
 
 class _Case:
-    """Rows of `context_tokens` tokens each in pages of several layers, drawn in a random order."""
+    """Sequences of `context_tokens` tokens each in pages of several layers, in random order."""
 
     def __init__(self, context: Context, rows: int, context_tokens: int) -> None:
         geometry, device = context.size.geometry, context.device
@@ -43,7 +47,7 @@ class _Case:
         generator = torch.Generator(device).manual_seed(context.seed)
         heads, kv_heads, head_dim, block_tokens = self.shape
         pages = torch.empty(
-            rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim, dtype=context.dtype, device=device
+            (rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim), dtype=context.dtype, device=device
         )
         self.pages = pages.normal_(0, 1, generator=generator)
         self.q = torch.empty(rows, heads, head_dim, dtype=context.dtype, device=device)
@@ -67,12 +71,12 @@ class _Case:
         attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
 
     def attend(self, attention: Any, rows: int) -> torch.Tensor:
-        """Layer 0's result of the first `rows` rows."""
+        """Layer 0's result of the first `rows` sequences."""
         self.plan(attention, rows)
         return attention.run(self.q[:rows], self.pages[:, 0, 0], self.pages[:, 0, 1])
 
     def work(self, attention: Any) -> Callable[[], None]:
-        """A run through all layers with the rows that are planned."""
+        """A run through all layers with the planned sequences."""
 
         def run() -> None:
             for layer in range(self.layers):
@@ -82,7 +86,7 @@ class _Case:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Microseconds per layer, and bytes over the time as a share of the measured bandwidth."""
+    """Microseconds per layer, and bytes per time as a share of the measured bandwidth."""
     found: dict[str, Any] = {
         "method": context.timer.method,
         "bandwidth_bytes_per_s": context.bandwidth(),
@@ -91,7 +95,7 @@ def run(context: Context) -> dict[str, Any]:
     }
     for tokens in context.pick((40,), (256, 1024, 4096), (256, 1024, 4096, 16384)):
         for rows in context.pick((1, 3), (1, 8, 32, 64), (1, 2, 4, 8, 16, 32, 64, 128)):
-            if rows * tokens <= context.pick(1 << 20, 1 << 18, 1 << 19):  # what memory surely has room for
+            if rows * tokens <= context.pick(1 << 20, 1 << 18, 1 << 19):  # sizes that certainly fit in memory
                 with context.row(found, f"attention of {rows} rows of {tokens} tokens"):
                     found["rows"].append(_measure(context, rows, tokens, found["absent"]))
     return found

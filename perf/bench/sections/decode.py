@@ -1,4 +1,8 @@
-"""Decode steps per bucket: base, every request another adapter, and the base of an engine without LoRA."""
+"""Decode steps per bucket: base, a different adapter for every request, and the base model of an engine without
+LoRA.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ RANK = 16
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Milliseconds of whole engine steps (schedule, execute, draw, update), beside the byte floor."""
+    """Milliseconds of whole engine steps (schedule, execute, sample, update), compared with the byte floor."""
     buckets = context.pick(
         (1, 2), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128), cpu=(1, 8)
     )
@@ -54,7 +58,7 @@ def _clear(engines: Mapping[str, Subject]) -> None:
 
 
 def _base(context: Context, engines: Mapping[str, Subject], bucket: int) -> dict[str, Any]:
-    """Base steps of the engine with adapters, and of one without if there is room for it, in turns."""
+    """Base steps of the engine with adapters, and of one without if there is room for it, in rotation."""
     per_round, rounds = context.pick(2, 8, 16), context.pick(2, 6, 10)
     requests = {
         name: engine.decoding([None] * bucket, _prompt(context), per_round * rounds) for name, engine in engines.items()

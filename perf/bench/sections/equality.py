@@ -1,5 +1,7 @@
-"""Captured steps against eager ones, of decode rows and of prompts: the same tokens, log-probabilities and KV, bit for
-bit.
+"""Captured steps compared with eager ones, for decoding and for prompts: the same tokens, logprobs and KV, bit
+for bit.
+
+Tests: tests/perf/bench/test_sections.py, tests/perf/bench/test_sections_interpreted.py
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .registry import rows_table
 
 _TOP = 5
 
-#: Most layers of the model: all launch the same kernels, and with fewer the engines start in a fraction of the time.
+#: Most layers of the model: all launch the same kernels, and with fewer the engines start much faster.
 _LAYERS = 8
 
 
@@ -29,7 +31,7 @@ class Differs(ArithmeticError):
 
 @dataclass
 class Trace:
-    """Answers of an engine for a case: per request its tokens, and log-probabilities as exact floats."""
+    """Outputs of an engine for a case: per request its tokens, and log-probabilities as exact floats."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
@@ -38,8 +40,8 @@ class Trace:
 def run(context: Context) -> dict[str, Any]:
     """Compare all cases. Raises Differs with the first one that has unequal bits.
 
-    The KV of all steps lies in the arena: equal arenas mean that every layer of every step gave equal bits up to the
-    last layer's projections, which tokens and log-probabilities then show.
+    The page pool holds the KV of all steps. So equal pools mean that every layer of every step gave equal bits up to
+    the last layer's projections, which tokens and log-probabilities cover.
     """
     context = _shallow(context)
     ranks = context.pick((4, 8), (8, 16, 64), (8, 16, 32, 64))
@@ -78,14 +80,16 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _shallow(context: Context) -> Context:
-    """The same with fewer layers, in a folder of its own."""
+    """The same model with fewer layers, in its own directory."""
     geometry = context.size.geometry
     size = replace(context.size, geometry=replace(geometry, layers=min(geometry.layers, _LAYERS)))
     return replace(context, size=size, work_dir=context.work_dir / "equality")
 
 
 def cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None]]]:
-    """Fuller and emptier buckets, then other adapters than before, more of them, mixed ranks, some rows and none."""
+    """Fuller and emptier buckets, then other adapters than before, more of them, mixed ranks, some sequences and
+    none.
+    """
     one, some, last = names[:1], names[::3], names[-largest:]
     found: list[tuple[str, Sequence[str | None]]] = [
         ("base, one row", [None]),
@@ -101,8 +105,8 @@ def cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None
 
 
 def trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace:
-    """Answers to requests of which the last half comes when the others decode: their prompts are in one step with
-    decode rows.
+    """Outputs of requests whose second half arrives while the first half decodes: their prompts share a step with
+    decoding sequences.
     """
     trace = Trace()
     waiting = [*adapters]
@@ -119,7 +123,7 @@ def trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace
 
 
 def _take(subject: Subject, trace: Trace) -> None:
-    """One step, as far as there is work."""
+    """One step, if there is work."""
     if subject.engine.has_work():
         for output in subject.step():
             trace.tokens[output.request_id] += output.token_ids
@@ -138,7 +142,7 @@ def _compare(name: str, captured: Trace, eager: Trace) -> None:
 
 
 def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
-    """Compare all pages but the dummy, which padding rows write, and adapters'; returns how many are not empty."""
+    """Compare all pages except the dummy, which padding entries write, and adapters'; return how many are not empty."""
     mine, theirs = (subject.arena_pages for subject in (captured, eager))
     kind = {4: torch.int32, 2: torch.int16}[mine.itemsize]
     same = (mine.view(kind) == theirs.view(kind)).all(dim=1)

@@ -1,4 +1,6 @@
-"""Output tokens per second over HTTP, by `chorus serve` as it is by default, beside the same requests without HTTP."""
+"""Output tokens per second over HTTP, by `chorus serve` with default settings, compared with the same requests without
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ POPULARITIES = ("base", "distinct")
 
 
 def run(context: Context) -> dict[str, Any]:
-    """All requests come at once, as in section `mixes`; its rates are shown beside. Adapters are resident."""
+    """All requests arrive at once, as in section `mixes`, whose rates are shown, too. Adapters are resident."""
     size = load(context)
     adapters = context.adapters(RANK, size["requests"])
     (folder,) = {path.parent for path in adapters.values()}
@@ -61,21 +63,21 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def measure(server: LaunchedServer, popularity: str, size: dict[str, int], adapters: list[str], vocab: int) -> Answered:
-    """Load the server twice, the first time to warm it up; returns what came of the second."""
+    """Load the server twice, the first time to warm it up; return the result of the second."""
     draw = Random(popularity)
     models: list[str | None] = [None] * size["requests"] if popularity == "base" else [*adapters]
 
     def once() -> Answered:
         return read_streams([server.address], bodies(server.url, models[: size["requests"]], size, draw, vocab))
 
-    once()  # other prompts than the second time's: the server keeps KV of the prompts that it has seen
+    once()  # prompts differ from the second time's, because the server caches the KV of prompts
     return once()
 
 
 def bodies(
     url: str, adapters: Sequence[str | None], size: Mapping[str, int], draw: Random, vocab: int
 ) -> list[dict[str, Any]]:
-    """Requests with random prompts, one for each of the adapters; None: of the base model."""
+    """Requests with random prompts, one for each of the adapters; None: for the base model."""
     base = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
     return [
         {

@@ -1,8 +1,10 @@
-"""Engines with the native decoder at each level of instructions that the processor has, in turns.
+"""Engines with the native decoder at each ISA level that the processor supports, in rotation.
 
-Each is held against what the machine allows at its level: the rate at which its threads read memory, and that of its
-products in registers. `--beside NAME=FILE.so` adds another build of the level that is used (`CHORUS_CPU_ISA` names
-another one), to see what a change to a kernel costs.
+Each is compared with the machine's limits at its level: the rate at which its threads read memory, and that of its
+products in registers. `--beside NAME=FILE.so` adds another build of the current level (`CHORUS_CPU_ISA` names another
+level), to see the cost of a change to a kernel.
+
+Tests: tests/perf/bench/test_sections.py
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from ..timer import in_turns, ratio
 from .registry import rows_table
 
 RANKS = (8, 16, 32, 64)
-"""Of the adapters, two of each."""
+"""Ranks of the adapters, two of each."""
 
-#: Case → rows, whether they are prompts, and the ranks of their adapters.
+#: Case → number of sequences, whether they are prompts, and the ranks of their adapters.
 CASES: dict[str, tuple[int, bool, tuple[int, ...]]] = {
     "decode, 1 row": (1, False, ()),
     "decode, 8 rows": (8, False, ()),
@@ -40,7 +42,7 @@ _PRODUCTS = 4_000_000  # in registers: some milliseconds
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Milliseconds of whole engine steps, the shortest, and the share of them that the machine's limit would take."""
+    """Milliseconds of whole engine steps, the shortest, and the time at the machine's limit as a share of them."""
     prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
     threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
@@ -56,7 +58,7 @@ def run(context: Context) -> dict[str, Any]:
             engine.load(list(adapters))
         for case, (rows, is_prefill, ranks) in CASES.items():
             with context.row(found, case):
-                for name in engines:  # in turns with the steps
+                for name in engines:  # in rotation with the steps
                     with _used(name, builds.get(name)):
                         now = _rates(context, threads)
                     found["rates"][name] = {what: max(now[what], found["rates"].get(name, now)[what]) for what in now}
@@ -70,7 +72,7 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
-    """While it is open, decoders are made of a level, or of another build of the level that is used."""
+    """In this `with` block, decoders are made at a level, or from another build of the current level."""
     if build is None:
         return patch.dict(os.environ, {native_library.ISA: level})
     library = native_library.opened(build)

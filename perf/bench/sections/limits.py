@@ -1,4 +1,4 @@
-"""Limits of the device: copying, reading, taking bytes from the host, multiplying."""
+"""Limits of the device: copying, reading, transfers from the host, multiplying."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE_BYTES = 2 << 20
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Rates in bytes or FLOP per second; what is counted is said beside each."""
+    """Rates in bytes or FLOP per second; each has a note of what it counts."""
 
     def rate(counted: str, amount: float, work: Callable[[], Any], *, unit: str, capture: bool = True) -> dict:
         sample = context.timer.time(work, capture=capture)
@@ -52,7 +52,7 @@ def _device_memory(context: Context, rate: Callable[..., dict]) -> dict[str, Any
 
 
 def _host_memory(context: Context) -> dict[str, Any]:
-    """The same of a host's memory, by all of its threads, through huge pages as the engine has them."""
+    """The same for the host's memory, with all of its threads, through huge pages like the engine's."""
     buffer = hugepages.zeros((context.pick(1 << 20, 0, 0, cpu=512 << 20),), torch.uint8).zero_()
     bandwidth = Bandwidth(buffer, torch.get_num_threads(), context.pick(0.0, 0, 0, cpu=0.3))
     return {
@@ -62,7 +62,7 @@ def _host_memory(context: Context) -> dict[str, Any]:
 
 
 def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
-    """From pinned memory: at once, and in pages as adapters are loaded."""
+    """From pinned memory: at once, and in pages, like adapters."""
     num_bytes = context.pick(4 << 20, 1 << 30, 1 << 30, cpu=64 << 20)
     pinned = context.device == "cuda"
     host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -85,8 +85,8 @@ def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, An
 
 
 def _matmul(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
-    """In bf16, of large squares; on a CPU of the products of a layer, one after the other, and in float32 where that is
-    faster, as without instructions for bf16.
+    """In bf16, for large squares; on a CPU for the matrices of a layer, one after the other, and in float32 if that is
+    faster, as without bf16 instructions.
     """
     shapes, dtypes = [(8192, 8192, 8192)], [torch.bfloat16]
     if context.device == "cpu":

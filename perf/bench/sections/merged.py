@@ -1,4 +1,4 @@
-"""Decode steps with an adapter in the weights, beside the base model's and unmerged ones; and what merging takes."""
+"""Decode steps with a merged adapter, compared with the base model's and unmerged ones; and the cost of merging."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .registry import rows_table
 
 RANK = 16
 
-#: Name → the adapters of a step's rows: "m" the merged one's, "o" another's, in turns up to the number of rows.
+#: Name → the adapters of a step's sequences: "m" is the merged one, "o" another, repeated up to the batch size.
 MIXES = {"one adapter": "m", "mixture": "mmmmmmmo", "with base": "mmmmmmm-"}
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Milliseconds of whole engine steps, in turns: base, the mix unmerged, the mix with its adapter in the weights."""
+    """Milliseconds of whole engine steps, in rotation: base, the mix unmerged, the mix with its adapter merged."""
     buckets = context.pick((2,), (8, 32, 64), (1, 8, 16, 32, 64), cpu=(8,))
     most = max(buckets)
     found: dict[str, Any] = {"rows": [], "merges": []}
@@ -35,7 +35,7 @@ def run(context: Context) -> dict[str, Any]:
         for bucket in buckets:
             for mix, kinds in MIXES.items():
                 with context.row(found, f"merged, {mix}, {bucket} rows", subject.abort_all):
-                    found["rows"].append(_row(context, subject, names, mix, kinds, bucket))
+                    found["rows"].append(_row(context, subject, names, mix=mix, kinds=kinds, bucket=bucket))
         for name in [*names[1:], names[0]] * context.pick(1, 2, 2):  # graphs are captured once
             with context.row(found, f"merging {name}", subject.abort_all):
                 found["merges"].append({"adapter": name, **_merge(context, subject, name)})
@@ -67,7 +67,7 @@ def _row(context: Context, subject: Subject, names: list[str], mix: str, kinds: 
 
 
 def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
-    """Cost of merging beside decoding requests of the base model: in all, the longest pause, and graphs captured."""
+    """Cost of merging during decode steps of the base model: in total, the longest pause, and graphs captured."""
     before, steps = subject.num_captured, 0
     subject.engine.unmerge()
     requests = subject.decoding([None] * 2, context.pick(8, 256, 512, cpu=64), context.pick(40, 200, 400))

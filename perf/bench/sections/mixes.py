@@ -15,14 +15,14 @@ RANK = 16
 
 
 def load(context: Context) -> dict[str, int]:
-    """Requests that come at once, seats for them, and their tokens."""
+    """Requests that arrive at once, the slots for them, and their tokens."""
     requests, seats = context.pick((4, 2), (64, 64), (256, 64), cpu=(8, 8))
     prompt, output = context.pick((8, 4), (128, 64), (256, 256), cpu=(128, 64))
     return {"requests": requests, "seats": seats, "prompt_tokens": prompt, "output_tokens": output}
 
 
 def run(context: Context) -> dict[str, Any]:
-    """All requests come at once; cold: with all adapters on disk only, warm: with as many resident as fit."""
+    """All requests arrive at once. cold: all adapters are only on disk; warm: as many as fit are resident."""
     requests, seats, prompt, output = load(context).values()
     adapters = context.adapters(RANK, requests)
     names = list(adapters)
@@ -58,7 +58,7 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _run(subject: Subject, adapters: list[str | None], prompt: int, output: int) -> float:
-    """Seconds until all requests are answered."""
+    """Seconds until all requests have ended."""
     for adapter in adapters:
         subject.add(prompt, output, adapter)
     return subject.finish()

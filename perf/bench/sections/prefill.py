@@ -1,4 +1,4 @@
-"""Prefill of whole prompts, as a time to first token on an idle engine, against the floor."""
+"""Prefill of whole prompts, measured as time to first token on an idle engine, compared with the floor."""
 
 from __future__ import annotations
 

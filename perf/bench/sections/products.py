@@ -1,4 +1,6 @@
-"""Products of few rows with the base weights: our kernel beside cuBLAS, with the activation where there is one."""
+"""GEMMs of few rows with the base weights: our kernel compared with cuBLAS, including the activation if there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ from ..context import Context
 from ..lora_case import layers_for
 from .registry import rows_table
 
-#: Largest difference from cuBLAS, as a share of the largest output.
+#: Largest difference from cuBLAS, relative to the largest output.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 
-#: Name → group of projections, and if the activation stands behind the product; it is timed with it, as our kernel has
-#: it in the same launch.
+#: Name → group of projections, and whether the activation follows the GEMM; it is timed with it, because our kernel
+#: does both in one launch.
 CASES = {"qkv": ("qkv", False), "o": ("o", False), "gate and up": ("gate_up", True), "down": ("down", False)}
 
-#: GEMM backends of products without adapters.
+#: GEMM backends without adapters.
 WAYS = GemmBackend.LIBRARY, GemmBackend.SMALL
 
 
 class WrongValues(ArithmeticError):
-    """Our kernel computed something else than cuBLAS does."""
+    """Our kernel's result differs from cuBLAS's."""
 
 
 class _Case:
-    """A group's weights of several layers, and rows; every way gives the product of each layer with the same rows."""
+    """A group's weights of several layers, and rows; every backend multiplies each layer with the same rows."""
 
     def __init__(self, context: Context, name: str, rows: int) -> None:
         group, self.gate = CASES[name]
@@ -61,12 +63,12 @@ class _Case:
         return run
 
     def error(self, backend: GemmBackend) -> float:
-        """Largest difference from the library's, as a share of the largest."""
+        """Largest difference from the library's result, relative to the largest."""
         want, got = (self.product(each, self.weights[0]).float() for each in (GemmBackend.LIBRARY, backend))
         return float((got - want).abs().max() / want.abs().max())
 
     def changing_rows(self, backend: GemmBackend) -> list[int]:
-        """Rows that have other bits when computed alone, by a launch of as many tile rows."""
+        """Rows whose bits change when computed alone, by a launch with as many tile rows."""
         x, whole, found = self.x, self.product(backend, self.weights[0]), []
         for row in range(len(x)):
             self.x = x[row : row + 1].repeat(fewest_rows(len(x)), 1)
@@ -77,7 +79,7 @@ class _Case:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Microseconds per product, and bytes over the time as a share of the measured bandwidth."""
+    """Microseconds per GEMM, and bytes per time as a share of the measured bandwidth."""
     found: dict[str, Any] = {
         "method": context.timer.method,
         "bandwidth_bytes_per_s": context.bandwidth(),

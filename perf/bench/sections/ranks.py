@@ -1,4 +1,4 @@
-"""Decode steps of several ranks of one thread each, beside one rank with as many threads, in turns."""
+"""Decode steps of several TP ranks of one thread each, compared with one rank with as many threads, in rotation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from ..timer import in_turns, ratio
 from .registry import rows_table
 
 RANKS = (8, 16, 32, 64)
-"""Of the adapters."""
+"""LoRA ranks of the adapters."""
 
 _ROWS = 8
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Milliseconds of a step of eight rows; the ratio is the median over rounds of one rank's over the ranks'."""
+    """Milliseconds of a step of eight sequences; the ratio is the median over rounds of one rank's time over the
+    ranks'.
+    """
     count = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
     rounds, steps, prompt = context.pick(1, 7, 15), context.pick(3, 40, 40), context.pick(8, 128, 128)
     adapters: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""The sections by name, in the order in which they run: what others need, what is right, what the goals are about."""
+"""The sections by name, in the order in which they run: requirements of others, correctness, sections with goals."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from ...report.table import Table
 
-#: Name → what it measures. Each is a module here with `run(context)`, which gives plain values, and `tables(values)`.
+#: Name → description. Each is a module here with `run(context)`, which returns plain values, and `tables(values)`.
 SECTIONS = {
     "limits": "(a) bandwidth and arithmetic of the device",
     "equality": "(g) graph replay against eager steps, bit for bit",
     "decode": "(c) decode steps against their byte floor",
     "sgmv": "(b) SGMV against the bandwidth",
-    "products": "(h) products of few rows, ours beside cuBLAS",
-    "attention": "(j) decode attention alone, ours beside FlashInfer's",
-    "sampling": "(k) draws, alone and in decode steps",
+    "products": "(h) products of few rows, ours and cuBLAS",
+    "attention": "(j) decode attention alone, ours and FlashInfer's",
+    "sampling": "(k) sampling, alone and in decode steps",
     "ttft": "(e) time to first token, adapter resident and not",
     "merged": "(h) decode steps with an adapter in the weights",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
     "http": "(i) output tokens per second over HTTP",
     "swapping": "(m) twice the KV that fits: swapped or computed again",
-    "tenants": "(n) a tenant that sends many times its share: the others' time to a first token",
-    "peers": "(r) rates over HTTP beside peers' servers, and beside what the machine allows",
-    "ranks": "(o) decode steps of several ranks of one thread, beside one rank with as many threads",
-    "levels": "(s) steps at each level of instructions, beside what the machine allows",
+    "tenants": "(n) a tenant that sends many times its share: the others' time to first token",
+    "peers": "(r) rates over HTTP compared with other servers, and with the machine's limits",
+    "ranks": "(o) decode steps of several ranks of one thread, and of one rank with as many threads",
+    "levels": "(s) steps at each ISA level, compared with the machine's limits",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
@@ -35,13 +35,13 @@ _OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:
-    """The sections that a whole run on a device has, by name; a smoke run tries all of them."""
+    """The sections of a complete run on a device, by name; a smoke run tries all of them."""
     left_out = set() if smoke else _OF_CPUS if device == "cuda" else _OF_KERNELS
     return {name: about for name, about in SECTIONS.items() if name not in left_out}
 
 
 def rows_table(title: str, columns: Mapping[str, str | Callable[[Any], Any]], rows: Iterable[Any]) -> Table:
-    """A table of rows. columns: of each title the key of its cells, which a row may lack, or a function of the row."""
+    """A table of rows. columns: for each title the key of its cells, which a row may lack, or a function of the row."""
     table = Table(title, list(columns))
     for row in rows:
         table.add(*(row.get(cell) if isinstance(cell, str) else cell(row) for cell in columns.values()))
@@ -49,5 +49,5 @@ def rows_table(title: str, columns: Mapping[str, str | Callable[[Any], Any]], ro
 
 
 def section(name: str) -> ModuleType:
-    """The module of a section, imported when it is needed."""
+    """The module of a section, imported when needed."""
     return import_module(f".{name}", __package__)

@@ -1,4 +1,7 @@
-"""Draws, alone, with the tokens of the torch path, and in decode steps beside greedy ones."""
+"""Sampling alone, with the torch path's tokens, and in decode steps compared with greedy ones.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from .registry import rows_table
 
 
 class Way(NamedTuple):
-    """Parameters of a step's rows."""
+    """Parameters of a step's sequences."""
 
     params: Mapping[str, Any]
     least: float = 0.0
-    """Share of the tokens/s of `over` that it must have on a CPU."""
+    """Least share of the tokens/s of `over` on a CPU."""
     over: str = "greedy"
 
 
-#: An answer that goes on for as long as it is measured.
+#: A completion long enough to be measured.
 _SCHEMA = {
     "type": "array",
     "minItems": 100_000,
@@ -43,10 +46,10 @@ _SCHEMA = {
 
 _HOT = {"temperature": 1.0}
 
-#: Draws of all rows, which a GPU has kernels for.
+#: Sampling parameters of all sequences that GPU kernels support.
 CASES = {"temperature": Way(_HOT, 0.95), "top_p": Way({**_HOT, "top_p": 0.9}, 0.85)}
 
-#: What a CPU is asked beyond them.
+#: Further sampling parameters for a CPU.
 MORE = {
     "top_k": Way({**_HOT, "top_k": 50}, 0.85),
     "min_p": Way({**_HOT, "min_p": 0.05}, 0.85),
@@ -57,12 +60,12 @@ MORE = {
     "grammar": Way({**_HOT, "grammar": Grammar("json_schema", json.dumps(_SCHEMA))}, 1 / 1.1, "temperature"),
 }
 
-#: Standard deviations of random logits: as flat as with random weights, and as peaked as a trained model's.
+#: Standard deviations of random logits: flat like those of random weights, and peaked like a trained model's.
 SPREADS = {"flat": 1.3, "peaked": 4.0}
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Microseconds of draws alone, and rates of whole engine steps with draws, beside greedy steps."""
+    """Microseconds of sampling alone, and rates of whole engine steps with sampling, compared with greedy steps."""
     buckets = context.pick((1, 2), (1, 16, 64), (1, 16, 64, 128, 256), cpu=(8,))
     found: dict[str, Any] = {"method": context.timer.method, "draws": [], "steps": []}
     for bucket in buckets if _draws_alone(context) else ():
@@ -72,7 +75,7 @@ def run(context: Context) -> dict[str, Any]:
                     found["draws"].append(_draw(context, bucket, case, logits))
     size = {"max_seqs": max(buckets), "max_batched": context.pick(64, 8192, 8192)}
     with Subject(context, {}, max_len=context.pick(64, 512, 1024), **size) as subject:
-        write_tokenizer(context.size.geometry.vocab, subject.model)  # a grammar's
+        write_tokenizer(context.size.geometry.vocab, subject.model)  # allowed by a grammar
         for bucket in buckets:
             with context.row(found, f"steps that draw, {bucket} rows", subject.abort_all):
                 found["steps"].append(_steps(context, subject, bucket))
@@ -80,7 +83,7 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _draws_alone(context: Context) -> bool:
-    """True where kernels draw, and where these are interpreted: a CPU's draws are part of its steps."""
+    """True if kernels sample, even if they are interpreted: a CPU samples as part of its steps."""
     return context.smoke or context.device == "cuda"
 
 
@@ -111,14 +114,16 @@ def _draw(context: Context, rows: int, case: str, logits: str) -> dict[str, Any]
 
 
 def _steps(context: Context, subject: Subject, bucket: int) -> dict[str, Any]:
-    """Rates, and of each way its share of that beside which it is measured, in turns: greedy's, mostly."""
+    """Rates, and each variant's share of its baseline's rate, measured in rotation; mostly greedy is the baseline."""
     rounds, count = context.pick(1, 4, 8, cpu=10), context.pick(2, 12, 40, cpu=16)
     cases = {"greedy": Way({}), **CASES, **(MORE if context.device == "cpu" else {})}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     ratios: dict[str, float] = {}
     for name, way in cases.items():
         if name != "greedy":
-            pair = {each: partial(_median, context, subject, bucket, count, cases[each]) for each in (name, way.over)}
+            pair = {
+                each: partial(_median, context, subject, bucket, count, way=cases[each]) for each in (name, way.over)
+            }
             taken = in_turns(pair, rounds)
             ratios[f"{name}_over_{way.over}"] = ratio(taken, way.over, name)
             for each, its in taken.items():

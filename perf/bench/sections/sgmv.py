@@ -1,4 +1,7 @@
-"""SGMV at a model's shapes: time of a layer's LoRA work, and its share of the measured bandwidth."""
+"""SGMV at a model's shapes: time of a layer's LoRA work, and its share of the measured bandwidth.
+
+Tests: tests/perf/bench/test_sections.py
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
 from .registry import rows_table
 
-#: Adapters of a case by its name: all of one rank, or these in turn.
+#: Ranks of a case's adapters by its name: one rank for all, or these in rotation.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
 MAX_RANK = 64
 
@@ -23,12 +26,12 @@ SOME_BATCHES = (1, 8, 32, 64, 256)
 _PREFILL_SEGMENTS = 16
 _PREFILL_LAYERS = 8
 
-#: Largest difference from torch, as a share of the largest output.
+#: Largest difference from torch, relative to the largest output.
 TOLERANCE = {"bfloat16": 3e-2, "float32": 1e-4}
 
 
 class WrongValues(ArithmeticError):
-    """A kernel computed something else than torch does."""
+    """A kernel's result differs from torch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Cell:
 
 
 def cells(context: Context) -> Iterator[Cell]:
-    """A quick run leaves out some batches of the ranks that no mark speaks of."""
+    """A quick run leaves out some batch sizes of the ranks without a goal."""
     for ranks in context.pick(("mixed",), tuple(RANKS), tuple(RANKS)):
         some = context.quick and ranks not in ("16", "mixed")
         batches = context.pick((1, 3), SOME_BATCHES if some else BATCHES, BATCHES)
@@ -78,12 +81,12 @@ def run(context: Context) -> dict[str, Any]:
             case = LoraCase(
                 context.size,
                 arena,
-                cell.lengths,
-                cell.adapter_ranks(),
-                _layers(context, cell),
-                decode(cell.tokens, MAX_RANK),
-                MAX_RANK,
-                context.seed,
+                lengths=cell.lengths,
+                ranks=cell.adapter_ranks(),
+                layers=_layers(context, cell),
+                schedule=decode(cell.tokens, MAX_RANK),
+                max_rank=MAX_RANK,
+                seed=context.seed,
             )
             found["cells"].append(_measure(context, cell, case))
             if (
@@ -130,7 +133,7 @@ def _checked(context: Context, name: str, case: LoraCase) -> float:
 
 
 def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None:
-    """Long segments on tensor cores: time against both floors, bytes and arithmetic."""
+    """Long segments on tensor cores: time compared with both floors, bytes and arithmetic."""
     itemsize = context.dtype.itemsize
     matmul = context.limits()["matmul"]["flops_per_s"]
     for tokens in context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)):
@@ -142,7 +145,16 @@ def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None
                     layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
                     schedule = prefill(tokens, MAX_RANK, itemsize)
                     lengths = [tokens // segments] * segments
-                    case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
+                    case = LoraCase(
+                        context.size,
+                        arena,
+                        lengths=lengths,
+                        ranks=ranks,
+                        layers=layers,
+                        schedule=schedule,
+                        max_rank=MAX_RANK,
+                        seed=context.seed,
+                    )
                     error = _checked(context, name, case)
                     sample, cost = context.timer.time(case.run), case.cost()
                     seconds = sample.seconds / layers

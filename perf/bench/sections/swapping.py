@@ -1,8 +1,8 @@
-"""Twice the KV that fits: requests that outgrow the arena, preempted to host memory or computed again, in one run.
+"""Twice the KV that fits: requests that outgrow the page pool, preempted to host memory or recomputed, in one run.
 
-All requests come at once and draw more tokens than admission expects while none has ended, until their KV would be
-twice what the arena holds: some are preempted. The rate with room for all is out of swapping's reach: its steps have
-all rows, while less KV takes more steps of fewer rows, however fast copies are.
+All requests arrive at once and generate more tokens than admission expects before any has ended, until their KV would
+be twice the page pool: some are preempted. Swapping can't reach the rate with room for all: its steps run all
+sequences, while less KV takes more steps of fewer sequences, however fast copies are.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from .registry import rows_table
 
 RANK = 16
 TIMES = 2.0
-"""KV of all requests over what the arena holds."""
+"""KV of all requests relative to the page pool."""
 
 SETTINGS = ("swap", "recompute", "auto", "room for all")
 
 LEAST_GAIN = 1.2
-"""Tokens/s of swap over recompute, where the engine's own estimate chooses swap."""
+"""Goal: tokens/s of swap over recompute, if the engine's own estimate chooses swap."""
 
 LEAST_AUTO = 0.98
-"""Tokens/s of auto over the better of the two."""
+"""Goal: tokens/s of auto over the better of the two."""
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Tokens per second until the last request has ended, of each setting in turns; every second has the adapter."""
+    """Tokens per second until the last request has ended, for each setting in rotation; every second request has the
+    adapter.
+    """
     requests, prompt, output = context.pick((4, 16, 640), (12, 256, 1024), (12, 256, 1024))
     found: dict[str, Any] = {
         "requests": requests,

@@ -1,11 +1,13 @@
 """One tenant sends many times its share: the other tenants' time to first token, and the cost in throughput.
 
 A round measures the engine's capacity first: requests per second with every slot taken. A tenant's share is `LOAD` of
-that over the number of tenants. Then the same seeded Poisson arrivals are served again and again, each time by a new
-engine: with every tenant at its share ("calm"), and with the first at `FLOOD` times its share under each order of the
-queue: tenants take turns, resident adapters go first whatever the tenant, first come first served. The next round has
-other arrivals, and the runs in another order, so that drift of the machine's speed falls on all runs. "alone" is one of
+that over the number of tenants. Then the same seeded Poisson arrivals are served several times, each time by a new
+engine. In "calm", every tenant sends its share. Otherwise the first sends `FLOOD` times its share, under each order of
+the queue: tenants take turns, resident adapters go first whatever the tenant, first come first served. The next round
+has other arrivals, and the runs in another order, so drift of the machine's speed affects all runs. "alone" is one of
 the others at its share, without any other tenant. Every tenant has an adapter of its own.
+
+Tests: tests/perf/bench/test_tenants.py
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from .registry import rows_table
 RANK, LOAD, FLOOD = 16, 0.7, 10.0
 
 MOST_SLOWER = 1.5
-"""Others' p99 of TTFT beside a flood, over that when all send their share."""
+"""Goal: others' p99 of TTFT with a flood, relative to that when all send their share."""
 
 LEAST_THROUGHPUT = 0.95
-"""Tokens per second of turns, over first come first served."""
+"""Goal: tokens per second with turns, relative to first come first served."""
 
 ORDERS: dict[str, dict[str, Any]] = {
     "turns": {},
@@ -41,14 +43,14 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 class Arrival(NamedTuple):
-    """A request: seconds after the beginning, and the tenant's number."""
+    """A request: seconds after the start, and the tenant's number."""
 
     time: float
     tenant: int
 
 
 class Served(NamedTuple):
-    """Results of a run: times to the first token by tenant, tokens while all tenants sent, and seconds."""
+    """Results of a run: times to first token by tenant, tokens while all tenants sent, and seconds."""
 
     ttft: dict[int, list[float]]
     tokens: int
@@ -60,7 +62,7 @@ Round = dict[str, Served]
 
 
 def p99(rounds: Sequence[Round], name: str) -> float:
-    """99th percentile of the times to the first token of all tenants but the first, in all runs of a name."""
+    """99th percentile of the times to first token of all tenants but the first, in all runs of a name."""
     others = [times for each in rounds for tenant, times in each[name].ttft.items() if tenant]
     return float(np.percentile(list(itertools.chain.from_iterable(others)), 99))
 
@@ -71,7 +73,7 @@ def rate(rounds: Sequence[Round], name: str) -> float:
 
 
 def slower(rounds: Sequence[Round]) -> float:
-    """Return the others' p99 beside a flood, in turns, as a multiple of that when all send their share."""
+    """Return the others' p99 with a flood, under turns, as a multiple of that when all send their share."""
     return p99(rounds, "turns") / p99(rounds, "calm")
 
 
@@ -81,7 +83,7 @@ def throughput(rounds: Sequence[Round]) -> float:
 
 
 def spread(rounds: Sequence[Round], value: Callable[[Sequence[Round]], float]) -> tuple[float, float]:
-    """Return the range of `value` in nine of ten draws, with replacement, of as many rounds."""
+    """Return the range of `value` in nine of ten resamples, with replacement, of as many rounds."""
     draw = random.Random(0)
     drawn = [value(draw.choices(rounds, k=len(rounds))) for _ in range(500)]
     low, high = np.percentile(drawn, [5, 95])
@@ -89,7 +91,7 @@ def spread(rounds: Sequence[Round], value: Callable[[Sequence[Round]], float]) -
 
 
 def arrivals(rates: list[float], seconds: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals of each tenant at its rate; a tenant's do not depend on what others send."""
+    """Poisson arrivals of each tenant at its rate; a tenant's arrivals do not depend on the others."""
     coming = []
     for tenant, rate in enumerate(rates):
         draw, now = random.Random(f"{seed} {tenant}"), 0.0
@@ -108,7 +110,7 @@ class Bench:
         self._adapters = context.adapters(RANK, self._tenants)
 
     def capacity(self) -> float:
-        """Requests per second with every slot taken and more waiting, after a while; at least one is awaited."""
+        """Requests per second with every slot taken and more waiting, after a warm-up; waits for at least one."""
         with self._engine({}) as subject:
             ended, began, spent = 0, 0.0, 0.0
             for index in itertools.count():
@@ -122,7 +124,7 @@ class Bench:
         return ended / spent
 
     def serve(self, coming: list[Arrival], order: str) -> Served:
-        """Serve arrivals as they come; what still waits when the last one has come is dropped."""
+        """Serve arrivals as they come; requests that still wait when the last one has come are dropped."""
         ttft: dict[int, list[float]] = {tenant: [] for tenant in range(self._tenants)}
         waiting: dict[str, Arrival] = {}
         with self._engine(ORDERS[order]) as subject:
@@ -142,12 +144,12 @@ class Bench:
                     tokens += len(output.token_ids)
                     if arrival := waiting.pop(output.request_id, None):
                         ttft[arrival.tenant].append(now - arrival.time)
-        for arrival in waiting.values():  # it has waited at least so long
+        for arrival in waiting.values():  # it has waited at least that long
             ttft[arrival.tenant].append(self.seconds - arrival.time)
         return Served(ttft, tokens, self.seconds)
 
     def round(self, number: int) -> tuple[float, Round]:
-        """Return the requests per second that the engine is capable of, and the runs of a round."""
+        """Return the engine's capacity in requests per second, and the runs of a round."""
         capacity, count, seed = self.capacity(), self._tenants, self._context.seed + number
         share = LOAD * capacity / count
         calm = arrivals([share] * count, self.seconds, seed)
@@ -170,7 +172,7 @@ class Bench:
         )
 
     def _add(self, subject: Subject, tenant: int, name: str) -> str:
-        """Queue a request with the tenant's adapter. name: of the tenant, as the engine has it. Return its id."""
+        """Queue a request with the tenant's adapter. name: the tenant's name for the engine. Return its id."""
         request = subject.request(self._prompt, self._output, list(self._adapters)[tenant])
         request.tenant = name
         subject.engine.add_request(request)
@@ -178,7 +180,7 @@ class Bench:
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Ratios over all rounds; the ranges hold nine in ten of the values for as many rounds drawn with replacement."""
+    """Ratios over all rounds; the ranges hold nine in ten of the values of resampled rounds."""
     bench = Bench(context)
     found: dict[str, Any] = {"load": LOAD, "flood": FLOOD, "seconds": bench.seconds, "capacity": [], "rows": []}
     rounds: list[Round] = []

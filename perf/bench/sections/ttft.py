@@ -1,4 +1,4 @@
-"""Time to first token with the adapter on the device, on the host and on disk."""
+"""Time to first token with the adapter on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ RANKS = (16, 64)
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Milliseconds on an idle engine, and the longest step that running requests see while one joins them cold."""
+    """Milliseconds on an idle engine, and the longest step that running requests see while one with a cold adapter
+    joins.
+    """
     lengths = context.pick((8,), (128, 512, 2048), (64, 128, 256, 512, 1024, 2048, 4096), cpu=(128,))
     repeats = context.pick(1, 5, 15)
     running = context.pick(1, 8, 32, cpu=7)
@@ -37,12 +39,14 @@ def run(context: Context) -> dict[str, Any]:
             subject.load([name])
             for tokens in lengths:
                 with context.row(found, f"{case}, {tokens} tokens", subject.abort_all):
-                    found["rows"].append(_row(subject, name, rank, tokens, repeats, running))
+                    found["rows"].append(
+                        _row(subject, name, rank=rank, tokens=tokens, repeats=repeats, running=running)
+                    )
     return found
 
 
 def _row(subject: Subject, name: str, rank: int, tokens: int, repeats: int, running: int) -> dict[str, Any]:
-    """A prefill waits for each layer of an adapter that comes when it reaches it."""
+    """A prefill waits for each layer of an incoming adapter when it reaches the layer."""
     starts = {"warm": lambda name: None, "host": subject.to_host, "disk": subject.to_disk}
 
     def first_token(prepare: Callable[[str], object]) -> float:
@@ -68,7 +72,7 @@ def _row(subject: Subject, name: str, rank: int, tokens: int, repeats: int, runn
 
 
 def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str], None], name: str) -> float:
-    """Seconds of the longest step that `running` base requests see while one of the adapter joins them."""
+    """Seconds of the longest step that `running` base requests see while one with the adapter joins them."""
     others = subject.decoding([None] * running, 4, 64)
     prepare(name)
     longest = subject.longest_step_until_first_token(tokens, name)

@@ -1,1 +1,1 @@
-"""The papers' figures: every published number with its source, beside what the simulator says of it."""
+"""The papers' figures: every published number with its source, and the simulator's value."""

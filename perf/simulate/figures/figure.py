@@ -1,6 +1,6 @@
-r"""Figures as data: what a paper prints, where, in which setting, and how ours is computed.
+r"""Figures as data: a paper's numbers, their place and setting, and how ours are computed.
 
-    paper = "Punica (MLSys 2024)"
+paper = "Punica (MLSys 2024)"
 
     [[figures]]
     name = "punica-1"
@@ -19,6 +19,8 @@ r"""Figures as data: what a paper prints, where, in which setting, and how ours 
     run = "batch 32"
 
 A serving run is a row of a shipped study (`row`), or the figure's own `setup`, with some fields changed (`set`).
+
+Tests: tests/perf/simulate/test_figures.py
 """
 
 from __future__ import annotations
@@ -50,43 +52,43 @@ UNITS = {
 
 
 class Price(Strict):
-    """Something that a profile alone tells, in closed form."""
+    """A value that a profile alone determines, in closed form."""
 
     of: Literal["decode", "lora", "prefill", "load", "adapter", "kv"]
-    """A decode step, the LoRA products in it, a prefill of one prompt, a load over the link (seconds), an adapter's
-    size or that of a request's KV (bytes).
+    """A decode step, its LoRA part, a prefill of one prompt, a load over the link (seconds), an adapter's size or that
+    of a request's KV (bytes).
     """
     profile: str
     rows: PositiveInt = 1
-    """Of the decode step."""
+    """Sequences of the decode step."""
     context: int = Field(default=0, ge=0)
     """Tokens that each has in its KV cache, or that the prompt has."""
     rank: int = Field(default=0, ge=0)
     adapters: PositiveInt | None = None
-    """Every row's, and how many distinct ones there are; default: one per row."""
+    """The rank of every sequence, and the number of distinct adapters; default: one per sequence."""
     targets: list[str] = list(MODULES)
     share: PositiveFloat = 1.0
-    """Of the price, as 1/32 for one of 32 layers."""
+    """Factor of the price, such as 1/32 for one of 32 layers."""
 
 
 class Term(Strict):
-    """Value of a cost model's term, and what it was fitted to, or where it is from."""
+    """Value of a cost model's term, and its source or the number that it was fitted to."""
 
     value: float = Field(ge=0)
     source: str = Field(min_length=3)
 
 
 class System(Strict):
-    """A system of the paper's, as what it does."""
+    """One of the paper's systems, described by its behaviour."""
 
     does: str
-    """In words."""
+    """A description in words."""
     terms: dict[str, Term] = {}
-    """Dotted, in place of the profile's."""
+    """Dotted terms that replace the profile's."""
     set: dict[str, Any] = {}
     """Dotted fields of the setup."""
     static: bool = False
-    """It keeps a batch, all of one adapter, until its longest answer has ended (`static_batches`)."""
+    """The system keeps a batch, all of one adapter, until its longest completion has ended (`static_batches`)."""
 
 
 class Run(Strict):
@@ -94,10 +96,10 @@ class Run(Strict):
 
     price: Price | None = None
     row: str | None = None
-    """Of the figure's study."""
+    """A row of the figure's study."""
     system: str | None = None
     set: dict[str, Any] = {}
-    """Dotted fields in place of its own and of the system's."""
+    """Dotted fields that replace its own and the system's."""
 
 
 class Published(Strict):
@@ -105,35 +107,33 @@ class Published(Strict):
 
     name: str = Field(min_length=1)
     published: float | str | None = None
-    """The number; words where the text has only these; None where no text has it."""
+    """The number; words if the text has only these; None if no text has it."""
     unit: str = ""
     """See `UNITS`."""
     source: str = Field(min_length=3)
     """Section and the paper's own words."""
     run: str | None = None
     metric: str = "value"
-    """Where ours is from; a price's metric is "value"."""
+    """The source of ours; a price's metric is "value"."""
     over: str | None = None
     over_metric: str | None = None
     """The run that it is compared with."""
     form: Literal["value", "increase", "ratio", "saving"] = "value"
-    """Of the comparison; "saving" is 1 less the ratio."""
+    """Kind of the comparison; "saving" is 1 less the ratio."""
     also: list[tuple[str, str]] = []
-    """More pairs of a run and what it is compared with, of all of which the row has the largest value, for what is
-    "up to" so much.
-    """
+    """More pairs of a run and its comparison; the row has the largest value of all, for a number stated as "up to"."""
     open: str | None = None
     """The mechanism that is not built yet, which is why there is no run."""
     tolerance: PositiveFloat | None = None
     """Share by which a closed form may differ from the number."""
     fitted: str = ""
-    """The constants that were fitted to this very number, so that ours is no prediction of it."""
+    """The constants that were fitted to exactly this number, so ours is not a prediction of it."""
     why: str = ""
-    """Why ours differ."""
+    """The reason why ours differ."""
 
     @property
     def runs(self) -> list[str]:
-        """Names of the runs that it is computed from."""
+        """Names of the runs used."""
         return [run for run in (self.run, self.over, *itertools.chain.from_iterable(self.also)) if run is not None]
 
 
@@ -144,18 +144,18 @@ class Figure(Strict):
     name: str
     title: str
     setting: str
-    """The paper's."""
+    """The paper's setting."""
     assumed: str = ""
-    """What it does not state; alike for all rows."""
+    """Assumptions about facts that it does not state, the same for all rows."""
     why: str = ""
-    """Why ours differ, for all rows that say nothing themselves."""
+    """The reason why ours differ, for all rows without their own."""
     study: str | None = None
     """The runs name its rows."""
     set: dict[str, Any] = {}
-    """Dotted fields of all of these, which give way to the study's quick ones."""
+    """Dotted fields of all of these; the study's quick ones override them."""
     setup: dict[str, Any] = {}
     quick: dict[str, Any] = {}
-    """Of runs without a study."""
+    """Setup of runs without a study."""
     systems: dict[str, System] = {}
     runs: dict[str, Run] = {}
     rows: list[Published] = Field(min_length=1)
@@ -186,19 +186,19 @@ class Figure(Strict):
 
 
 def profile_path(name: str) -> str:
-    """Return a profile's path if it is one of the profiles beside the figures, only for these; else its name."""
+    """Return the path of a profile stored with the figures and used only by them; otherwise its name."""
     path = _shipped() / "profiles" / f"{name}.json"
     return str(path) if path.is_file() else name
 
 
 def load_figures() -> list[Figure]:
-    """All figures, by paper. They are no input, so that their names are checked by tests alone."""
+    """All figures, by paper. They are not user input, so only tests check their names."""
     entries = sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name)
     return [figure for entry in entries if entry.name.endswith(".toml") for figure in parse_figures(read_fields(entry))]
 
 
 def parse_figures(fields: dict[str, Any]) -> list[Figure]:
-    """The figures of one paper. Raises StudyError for what is no field."""
+    """The figures of one paper. Raises StudyError for an unknown field."""
     paper = fields["paper"]
     return [validated(Figure, {**each, "paper": paper}, each["name"]) for each in fields["figures"]]
 

@@ -1,4 +1,7 @@
-"""Computes the figures: all runs with all seeds, then rows and claims seed by seed."""
+"""Computes the figures: all runs with all seeds, then rows and claims seed by seed.
+
+Tests: tests/perf/simulate/test_figures.py
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ class Line:
 
     row: Published
     ours: Spread | None
-    """In the row's unit; None where it is open or no run is named."""
+    """In the row's unit; None if it is open or no run is named."""
     exact: bool
-    """No seed in it."""
+    """No seed affects it."""
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the published number."""
+        """Ours relative to the published number."""
         published = self.row.published
         if self.ours is None or isinstance(published, str) or not published:
             return None
@@ -89,7 +92,7 @@ def compute(
 ) -> list[FigureResult]:
     """seeds: how many, from `first` on; rows of one seed have the same requests. jobs: processes. Raises StudyError.
 
-    progress: called with what has been simulated.
+    progress: called with the name of each finished simulation.
     """
     each_seed = range(first, first + seeds)
     tasks = {
@@ -138,7 +141,7 @@ def _result(
 
 
 def price(wanted: Price) -> float:
-    """Return seconds or bytes, as `Price` says."""
+    """Return seconds or bytes, as `Price` defines."""
     profile = changed_profile(profile_path(wanted.profile), {})
     costs, geometry = profile.costs(), profile.geometry
     adapters = wanted.rows if wanted.adapters is None else wanted.adapters
@@ -172,7 +175,7 @@ figure, and was not changed to make an order come out.
 
 
 def document(results: Sequence[FigureResult], command: str, seeds: int) -> str:
-    """Return the page. command: that wrote it."""
+    """Return the page. command: the one that wrote it."""
     lines = [_HEAD.format(command=command, seeds=seeds), *_summary(results)]
     for paper, figures in groupby(results, key=lambda result: result.figure.paper):
         lines.append(f"\n## {paper}\n")
@@ -250,7 +253,7 @@ def held_text(claim: Verdict) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, but all of a larger whole part."""
+    """Three significant digits, but all digits of a larger integer part."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

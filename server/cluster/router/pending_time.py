@@ -42,12 +42,12 @@ class PendingTime:
         if seats_short <= 0 and (tokens_short <= 0 or not kv_tokens):
             return 0.0
         step = self._estimates.costs.batch_seconds(
-            min(replica.num_requests, replica.max_num_seqs),
-            replica.num_with_adapter,
-            replica.sum_ranks,
-            replica.max_rank,
-            kv_tokens,
-            replica.longest_tokens,
+            rows=min(replica.num_requests, replica.max_num_seqs),
+            users=replica.num_with_adapter,
+            ranks=replica.sum_ranks,
+            max_rank=replica.max_rank,
+            kv_tokens=kv_tokens,
+            longest=replica.longest_tokens,
         )
         # The running requests end one after another, evenly over a mean completion's time.
         seats = max(0, seats_short) / replica.max_num_seqs

@@ -47,7 +47,7 @@ def test_nothing_left_is_not_a_negative_arena():
 
 def test_a_configured_arena_must_fit_what_is_free():
     check_pages(USE, PAGE, 56 * GIB // PAGE)
-    with pytest.raises(OutOfDeviceMemory, match=r"ask for an arena of 57.00 GiB, there is room for 56.00 GiB"):
+    with pytest.raises(OutOfDeviceMemory, match=r"set an arena of 57.00 GiB, but there is room for 56.00 GiB"):
         check_pages(USE, PAGE, 57 * GIB // PAGE)
 
 

@@ -54,7 +54,7 @@ def test_ranks_take_the_gpus_from_0_on(subject, gpus):
 
 def test_offload_workers_and_ranks_are_refused_together(subject, gpus):
     gpus(4)
-    with pytest.raises(DeviceError, match="offload_workers is 1, and tensor_parallel_size is 2: ranks have none"):
+    with pytest.raises(DeviceError, match="offload_workers is 1 and tensor_parallel_size is 2: use one of them"):
         opened(subject("gqa").model, offload_workers=1)
 
 

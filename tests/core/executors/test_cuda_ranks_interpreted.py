@@ -464,7 +464,7 @@ def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.5)
     come = threading.Event()
     monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: come.wait(60))
-    with pytest.raises(RuntimeError, match=r"have not added up a first sum within 0.3 s; with NCCL_DEBUG=INFO"):
+    with pytest.raises(RuntimeError, match=r"could not compute a first sum within 0.3 s; set NCCL_DEBUG=INFO"):
         CudaRanksExecutor(config_of(tiny), DEVICES)
     come.set()
 

@@ -102,7 +102,7 @@ def test_a_file_that_hangs_fails_its_requests_and_holds_up_nobody(gqa, drive):
             driver.step()
         answers = driver.drain()
         assert answers["x"].finish_reason is FinishReason.ERROR
-        assert "was given up" in answers["x"].error and answers["x"].failure == "adapter_timeout"
+        assert "was abandoned" in answers["x"].error and answers["x"].failure == "adapter_timeout"
         assert driver.engine.stats().num_given_up_reads == 1
         driver.add("z", HUNG, [7] * 5, max_tokens=4)
         assert "still hangs" in driver.drain()["z"].error
@@ -190,7 +190,7 @@ def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
         for _ in range(40):
             now[0] += 1
             engine.store.images.watch()
-        with pytest.raises(ReadStalled, match="was given up"):
+        with pytest.raises(ReadStalled, match="was abandoned"):
             engine.adapters.pin(HUNG)
         assert (adapter.references, adapter.requests, adapter.pages) == (0, 0, [])
         assert not engine.store.is_pinned(adapter)

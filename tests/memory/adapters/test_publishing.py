@@ -38,7 +38,7 @@ def test_numbers_count_per_name_and_never_come_again(store, tmp_path):
     assert [load(store, entry(content=one)) for one in "123"] == ["1", "2", "3"]
     assert load(store, entry("b")) == "1"
     assert load(store, entry(content="4", label="10")) == "10" and load(store, entry(content="5")) == "11"
-    with pytest.raises(LabelTaken, match="versions of 'a' up to 11 were given already"):
+    with pytest.raises(LabelTaken, match="versions of 'a' up to 11 were already given"):
         load(store, entry(content="6", label="7"))
     remove(store, "a")
     store.close()
@@ -71,10 +71,10 @@ def test_the_newest_versions_are_kept(store):
 def test_a_label_means_one_content(store, monkeypatch):
     load(store, entry(label="x"), keep=2)
     assert plan_load(store, entry(label="x"), replace=False).changes == (), "the same again"
-    with pytest.raises(LabelTaken, match="there is a version 'a@x' with other content already"):
+    with pytest.raises(LabelTaken, match="version 'a@x' already exists with other content"):
         load(store, entry(content="2", label="x"))
     load(store, entry(content="2", label="y"))
-    with pytest.raises(LabelTaken, match="'a@x' was a version with other content, which was retired"):
+    with pytest.raises(LabelTaken, match="version 'a@x' had other content and was retired"):
         load(store, entry(content="2", label="x"))
     assert load(store, entry(label="x")) == "x" and labels(store) == {"a": "x"}
     with pytest.raises(FileExistsError):

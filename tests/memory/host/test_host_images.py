@@ -342,7 +342,7 @@ def test_a_read_that_brings_nothing_is_given_up_and_others_go_on(watched):
     assert watched.images.counts().oldest_seconds == pytest.approx(2, abs=0.2)
     watched.wait(31)
     error = watched.images.error("hung")
-    assert "/adapters/hung: its read brought nothing for 31 s" in str(error)
+    assert "/adapters/hung: its read made no progress for 31 s" in str(error)
     assert "adapter_read_seconds" in str(error)
     assert told == [image.stream.FAILED]
     assert image.data is None

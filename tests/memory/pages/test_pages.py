@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, count, kind):
         free = self.pool.num_free
         if count > free:
-            with pytest.raises(OutOfPages, match=f"{count} pages wanted, {free} of"):
+            with pytest.raises(OutOfPages, match=f"{count} pages are needed, {free} of"):
                 self.pool.allocate(count, kind)
             assert self.pool.num_free == free
             return
@@ -174,7 +174,7 @@ def test_cached_pages_are_not_given_out():
     pages = pool.allocate(2, PageKind.KV)
     pool.keep(pages[0])
     pool.release(pages)
-    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 2 free"):
+    with pytest.raises(OutOfPages, match="2 pages are needed, 1 of 2 are free"):
         pool.allocate(2, PageKind.KV)
     pool.forget(pages[0])
     assert sorted(pool.allocate(2, PageKind.KV)) == sorted(pages)

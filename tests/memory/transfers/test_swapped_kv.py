@@ -203,7 +203,7 @@ def test_adapters_that_are_wanted_take_the_place_of_the_oldest_kv(it):
 def test_integrity(it):
     image = it.save()
     it.swapped.check_integrity([image])
-    with pytest.raises(IntegrityError, match="a request that is gone"):
+    with pytest.raises(IntegrityError, match="a request that has ended"):
         it.swapped.check_integrity([])
     it.swapped.num_bytes += 1
     with pytest.raises(IntegrityError, match="31 are counted"):

@@ -88,7 +88,7 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "1s", "--policy", "random"]
     assert plan(*flags, "--max-replicas", 2, "--seeds", 2, "--memory-bytes", "1GiB", "--out", out) == 1
     said = capsys.readouterr().out
-    assert "Nothing that was tried, with up to 2 replicas" in said and "What failed with 2 by random: " in said
+    assert "No candidate, with up to 2 replicas" in said and "Reason with 2 by random: " in said
     assert "TTFT" in out.read_text()
 
 
@@ -99,14 +99,17 @@ def test_no_plan_is_exit_code_1_and_the_page_says_why(trace, model, tmp_path, ca
         (["--gpu", "profile:/nowhere"], "/nowhere is neither a file nor"),
         (["--policy", "best"], r"--policy is 'best'; use some of .*affinity"),
         (["--targets", "q"], "--targets is 'q'; use some of q_proj"),
-        (["--memory-bytes", "1TiB"], r"--memory-bytes is \d+, and NVIDIA H100.* has room for"),
-        (["--host-cache-bytes", "much"], "--host-cache-bytes is 'much': a size is"),
+        (["--memory-bytes", "1TiB"], r"--memory-bytes is \d+, but NVIDIA H100.* has room for"),
+        (["--host-cache-bytes", "much"], "--host-cache-bytes is 'much': a size must be"),
         (["--engine", "max_num_seqs=0"], "--engine: max_num_seqs is '0'"),
         (["--engine", "fast"], "--engine is 'fast'; give NAME=VALUE"),
-        (["--engine", "max_num_seq=4"], "--engine is 'max_num_seq=4', which no plan follows; use some of max_num_seqs"),
-        (["--engine", "tensor-parallel-size=2"], "--engine is 'tensor-parallel-size=2', which no plan follows"),
-        (["--engine", "prefix_cache=true"], "--engine is 'prefix_cache=true', which no plan follows"),
-        (["--engine", "host_cache_bytes=5"], "--engine is 'host_cache_bytes=5', which no plan follows"),
+        (
+            ["--engine", "max_num_seq=4"],
+            "--engine is 'max_num_seq=4', which plans do not simulate; use some of max_num_seqs",
+        ),
+        (["--engine", "tensor-parallel-size=2"], "--engine is 'tensor-parallel-size=2', which plans do not simulate"),
+        (["--engine", "prefix_cache=true"], "--engine is 'prefix_cache=true', which plans do not simulate"),
+        (["--engine", "host_cache_bytes=5"], "--engine is 'host_cache_bytes=5', which plans do not simulate"),
         (["--engine", "max_model_len=110"], "the model takes 110 tokens of a request"),
         (
             ["--slo-tpot", "1ms"],
@@ -129,13 +132,13 @@ def test_wrong_input_is_named_with_its_fix(trace, model, tmp_path, capsys, flags
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ([], "there is no SLO"),
+        ([], "the SLO is missing"),
         (["--slo-ttft", "500"], "no time; give one with a unit, such as 500ms"),
         (["--slo-ttft", "1s", "--seeds", 0], "--seeds: is 0; give 1 or more"),
         (["--slo-ttft", "1s", "--boot-seconds", -5], "--boot-seconds: is -5; give 0 or more"),
         (["--slo-ttft", "1s", "--min-replicas", 5, "--max-replicas", 3], "--min-replicas is 5, above --max-replicas 3"),
         (["--slo-ttft", "1s", "--attainment", 1.5], "--attainment: is 1.5; give a number above 0, at most 1"),
-        (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html: its directory is not there"),
+        (["--slo-ttft", "1s", "--out", "/nowhere/p.html"], "--out is /nowhere/p.html: its directory does not exist"),
     ],
 )
 def test_wrong_flags_are_usage_errors(trace, flags, text):

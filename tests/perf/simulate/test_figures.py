@@ -364,7 +364,7 @@ def test_the_command_prints_one_figure(capsys):
     assert found["figure"] == "caraserve-5"
     assert {row["status"] for row in found["rows"]} == {"computed"}
     assert main(["figures", "--figure", "punica-99"]) == 2
-    assert "punica-99 is none; use one of" in capsys.readouterr().err
+    assert "punica-99 is unknown; use one of" in capsys.readouterr().err
     assert main(["figures", "--list"]) == 0
     assert "caraserve-10" in capsys.readouterr().out
 

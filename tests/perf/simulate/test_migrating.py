@@ -76,7 +76,7 @@ def test_a_run_with_an_integer_program_is_the_same_every_time():
 
 
 def test_settings_of_migration_have_names():
-    with pytest.raises(ValidationError, match="'speed' is no setting"):
+    with pytest.raises(ValidationError, match="'speed' is not a setting"):
         Setup.model_validate({**SETUP, "migration": {"planner": "greedy", "settings": {"speed": 1.0}}})
 
 

@@ -209,9 +209,9 @@ def test_rows_are_named_by_a_pattern_and_bring_the_rows_that_they_refer_to(tmp_p
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     assert main([str(path), "--quick", "--rows", "three"]) == 2
-    assert "rows: 'three' is found in no name; the rows are two, one" in capsys.readouterr().err
+    assert "rows: 'three' matches no row; the rows are two, one" in capsys.readouterr().err
     assert main([str(path), "--quick", "--rows", "("]) == 2
-    assert "'(' is no regular expression" in capsys.readouterr().err
+    assert "'(' is not a regular expression" in capsys.readouterr().err
 
 
 WAIT = 120

@@ -96,7 +96,7 @@ def test_shipped_studies_are_whole(name):
 
 WRONG = {
     "title": (changed('title = "tiny"\n', ""), "tiny.toml: title: is missing"),
-    "a metric": (changed('"ttft_mean", "requests"', '"speed"'), "'speed' is no metric; use one of requests"),
+    "a metric": (changed('"ttft_mean", "requests"', '"speed"'), "'speed' is not a metric; use one of requests"),
     "a field": (changed("replicas = 2", "replica = 2"), "row 'two': replica: no such field"),
     "a value": (changed("replicas = 2", "replicas = 0"), "row 'two': replicas is 0"),
     "a row's value": (changed("replicas = 1,", "replicas = -1,"), "row 'one': replicas is -1"),
@@ -104,9 +104,9 @@ WRONG = {
     "a policy's field": (changed("most_idle", "rank_aware"), "rank-aware needs router.slo; set it"),
     "rows": (
         changed('title = "tiny"', 'title = "tiny"\nquick_rows = "three"'),
-        "quick_rows is 'three', which no row's",
+        "quick_rows is 'three', which matches no row's",
     ),
-    "a reference": (changed('reference = "two"', 'reference = "three"'), "'three' is no row; name one of two, one"),
+    "a reference": (changed('reference = "two"', 'reference = "three"'), "'three' is not a row; name one of two, one"),
     "an axis": (TINY + AXIS.replace("factors", "values = [1]\nfactors"), "'load' needs either factors or values"),
     "an axis's field": (
         TINY + AXIS.replace("arrivals.rate", "speed"),

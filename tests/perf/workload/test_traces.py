@@ -42,7 +42,7 @@ WRONG_AZURE = {
         HEADER + "2023-01-01 00:00:01.0,5,3\n2023-01-01 00:00:00.9,5,3\n",
         r"azure\.csv:3: TIMESTAMP is .*before the row above; sort the file by time",
     ),
-    "short line": (HEADER + "2023-01-01 00:00:01.0,5\n", r"azure\.csv:2: 2 fields, the header has 3; mend or drop"),
+    "short line": (HEADER + "2023-01-01 00:00:01.0,5\n", r"azure\.csv:2: 2 fields, the header has 3; fix or remove"),
     "no rows": (HEADER, r"azure\.csv: the trace has no rows"),
 }
 
@@ -111,7 +111,7 @@ def test_parts_of_a_workload_may_be_a_traces_and_others_laws(tmp_path):
         ("time\n2\n", {"arrival": "when"}, r"csv:1: no column 'when' \(the header has time\)"),
         ("time\n2\n", {}, r"the header is 'time'; name a column after one of arrival"),
         ("", {}, r"the header is ''; name a column"),
-        ("arrival\n2\n", {"speed": "x"}, r"names has 'speed', no field of a request; use some of arrival"),
+        ("arrival\n2\n", {"speed": "x"}, r"names has 'speed', not a field of a request; use some of arrival"),
     ],
 )
 def test_wrong_csv_is_told(tmp_path, text, names, message):

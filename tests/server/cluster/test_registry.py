@@ -154,7 +154,7 @@ def test_refusals_say_why(tmp_path):
             for call, status, code, text in (
                 (one.put(entry("alice"), replace=False), 409, "registry_exists", "'alice' is registered already"),
                 (one.remove("nobody"), 404, "registry_unknown", "'nobody' is not registered"),
-                (one.put(entry("../up")), 400, "registry_invalid", "is no name"),
+                (one.put(entry("../up")), 400, "registry_invalid", "can't be a name"),
                 (one.put(entry("bob", rank=-1)), 400, "registry_invalid", "rank"),
             ):
                 with pytest.raises(RegistryRefusal, match=text) as refusal:
