@@ -37,8 +37,8 @@ uint64_t hash(const void* data, size_t bytes) {  // of words of 32 bits, by FNV-
     return bits;
 }
 
-// kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own.
-template <class T, int kFfn> void run() {
+// kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
+template <class T, int kFfn> void run(bool kinds) {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -86,6 +86,15 @@ template <class T, int kFfn> void run() {
                     norm,
                     arena.data(),
                     page_elems};
+    if (kinds) {
+        layers[0].window = 33, layers[0].softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
+        layers[0].rotary_dim = 12, layers[0].interleaved = 1, layers[0].activation = kGelu;
+        layers[0].attention_out_norm = vector(kHidden, 0.3f, 1), layers[0].mlp_out_norm = vector(kHidden, 0.3f, 1);
+        layers[1].q_norm = vector(kQ, 0.3f, 1), layers[1].k_norm = vector(kKv, 0.3f, 1), layers[1].norms_all_heads = 1;
+        layers[1].rotary_dim = 0, layers[1].attention_norm = layers[1].mlp_norm = nullptr;
+        layers[2].parallel = 1, layers[2].window = 5, layers[2].rotary_dim = 10;
+        model.centered = 1, model.embedding_multiplier = 2.5f, model.logits_scale = 0.5f, model.logits_softcap = 3;
+    }
     Decoder<T> decoder(model, 2);
 
     Adapter adapter{};
@@ -158,8 +167,10 @@ template <class T, int kFfn> void run() {
 }  // namespace
 
 int main() {
-    run<float, 136>();
-    run<bf16, 136>();
-    run<float, 160>();
-    run<bf16, 160>();
+    for (const bool kinds : {false, true}) {
+        run<float, 136>(kinds);
+        run<bf16, 136>(kinds);
+        run<float, 160>(kinds);
+        run<bf16, 160>(kinds);
+    }
 }

@@ -348,11 +348,8 @@ def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]
 
     def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
         """The rank's share of each of the sections, one after the other."""
-        return (
-            None
-            if sections[0] is None
-            else torch.cat([part.chunk(ranks)[rank] for part in sections if part is not None])
-        )
+        parts = [part.chunk(ranks)[rank] for part in sections if part is not None]
+        return torch.cat(parts) if parts else None
 
     def cut(tensor: torch.Tensor | None, *lengths: int) -> tuple[torch.Tensor | None, ...]:
         return (None,) if tensor is None else tensor.split(lengths)
