@@ -104,7 +104,14 @@ def choose_attention(
     """
     device = torch.device(device)
     if wanted == "torch":
-        return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, "attention is torch")
+        return TorchBackend(
+            num_heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_tokens=block_tokens,
+            device=device,
+            reason="attention is torch",
+        )
     group = num_heads // kv_heads
     sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
     theirs = ours = _scores_obstacle(scores)
@@ -115,7 +122,14 @@ def choose_attention(
             from .attention_flashinfer import FlashInferBackend
 
             return FlashInferBackend(
-                num_heads, kv_heads, head_dim, block_tokens, dtype, device, **sizes, num_sms=_num_sms(device)
+                num_heads=num_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                block_tokens=block_tokens,
+                dtype=dtype,
+                device=device,
+                **sizes,
+                num_sms=_num_sms(device),
             )
     if wanted != "flashinfer":
         ours = ours or triton_obstacle(group, head_dim, dtype, device)
@@ -124,12 +138,12 @@ def choose_attention(
 
             reason, fix = theirs or Obstacle("attention is triton")
             return TritonBackend(
-                num_heads,
-                kv_heads,
-                head_dim,
-                block_tokens,
-                dtype,
-                device,
+                num_heads=num_heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                block_tokens=block_tokens,
+                dtype=dtype,
+                device=device,
                 **sizes,
                 num_sms=_num_sms(device),
                 reason=reason,
@@ -139,7 +153,13 @@ def choose_attention(
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
     return TorchBackend(
-        num_heads, kv_heads, head_dim, block_tokens, device, reason, theirs.fix if theirs is not None else ""
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        device=device,
+        reason=reason,
+        fix=theirs.fix if theirs is not None else "",
     )
 
 

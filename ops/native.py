@@ -268,7 +268,15 @@ class NativeDecoder:
         if prompt_logprob_tokens is not None:
             logit_tokens = torch.cat((logit_tokens, prompt_logprob_tokens))
         if CHECKS_STEPS:
-            check_step(self._model, token_ids, positions, page, offset, rows, logit_tokens)
+            check_step(
+                self._model,
+                token_ids=token_ids,
+                positions=positions,
+                page=page,
+                offset=offset,
+                rows=rows,
+                logit_tokens=logit_tokens,
+            )
         best = array("q", bytes(8 * wanted))
         step.tokens, step.rows, step.logits_wanted = len(token_ids), len(rows.kv_lens), wanted
         step.token_ids, step.positions = _pointer(token_ids), _pointer(positions)

@@ -248,7 +248,9 @@ def _sample(logits: torch.Tensor, row_params: Sequence[RowSamplingParams], width
         if cut := [j for j, row in enumerate(wanted) if _cuts(row, vocab)]:
             at = on_device(torch.tensor(cut), device)
             scaled, limits = mass[at], [wanted[j] for j in cut]
-            kept, enough_of_cut = _kept(pick(x, cut), scaled, limits, top_p[at], min_p[at], width)
+            kept, enough_of_cut = _kept(
+                pick(x, cut), scaled, row_params=limits, top_p=top_p[at], min_p=min_p[at], width=width
+            )
             mass[at] = scaled.masked_fill_(~kept, -torch.inf)
             enough = torch.ones(len(sampled), dtype=torch.bool, device=device).index_copy_(0, at, enough_of_cut)
         token = first_above(mass.exp_(), u)

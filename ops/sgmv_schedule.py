@@ -194,7 +194,15 @@ class ExpandShape:
     ) -> ExpandShape:
         """schedule: shrink's, with one token per tile. modules: (module id, first column, width)."""
         ids, widths = tuple(module for module, _, _ in modules), tuple(width for _, _, width in modules)
-        return cls(ids, widths, schedule.splits(d_in), page_elems, itemsize, max_rank, pages)
+        return cls(
+            modules=ids,
+            widths=widths,
+            splits=schedule.splits(d_in),
+            page_elems=page_elems,
+            itemsize=itemsize,
+            max_rank=max_rank,
+            pages=pages,
+        )
 
     def constants(self) -> dict[str, int]:
         constants = dict(zip(("M0", "M1", "M2"), [*self.modules, 0, 0], strict=False))

@@ -105,7 +105,7 @@ class CudaAdapters(ModelAdapters):
         max_rank: int,
         pinned_bytes: int,
     ) -> None:
-        super().__init__(config, arena, dtype, pinned_bytes, scope, failure)
+        super().__init__(config, arena, dtype, pinned_bytes=pinned_bytes, scope=scope, failure=failure)
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:

@@ -84,12 +84,16 @@ class CpuExecutor(ModelExecutor):
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
         with open_weights(config.model, self.whole, dtype, load_format=config.load_format, shard=shard) as weights:
             if native:
-                self.decoder = NativeDecoderModel(self.config, weights, self.arena, max_model_len, threads, ranks)
+                self.decoder = NativeDecoderModel(
+                    self.config, weights, self.arena, max_model_len=max_model_len, threads=threads, ranks=ranks
+                )
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would only spin
                 self._sampling: Sampling = self.decoder.sampling
                 self.steps = _Steps(self.decoder, *setup)
             else:
-                self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len, products, ranks)
+                self.decoder = DecoderModel(
+                    self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks
+                )
                 self._sampling = TorchSampling()
                 self.steps = _Steps(self.decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
@@ -153,7 +157,9 @@ class CpuExecutor(ModelExecutor):
     ) -> StepResult:
         rows = plan.sequences
         ends, grammars = self.model.eos_token_ids, self.model.grammars
-        result = sample_tokens(rows, argmax, logits, self._sampling, ends, chosen, grammars)
+        result = sample_tokens(
+            rows, argmax, logits, sampling=self._sampling, eos_token_ids=ends, chosen=chosen, grammars=grammars
+        )
         if any(row.wants_prompt_logprobs for row in rows):
             add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, self.model.vocab_size, result)
         if plan.adapters:
@@ -211,9 +217,9 @@ class _Steps(Generic[A]):
             plan.sequences,
             self._layout.block_tokens,
             PagePool.DUMMY,
-            self._eager_attention,
-            lora,
-            plan.merged is not None,
+            attention=self._eager_attention,
+            lora=lora,
+            merged=plan.merged is not None,
         )
         return self._model.forward(batch)
 

@@ -199,7 +199,14 @@ class CudaExecutor(ModelExecutor):
                     f"offload_workers is {self._config.offload_workers}, but exchanges need CuPy; set it to 0, or "
                     f"install CuPy: {error}"
                 ) from error
-        return CudaLoraOffload(self._config, self.config, self.layout.page_elems, self._dtype, self._device, driver)
+        return CudaLoraOffload(
+            self._config,
+            self.config,
+            page_elems=self.layout.page_elems,
+            dtype=self._dtype,
+            device=self._device,
+            driver=driver,
+        )
 
     def _open_adapters(self) -> CudaAdapters:
         config = self._config
@@ -228,12 +235,12 @@ class CudaExecutor(ModelExecutor):
         where = device.torch_device
         try:
             attention = choose_attention(
-                model.num_heads,
-                model.num_kv_heads,
-                model.head_dim,
-                self.layout.block_tokens,
-                self._dtype,
-                where,
+                num_heads=model.num_heads,
+                kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                block_tokens=self.layout.block_tokens,
+                dtype=self._dtype,
+                device=where,
                 max_rows=config.max_num_seqs,
                 max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
                 wanted=config.attention,
@@ -244,7 +251,14 @@ class CudaExecutor(ModelExecutor):
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)
-        return CudaSteps(config, decoder, decoder.arena, attention, device, self.model.max_model_len)
+        return CudaSteps(
+            config,
+            decoder,
+            arena=decoder.arena,
+            attention=attention,
+            device=device,
+            max_model_len=self.model.max_model_len,
+        )
 
     def _measure(self, free_at_first: int) -> int:
         """Number of pages of the arena, after the memory of the largest step and the graphs.

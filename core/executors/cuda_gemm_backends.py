@@ -187,4 +187,4 @@ class _Rows:
         self, backend: GemmBackend, has_lora: bool, residual: torch.Tensor, layers: Sequence[LayerWeights]
     ) -> torch.Tensor:
         lora = self._launches if has_lora else None
-        return self._decoder.run_gemms(self.group, backend, self._x, residual, layers, lora)
+        return self._decoder.run_gemms(self.group, backend, x=self._x, residual=residual, layers=layers, lora=lora)

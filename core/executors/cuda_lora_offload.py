@@ -59,11 +59,24 @@ class CudaLoraOffload(LoraOffload):
         device: CudaDevice,
         driver: CupyDriver,
     ) -> None:
-        super().__init__(config, model, page_elems, dtype, min(MOST_ROWS, config.max_num_batched_tokens), driver)
+        super().__init__(
+            config,
+            model,
+            page_elems=page_elems,
+            dtype=dtype,
+            most_rows=min(MOST_ROWS, config.max_num_batched_tokens),
+            pinning=driver,
+        )
         self._device = device
         self._modules = [[module for module, _, _ in group] for group in lora_groups(model)]
         self._exchange = CudaExchange(
-            self._ranks, self._memory.exchanges, driver, self._shapes, dtype, self._most_rows, device.torch_device
+            ranks=self._ranks,
+            exchanges=self._memory.exchanges,
+            driver=driver,
+            shapes=self._shapes,
+            dtype=dtype,
+            most_rows=self._most_rows,
+            device=device.torch_device,
         )
         self._plan: StepPlan | None = None  # of the step in flight
         self._step_offload: CudaStepOffload | None = None  # of the step in flight
@@ -99,7 +112,12 @@ class CudaLoraOffload(LoraOffload):
         offloaded = self.begin(segments)
         if offloaded is not None:
             self._step_offload = CudaStepOffload(
-                self._exchange, offloaded, segments, lora_indices, tables, self._modules
+                self._exchange,
+                offloaded,
+                segments=segments,
+                lora_indices=lora_indices,
+                tables=tables,
+                modules=self._modules,
             )
         return self._step_offload
 

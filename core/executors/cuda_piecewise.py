@@ -96,7 +96,9 @@ class PiecewiseSteps:
     def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
         width = column_width(bucket)
         token_ids, positions, page, offset = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
-        batch = StepBatch(token_ids, positions, page, offset, self._attention, lora)
+        batch = StepBatch(
+            token_ids=token_ids, positions=positions, page=page, offset=offset, attention=self._attention, lora=lora
+        )
         flow = self._flow.of(bucket)
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
 

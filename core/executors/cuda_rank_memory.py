@@ -53,7 +53,7 @@ def _open_driver(device: CudaDevice) -> Pinning | None:
 
 
 def _open_collectives(shard: Shard, device: torch.device, store: str, seconds: float) -> DeviceCollectives:
-    return open_group("nccl", shard.rank, shard.size, device, store, seconds)
+    return open_group("nccl", rank=shard.rank, size=shard.size, device=device, store=store, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,12 @@ class CudaSteps:
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
         self.mixed = PiecewiseSteps(
-            model, device, self._ragged_attention, self.lora, self._inputs, token_buckets(padded)
+            model,
+            device,
+            attention=self._ragged_attention,
+            lora=self.lora,
+            columns=self._inputs,
+            sizes=token_buckets(padded),
         )
         # the backends of each bucket's GEMMs
         self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)
@@ -163,7 +168,14 @@ class CudaSteps:
             lora = self.mixed.begin(bucket, adapters, lora_indices, lengths)
         elif adapters or is_merged:
             lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
-        host = ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora, is_merged)
+        host = ragged_batch(
+            rows,
+            self._layout.block_tokens,
+            PagePool.DUMMY,
+            attention=self._ragged_attention,
+            lora=lora,
+            merged=is_merged,
+        )
         if sources is not None:
             places = torch.tensor(sources)
             assert host.logit_tokens is not None
@@ -224,7 +236,9 @@ class CudaSteps:
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         asks = self._asks_of(rows)
         if asks.logits:
-            begun = DeviceSampling(rows, chosen, logits, eos, self._download, self._grammars)
+            begun = DeviceSampling(
+                rows, chosen, logits, eos_token_ids=eos, fetch=self._download, grammars=self._grammars
+            )
             self._chosen[: len(begun.tokens)].copy_(begun.tokens)
             read = begun.result
         else:
@@ -295,12 +309,12 @@ class CudaSteps:
         """Make a bucket's step, from static buffers to static buffers."""
         views = self._buffers.views[bucket]
         batch = StepBatch(
-            views.token_ids,
-            views.positions,
-            views.page,
-            views.offset,
-            self._attention[bucket],
-            lora,
+            token_ids=views.token_ids,
+            positions=views.positions,
+            page=views.page,
+            offset=views.offset,
+            attention=self._attention[bucket],
+            lora=lora,
             merged=merged,
             backends=self.backends[bucket],
         )
@@ -418,7 +432,18 @@ class CudaSteps:
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
             rows.append(
-                ScheduledSequence(str(len(rows)), BASE_LORA_INDEX, tokens, 0, pages, params, 0, True, tokens, length)
+                ScheduledSequence(
+                    request_id=str(len(rows)),
+                    lora_index=BASE_LORA_INDEX,
+                    tokens=tokens,
+                    start=0,
+                    pages=pages,
+                    params=params,
+                    seed=0,
+                    samples=True,
+                    token_ids=tokens,
+                    num_prompt_tokens=length,
+                )
             )
         logits, chosen = self.ragged(rows, ())
         logits = self.whole(logits)

@@ -291,12 +291,12 @@ class LoraOffload:
             return None
         self._images = [coming.image.data for coming in comings]  # kept, whatever happens to the reads
         self.offloaded = OffloadedSegments(
-            self._ranks,
-            entries,
-            row,
-            share,
-            [coming.image.stream.address for coming in comings],
-            self._memory.exchanges,
+            ranks=self._ranks,
+            entries=entries,
+            row=row,
+            share=share,
+            image_ready=[coming.image.stream.address for coming in comings],
+            exchanges=self._memory.exchanges,
         )
         return self.offloaded
 
@@ -356,7 +356,15 @@ class LoraOffload:
         if offset is None:
             raise MemoryError(f"host_cache_bytes leaves no room for the {image.nbytes} bytes of a profile; raise it")
         others = (-1,) * (len(MODULES) - 1)
-        rows = AdapterRows(pages, rank, 1.0, hidden + q, (0, *others), (hidden, *others), (0,))
+        rows = AdapterRows(
+            pages=pages,
+            rank=rank,
+            scale=1.0,
+            slab_elems=hidden + q,
+            a_offset=(0, *others),
+            b_offset=(hidden, *others),
+            first_elem=(0,),
+        )
         x = torch.zeros(tokens, hidden)
         share = [*shares(tokens, 1, workers), *[tokens] * (self._workers - workers)]
         self._begin([rows], [0, tokens], share, [offset])

@@ -53,4 +53,12 @@ class OffloadWorkerProcess:
         self._ranks.begin(step)
         own = share[self._number - 1], share[self._number]
         images = [self._memory.address(offset) for offset in offsets]
-        self._offload_worker.serve(self._ranks, rows, row, own, images, self._page_elems, self._memory.exchanges)
+        self._offload_worker.serve(
+            self._ranks,
+            rows=rows,
+            row=row,
+            share=own,
+            images=images,
+            page_elems=self._page_elems,
+            exchanges=self._memory.exchanges,
+        )

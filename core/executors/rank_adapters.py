@@ -78,7 +78,14 @@ class RankAdapters(ModelAdapters):
             ready = whole.stream.num_ready
             for layer in range(done, ready):
                 for share, parts in zip(shares, self._parts, strict=True):
-                    _cut(manifest, layer, (whole_layout, whole.data), (layout, share), parts, self._dims)
+                    _cut(
+                        manifest,
+                        layer,
+                        whole=(whole_layout, whole.data),
+                        share=(layout, share),
+                        parts=parts,
+                        dims=self._dims,
+                    )
             done = ready
             image.publish(ready)
 

@@ -156,7 +156,9 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         arenas += [Arena(one, num_pages, dtype, "cpu", rank_context.arena(rank, dtype)) for rank in others]
         self._copies = ArenaCopies(arenas, rank_context.counts)
         buffers = RankBuffers(HostBuffers(), size)
-        self.adapters = RankAdapters(shapes.whole, shapes.config, arenas[0], self._copies, buffers, size)
+        self.adapters = RankAdapters(
+            shapes.whole, shapes.config, arena=arenas[0], copies=self._copies, buffers=buffers, size=size
+        )
         self.swaps = PageSwaps(arenas[0], self.adapters.dma)
         self._serve(self._processes.beside)
 

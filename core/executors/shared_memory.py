@@ -94,7 +94,14 @@ class SharedMemory:
     def ranks(self, rank: int, seconds: float) -> Ranks:
         """See `Ranks`."""
         spinning = SPINNING_SECONDS if self.layout.is_woken else seconds
-        return Ranks(self._mapping, rank, self.layout.size, self.layout.floats, seconds, spinning)
+        return Ranks(
+            self._mapping,
+            rank=rank,
+            size=self.layout.size,
+            floats=self.layout.floats,
+            seconds=seconds,
+            spinning=spinning,
+        )
 
     def more(self, dtype: type[np.generic]) -> np.ndarray:
         """The `more_bytes`, flat."""

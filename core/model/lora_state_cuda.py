@@ -250,9 +250,9 @@ class CudaLoraState(LoraState):
             self,
             schedule,
             num_tiles,
-            self.wait,
-            self.tables.passes,
-            Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
+            wait=self.wait,
+            passes=self.tables.passes,
+            tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
         )
 
     def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
@@ -395,7 +395,9 @@ class LoraLaunches:
         if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
             self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
-        self._groups[group](y, x, layer, self._tiles, self.num_tiles, self._tokens, compile_only=compile_only)
+        self._groups[group](
+            y, x, layer, tiles=self._tiles, num_tiles=self.num_tiles, tokens=self._tokens, compile_only=compile_only
+        )
         if (offloaded := self._state.offloaded) is not None:
             offloaded.collect(group, y)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..host.image import HostImage
 from ..host.images import HostImages
@@ -30,18 +30,23 @@ class _Load:
     """The pages of a cancelled load; None for a live load."""
 
 
-@dataclass(eq=False)
 class AdapterLoads:
     """Reads adapter versions into host images, which stay as long as there is room, and fills pages from them."""
 
-    _pool: PagePool
-    _backend: AdapterBackend
-    _images: HostImages[Adapter]
-    _costs: RestoreCosts
-    _page_bytes: int
-    _clock: Callable[[], float]
-    under_way: dict[Transfer, _Load] = field(default_factory=dict)
-    """Loads whose pages are incomplete, and cancelled loads until nothing writes to their pages."""
+    def __init__(
+        self,
+        pool: PagePool,
+        backend: AdapterBackend,
+        images: HostImages[Adapter],
+        *,
+        costs: RestoreCosts,
+        page_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool, self._backend, self._images = pool, backend, images
+        self._costs, self._page_bytes, self._clock = costs, page_bytes, clock
+        self.under_way: dict[Transfer, _Load] = {}
+        """Loads whose pages are incomplete, and cancelled loads until nothing writes to their pages."""
 
     # -- from the disk into host memory
 

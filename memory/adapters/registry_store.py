@@ -150,7 +150,17 @@ def check_entry(fields: Sequence[Any]) -> Entry:
         raise ValueError("pinned and paused must be booleans")
     if not isinstance(version, str) or (version and not LABEL.fullmatch(version)):
         raise ValueError("version must be 1 to 64 letters, digits or . _ + -")
-    return Entry(name, content_hash, path, generation, rank, num_bytes, pinned, version, paused)
+    return Entry(
+        name=name,
+        content_hash=content_hash,
+        path=path,
+        generation=generation,
+        rank=rank,
+        bytes=num_bytes,
+        pinned=pinned,
+        version=version,
+        paused=paused,
+    )
 
 
 def _check_count(what: str, value: Any, most: int) -> None:

@@ -44,7 +44,7 @@ class AdapterStore:
         self._pool = pool
         self._backend = backend
         self.images = images
-        self.loads = AdapterLoads(pool, backend, images, costs, page_bytes, clock)
+        self.loads = AdapterLoads(pool, backend, images, costs=costs, page_bytes=page_bytes, clock=clock)
         self._order = order
         self._costs = costs
         self._current: VersionNames[Adapter] = VersionNames()

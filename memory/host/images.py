@@ -132,7 +132,7 @@ class HostImages(Generic[Key]):
         except Exception as error:
             self._fail(image, label, error)
             future = _ended()
-        entry = _Entry(future, num_bytes, image, label, may_drop, group)
+        entry = _Entry(future=future, num_bytes=num_bytes, image=image, label=label, may_drop=may_drop, group=group)
         self._add(key, entry)
         if not future.done():
             if not self._under_way:

@@ -40,7 +40,7 @@ def test_an_abort_that_waits_for_captured_steps_keeps_no_thread(ended):
     collectives.lose()
     assert group.is_aborted.wait(60)
     collectives.lose()
-    with pytest.raises(RanksLost, match="the ranks have been given up"):
+    with pytest.raises(RanksLost, match="the ranks were aborted"):
         collectives.lead(None)
     assert not ended
     group.graphs_are_gone.set()

@@ -46,6 +46,9 @@ class Config:
         }  # fmt: skip
         return names[name] if name in names else getattr(kind, name)
 
+    def embedding_factor(self, dtype: torch.dtype) -> float:
+        return self.kind.embedding_multiplier
+
 
 def refusal(*layers: LayerSpec, dtype: torch.dtype = torch.float32, ranks: int = 1) -> str | None:
     return why_unsupported(Config(layers), dtype, ranks)  # pyright: ignore[reportArgumentType]
