@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops import attention_backend, attention_flashinfer
+from chorus.ops.attention import PLAIN, Scores
 from chorus.ops.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
 from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
@@ -325,6 +326,8 @@ def test_flashinfer_where_it_can(hopper, compiler):
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads of a KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
         ({"wanted": "triton"}, "triton", "attention is triton"),
+        ({"scores": [Scores(softcap=50.0)]}, "torch", "scores have a soft cap"),
+        ({"scores": [PLAIN, Scores(scale=0.5)]}, "torch", "layers scale their scores differently"),
     ],
 )
 def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, name, reason):
@@ -336,7 +339,7 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
         assert not backend.captures
     else:
         assert backend.shape[0:4] == (32, 8, change.get("head_dim", 128), 16)
-        assert backend.sizes == {"max_rows": 8, "max_pages_per_row": 64, "num_sms": 132}
+        assert backend.sizes == {"max_rows": 8, "max_pages_per_row": 64, "num_sms": 132, "scale": None}
 
 
 @pytest.mark.parametrize(
