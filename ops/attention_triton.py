@@ -7,6 +7,8 @@ PyTorch computes prefill chunks. For the query heads h of KV head g, over the to
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import math

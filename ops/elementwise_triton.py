@@ -6,6 +6,8 @@ does. Import this module lazily: it needs triton.
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from functools import cache

@@ -5,6 +5,8 @@ Import this module lazily: it needs triton.
 
 # The base class of drivers does not declare its drivers' attributes.
 
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping

@@ -194,6 +194,7 @@ def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerVa
 
 def _place_norms(rng: random.Random, layer: LayerWeights, values: native.LayerValues, vector: Any) -> None:
     """Have norms before the layer's parts, after them or both."""
+    assert layer.attention_norm is not None
     hidden = len(layer.attention_norm)
     if rng.random() < 0.3:
         layer.attention_out_norm, layer.mlp_out_norm = vector(hidden), vector(hidden)
