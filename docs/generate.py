@@ -1,6 +1,7 @@
 """Write the generated pages of docs/reference: `python docs/generate.py`; `--check` fails where a page is stale.
 
-Sources: the command line's parser, the settings' schema, and the metrics of a server on the built-in model.
+Sources: the command line's parser, the settings' schema, the metrics of a server on the built-in model, and the
+families of models.
 """
 
 from __future__ import annotations
@@ -133,7 +134,26 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES_OF = {"command-line.md": command_line, "settings.md": settings, "metrics.md": metrics}
+def models() -> str:
+    from chorus.core.model.families import ALL
+
+    lines = [
+        "# Models\n",
+        HEAD,
+        "These families are served on the CPU, with their adapters, and give the tokens of `transformers` and `peft`: "
+        "tests compare them for tiny random models of each family. `chorus models MODEL` says the same of a "
+        "checkpoint. For GPUs see the [support matrix](support-matrix.md).\n",
+        "A checkpoint that also sees images or video is served for text: the tensors of its tower are left out.\n",
+        "| family | `architectures` in `config.json` | limits |\n|---|---|---|",
+    ]
+    for family in ALL:
+        names = ", ".join(f"`{name}`" for name in family.architectures)
+        limits = family.notes or ("text only" if family.tensors.left_out else "")
+        lines.append(f"| {family.title} | {names} | {limits} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES_OF = {"command-line.md": command_line, "settings.md": settings, "metrics.md": metrics, "models.md": models}
 
 
 def main(argv: list[str]) -> int:

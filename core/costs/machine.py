@@ -16,6 +16,7 @@ from ..cpus import processor_name
 from ..engine import Engine
 from ..executors.base import Executor
 from ..model.config import ModelConfig
+from ..model.read_config import read_model_config
 from ..quarantine import adapter_directories
 from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
@@ -134,7 +135,7 @@ def _measure(
     decode = profiler.measure(decodes, Kernel.SGMV, rounds, step_done)
     prefill = profiler.measure(prefills, Kernel.SGMV, rounds, step_done)
     transfers = profiler.measure_transfers(rounds, config.host_bytes)
-    model = ModelConfig.read(config.model)
+    model = read_model_config(config.model)
     device = device_name(config.device)
     how = f"measured on this machine in {rounds} rounds"
     steps = fit_steps(decode + prefill)

@@ -13,6 +13,7 @@ from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.read_config import read_model_config
 from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
@@ -162,7 +163,7 @@ class ModelExecutor:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
-        self.whole, self.shard = ModelConfig.read(config.model), shard
+        self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)

@@ -1,23 +1,20 @@
-"""A model's shapes and layers, read from a checkpoint's `config.json` by its family."""
+"""A model's shapes and layers; `read_config` reads them from a checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...memory.files.module_paths import ModulePaths, usual_path
 from ...memory.pages.layout import MODULES, ModuleDims, module_dims
-from .config_json import ConfigJson, UnsupportedModel
-from .family import TensorNames
+from .config_json import UnsupportedModel
 from .layers import LayerSpec, NormSpec
+from .tensor_names import LLAMA_TENSORS, TensorNames
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["ModelConfig", "UnsupportedModel"]
-
-_TEXT = "text_config"
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits l become `softcap · tanh(l / softcap)`."""
 
-    tensors: TensorNames = field(default=TensorNames(), compare=False, repr=False)
+    tensors: TensorNames = field(default=LLAMA_TENSORS, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shapes = {
@@ -135,36 +132,3 @@ class ModelConfig:
             )
 
         return replace(self, layers=tuple(map(layer_share, self.layers)))
-
-    @classmethod
-    def read(cls, directory: Path) -> ModelConfig:
-        """Read `directory/config.json` (and `generation_config.json` for the end-of-sequence ids, where present).
-
-        Raises UnsupportedModel for what is missing, of the wrong type, or would not be computed as transformers does.
-        """
-        from .families import FAMILIES  # each of them imports this module
-
-        raw = ConfigJson.read(directory / "config.json")
-        architecture = (raw.texts("architectures") or ["none named"])[0]
-        family = FAMILIES.get(architecture)
-        if family is None:
-            raise UnsupportedModel(
-                f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
-            )
-        text = raw.text_part(_TEXT).with_defaults(family.defaults)
-        for fields in (raw, text):
-            if fields.raw.get("quantization_config"):
-                raise fields.refuse(
-                    "quantization_config", "quantized checkpoints are not supported; use the original one"
-                )
-        model = family.read(text)
-        eos = _eos_token_ids(raw, directory) or model.eos_token_ids
-        return replace(model, architecture=architecture, eos_token_ids=eos, tensors=family.tensors)
-
-
-def _eos_token_ids(raw: ConfigJson, directory: Path) -> tuple[int, ...]:
-    """Return the generation configuration's end-of-sequence ids, or else the model's own."""
-    path = directory / "generation_config.json"
-    if path.is_file() and (ids := ConfigJson.read(path).token_ids("eos_token_id")):
-        return ids
-    return raw.token_ids("eos_token_id")

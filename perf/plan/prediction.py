@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Geometry, Number, Profile, Terms, Whole
-from ...core.model.config import ModelConfig
+from ...core.model.read_config import read_model_config
 from .requests import PlanError
 
 _PCIE_5, _PCIE_4 = 64e9, 32e9  # 16 lanes, one way
@@ -102,7 +102,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
     """Predict a profile. Raises PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one
     that can't be served.
     """
-    model = ModelConfig.read(directory)
+    model = read_model_config(directory)
     if model.dtype not in _BYTES:
         raise PlanError(
             f"--model {directory}: dtype is {model.dtype}, which a GPU's published bf16 rate does not cover; give a "

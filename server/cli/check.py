@@ -126,12 +126,12 @@ def _differences(manifest: AdapterManifest) -> list[str]:
 
 
 def _base_of(model: Path, served: str | None) -> _Base:
-    from ...core.model.config import ModelConfig
     from ...core.model.config_json import UnsupportedModel
+    from ...core.model.read_config import read_model_config
 
     directory = resolve_model(model)
     try:
-        config = ModelConfig.read(directory)
+        config = read_model_config(directory)
     except UnsupportedModel as error:
         raise CommandError(str(error)) from None
     return _Base(config.module_dims, config.num_layers, config.dtype, names_of(directory, served), config.module_paths)

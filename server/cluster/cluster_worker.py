@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.base_name import names_of, with_base
-from ...core.model.config import ModelConfig
+from ...core.model.read_config import read_model_config
 from ...core.quarantine import register_directories
 from ...core.requests.record import to_record
 from ...core.requests.sampling_params import InvalidRequest
@@ -103,7 +103,7 @@ class ClusterWorker:
         self._registry = registry
         self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
         self._has_copy = registry is None  # names in the registry
-        self._config = ModelConfig.read(settings.model)
+        self._config = read_model_config(settings.model)
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()

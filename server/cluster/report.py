@@ -16,7 +16,7 @@ from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.merging.modes import batch_of, context_of
-from ...core.model.config import ModelConfig
+from ...core.model.read_config import read_model_config
 from ..version import VERSION
 from .wire import Malformed
 
@@ -81,7 +81,7 @@ def identity_of(engine: Engine) -> ModelIdentity:
     """The identity of an engine that has a model."""
     config = engine.config
     model = model_hash(config.model, dummy=config.load_format == "dummy")
-    dtype = ModelConfig.read(config.model).dtype if config.dtype == "auto" else config.dtype
+    dtype = read_model_config(config.model).dtype if config.dtype == "auto" else config.dtype
     return ModelIdentity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
 
 

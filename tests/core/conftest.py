@@ -17,7 +17,8 @@ from chorus.core.engine import Engine
 from chorus.core.executors.base import Executor, ModelExecutor, StartedStep
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.policies import Policies
 from chorus.core.requests.record import to_record
@@ -185,7 +186,7 @@ def on_ranks(settings: EngineConfig, adapters: Iterable[Path]) -> EngineConfig:
     a rank's share of an adapter is more than its part of the ranks, and its part of a page is not. Skips models whose
     shapes don't divide.
     """
-    whole = ModelConfig.read(settings.model)
+    whole = read_model_config(settings.model)
     try:
         Shard(0, RANKS).config(whole)
     except UnsupportedModel as error:

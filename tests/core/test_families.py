@@ -14,10 +14,11 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.families import FAMILIES as SERVED
 from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
+from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 
@@ -248,7 +249,7 @@ def tiny(tmp_path_factory):
             root = tmp_path_factory.mktemp(name)
             save_family(name, root / "model")
             adapters = {adapter: root / adapter for adapter in ADAPTERS}
-            paths = ModelConfig.read(root / "model").module_paths.by_path
+            paths = read_model_config(root / "model").module_paths.by_path
             for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
                 torch.manual_seed(seed)
                 here = [path for path, modules in paths.items() if set(modules) & set(targets)]
@@ -286,7 +287,7 @@ def test_every_architecture_is_covered():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
-    if kernels == "native" and (why := why_unsupported(ModelConfig.read(it.model), torch.float32)):
+    if kernels == "native" and (why := why_unsupported(read_model_config(it.model), torch.float32)):
         pytest.skip(why)
     driver = drive(it, cpu_kernels=kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
     assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
@@ -343,7 +344,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    if why := why_unsupported(ModelConfig.read(tmp_path), torch.bfloat16):
+    if why := why_unsupported(read_model_config(tmp_path), torch.bfloat16):
         pytest.skip(why)
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
     executor = executor_of(tmp_path, cpu_kernels="native")
@@ -370,7 +371,7 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     import transformers
 
     it = tiny(family)
-    config = ModelConfig.read(it.model)
+    config = read_model_config(it.model)
     want = transformers.AutoConfig.from_pretrained(it.model)
     rotary = it.reference.base_model.model.model.rotary_emb
     types = getattr(want, "layer_types", None) or [""] * config.num_layers

@@ -12,7 +12,7 @@ import torch
 
 from chorus.core.cold_start import ColdStarts
 from chorus.core.model.batch import LoraState
-from chorus.core.model.config import ModelConfig
+from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.load_ahead import LoadPolicy
 from chorus.memory.adapters import image as adapter_image
@@ -169,7 +169,7 @@ def test_only_time_that_is_waited_counts(gqa, monkeypatch):
             clock[0] += min(timeout, waits[layer])
             return waits[layer] <= timeout
 
-    config = ModelConfig.read(gqa.model)
+    config = read_model_config(gqa.model)
     parts = (AdapterPart(1, 1.0, (0,), ("q_proj",)),)
     layout = AdapterLayout.build(parts, config.module_dims, config.num_layers, page_elems=1 << 12, itemsize=4)
     adapter = Adapter("a", 1, AdapterManifest(Path("a"), parts), layout)

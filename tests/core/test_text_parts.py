@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.families import FAMILIES
+from chorus.core.model.read_config import read_model_config
 
 pytestmark = pytest.mark.numerics
 
@@ -110,4 +110,4 @@ def test_whether_embeddings_are_tied_is_the_whole_models(tmp_path, tied, outer):
     if outer is not None:
         raw["tie_word_embeddings"] = outer
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert ModelConfig.read(tmp_path).tie_word_embeddings is (tied if outer is None else outer)
+    assert read_model_config(tmp_path).tie_word_embeddings is (tied if outer is None else outer)

@@ -165,6 +165,6 @@ def _resident_weights() -> Callable[..., dict]:
 @pytest.fixture(scope="session")
 def llama(subject: Callable[[str], Any]) -> tuple[Any, Any]:
     """The gqa subject and its model's shapes."""
-    from chorus.core.model.config import ModelConfig
+    from chorus.core.model.read_config import read_model_config
 
-    return subject("gqa"), ModelConfig.read(subject("gqa").model)
+    return subject("gqa"), read_model_config(subject("gqa").model)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.batch import LoraState, StepBatch
-from chorus.core.model.config import ModelConfig
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -58,7 +58,7 @@ class Base:
             "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
         }  # fmt: skip
         (path / "config.json").write_text(json.dumps(description))
-        self.config = ModelConfig.read(path)
+        self.config = read_model_config(path)
         generator = torch.Generator().manual_seed(3)
         tensors = {"model.norm.weight": torch.ones(hidden)}
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import AROUND_NORMS, Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..rope_config import RopeConfig
+from ..tensor_names import AROUND_NORMS, TensorNames
 from . import reading
 
 _ACTIVATION = "hidden_activation"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import FUSED_GATE_UP, LLAMA_NORMS, Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, Norms
+from ..tensor_names import FUSED_GATE_UP, LLAMA_NORMS, TensorNames
 from . import reading
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import LLAMA_NORMS, Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, GatedSpec, LayerSpec
+from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
 
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, LayerSpec
+from ..tensor_names import TensorNames
 from . import reading
 
 _TEXT_AND_IMAGES = TensorNames(

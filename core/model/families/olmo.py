@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import AFTER_NORMS, Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec, Norms
 from ..rope_config import RopeConfig
+from ..tensor_names import AFTER_NORMS, TensorNames
 from . import reading
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import FUSED_GATE_UP, FUSED_QKV, Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, LayerSpec
+from ..tensor_names import FUSED_GATE_UP, FUSED_QKV, TensorNames
 from . import reading
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
-from ..family import Family, TensorNames
+from ..family import Family
 from ..layers import AttentionSpec, HeadNorm, LayerSpec
+from ..tensor_names import TensorNames
 from . import reading
 
 _TEXT_AND_IMAGES = TensorNames(

@@ -20,8 +20,9 @@ from chorus.core.executors import choice, rank, worker_processes
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
-from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weights import Weights, num_weights
 from chorus.core.requests.request import Request
@@ -238,7 +239,7 @@ def test_a_step_that_fails_on_another_rank_fails_alone(subject, drive, kernels, 
 def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
     """Every element of every projection is on one rank, and the bytes kept are those of the formula."""
     path = subject("gqa").model
-    config = ModelConfig.read(path)
+    config = read_model_config(path)
     with open_weights(path, config, torch.float32) as weights:
         whole = list(weights.layers())
         embed = weights.embed()
@@ -378,7 +379,7 @@ def test_bytes_of_each_rank_are_said_beside_the_formulas(subject, opened, caplog
     with caplog.at_level(logging.INFO, "chorus"):
         opened()
     found = re.search(r"2 ranks: weights of ([\d.]+) \+ ([\d.]+) MiB \(V·h \+ h .*: ([\d.]+)\)", caplog.text)
-    config = ModelConfig.read(subject("gqa").model)
+    config = read_model_config(subject("gqa").model)
     h, f, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     wanted = config.vocab_size * h * 1.5 + h + config.num_layers * (2 * h + (2 * h * q + 2 * h * kv + 3 * h * f) / 2)
     assert [float(each) for each in found.groups()] == pytest.approx([4 * wanted / 2**20] * 3, abs=0.005)

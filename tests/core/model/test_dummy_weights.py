@@ -9,9 +9,9 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.model.config import ModelConfig
 from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.open_weights import open_weights
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import WeightLoader
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 @pytest.mark.parametrize("name", ["gqa", "tied", "wide_heads"])
 def test_parts_have_the_shapes_of_a_checkpoints(subject, name):
     path = subject(name).model
-    config = ModelConfig.read(path)
+    config = read_model_config(path)
     dummy = DummyWeights(config, torch.float32)
     loader = WeightLoader(path, config, torch.float32)
     embed, read = dummy.embed(), loader.embed()
@@ -37,7 +37,7 @@ def test_parts_have_the_shapes_of_a_checkpoints(subject, name):
 
 
 def test_seeded_and_finite(subject):
-    config = ModelConfig.read(subject("gqa").model)
+    config = read_model_config(subject("gqa").model)
     one, same, other = (DummyWeights(config, torch.bfloat16, seed=seed).embed() for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -46,7 +46,7 @@ def test_seeded_and_finite(subject):
 
 
 def test_projections_are_packed(subject):
-    config = ModelConfig.read(subject("gqa").model)
+    config = read_model_config(subject("gqa").model)
     for layer in DummyWeights(config, torch.float32).layers(lambda weight: weight.T):
         assert layer.qkv.shape == (config.hidden_size, config.q_size + 2 * config.kv_size)
         assert layer.attention_norm.shape == (config.hidden_size,)
@@ -55,7 +55,7 @@ def test_projections_are_packed(subject):
 def test_no_checkpoint_is_looked_for(subject, tmp_path):
     """config.json alone makes an engine; the same tokens every time, and not one over and over."""
     (tmp_path / "config.json").write_bytes((subject("gqa").model / "config.json").read_bytes())
-    with open_weights(tmp_path, ModelConfig.read(tmp_path), torch.float32, load_format="dummy") as weights:
+    with open_weights(tmp_path, read_model_config(tmp_path), torch.float32, load_format="dummy") as weights:
         assert isinstance(weights, DummyWeights)
     runs = []
     for _ in range(2):

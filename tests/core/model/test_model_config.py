@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
 from chorus.core.model.layers import HeadNorm
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import tensor_shapes
 
@@ -38,7 +39,7 @@ def read(tmp_path):
     def make(**changes):
         raw = {name: value for name, value in {**LLAMA, **changes}.items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        return ModelConfig.read(tmp_path)
+        return read_model_config(tmp_path)
 
     return make
 
@@ -126,9 +127,9 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     tokens = {"bos_token_id": None, "eos_token_id": None}
     vocabulary = {name: full[name] for name in ("vocab_size", "intermediate_size")}
     (tmp_path / "config.json").write_text(json.dumps({**full, **tokens}, default=str))
-    want = ModelConfig.read(tmp_path)
+    want = read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **shapes, **vocabulary}))
-    assert ModelConfig.read(tmp_path) == want
+    assert read_model_config(tmp_path) == want
 
 
 def test_head_counts_and_dims(read):
@@ -278,12 +279,12 @@ def test_wrong_fields_are_named_with_their_file(read, tmp_path, changes, message
 def test_broken_files_are_named(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UnsupportedModel, match=r"config\.json: "):
-        ModelConfig.read(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(UnsupportedModel, match=r"config\.json: not found"):
-        ModelConfig.read(tmp_path)
+        read_model_config(tmp_path)
 
 
 # -- real models
@@ -325,7 +326,7 @@ def configs() -> Path:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_real_models_parse_with_the_right_shapes(configs, name):
     raw = json.loads((configs / name / "config.json").read_text())
-    config = ModelConfig.read(configs / name)
+    config = read_model_config(configs / name)
     assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) == PARAMETERS[name]
     assert config.module_dims["o_proj"] == (raw["num_attention_heads"] * raw["head_dim"], raw["hidden_size"])
     assert config.module_dims["k_proj"][1] == raw["num_key_value_heads"] * raw["head_dim"]

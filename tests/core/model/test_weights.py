@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.checkpoint import INDEX, Checkpoint
-from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.load_progress import progress
 from chorus.core.model.open_weights import open_weights
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, sources, tensor_shapes
 
 CONFIG = {
@@ -34,7 +35,7 @@ class Directory:
         self.config = {**CONFIG, **changes}
         self.write_config()
         torch.manual_seed(0)
-        model = ModelConfig.read(path)
+        model = read_model_config(path)
         names = sources(model, ())
         self.tensors = {names[n].name: torch.randn(s) for n, s in tensor_shapes(model).items()}
 
@@ -55,7 +56,7 @@ class Directory:
         return self
 
     def loader(self, dtype: torch.dtype = torch.float32, **options) -> WeightLoader:
-        return WeightLoader(self.path, ModelConfig.read(self.path), dtype, **options)
+        return WeightLoader(self.path, read_model_config(self.path), dtype, **options)
 
     def refusal(self) -> str:
         with pytest.raises(UnsupportedModel) as caught:
@@ -153,13 +154,13 @@ def test_progress_counts_every_byte_once(checkpoint):
 
 def test_progress_is_silent_off_a_terminal_and_shown_on_one(checkpoint, monkeypatch, capsys):
     it = checkpoint().save()
-    with open_weights(it.path, ModelConfig.read(it.path), torch.float32) as loader:
+    with open_weights(it.path, read_model_config(it.path), torch.float32) as loader:
         every_tensor(loader)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    with open_weights(it.path, ModelConfig.read(it.path), torch.float32) as loader:
+    with open_weights(it.path, read_model_config(it.path), torch.float32) as loader:
         every_tensor(loader)
     out, err = capsys.readouterr()
     assert out == ""
@@ -322,7 +323,7 @@ def test_checkpoint_knows_its_tensors(checkpoint):
 PEAK = """
 import os, sys, torch
 from pathlib import Path
-from chorus.core.model.config import ModelConfig
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.native_decoder import PackedWeights, _native_layer, projection_shapes
 from chorus.core.model.open_weights import open_weights
 from chorus.ops import native
@@ -342,7 +343,7 @@ def measure(dtype, packed):
     print(status("VmHWM:") - before, flush=True)
 
 path = Path(sys.argv[1])
-config = ModelConfig.read(path)
+config = read_model_config(path)
 for dtype in (torch.float32, torch.bfloat16):
     for packed in (True, False):
         if not os.fork():  # a process of its own, that need not import all of this again

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from chorus.core.model.config import ModelConfig
+from chorus.core.model.read_config import read_model_config
 from chorus.memory.files.format import inspect_adapter
 from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
@@ -18,7 +18,7 @@ TINY = RandomModel(Geometry(hidden=128, ffn=256, layers=2, heads=4, kv_heads=2, 
 def test_adapters_are_what_the_recipe_says(tmp_path):
     made = adapters(TINY, tmp_path)
     assert list(made) == ["a00-r8", "a01-r16", "a02-r32", "a03-r64"]
-    config = ModelConfig.read(checkpoint(TINY, tmp_path))
+    config = read_model_config(checkpoint(TINY, tmp_path))
     manifests = [inspect_adapter(path, config.module_dims, config.num_layers) for path in made.values()]
     assert tuple(manifest.rank for manifest in manifests) == TINY.ranks
     assert all(len(manifest.targets) == 7 for manifest in manifests)

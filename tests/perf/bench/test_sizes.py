@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.core.model.config import ModelConfig
+from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import tensor_shapes
 from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv_schedule import decode
@@ -18,7 +18,7 @@ LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_the_configuration_is_the_geometry(size, tmp_path):
-    config = ModelConfig.read(size.write_config(tmp_path, "bfloat16"))
+    config = read_model_config(size.write_config(tmp_path, "bfloat16"))
     assert config.module_dims == size.geometry.dims
     assert config.dtype == "bfloat16"
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
@@ -27,7 +27,7 @@ def test_the_configuration_is_the_geometry(size, tmp_path):
 
 
 def test_llama_is_llama(tmp_path):
-    config = ModelConfig.read(LLAMA.write_config(tmp_path, "bfloat16"))
+    config = read_model_config(LLAMA.write_config(tmp_path, "bfloat16"))
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     assert count == 8_030_261_248
     assert LLAMA.geometry.page_layout(2).page_bytes == 2 << 20

@@ -1,0 +1,47 @@
+"""Where a checkpoint has the parts of a model, as a family says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+#: Where Llama's layers have their norms; the other parts are named as in `weights.tensor_shapes`.
+LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+#: Norms of families that also norm the output of each part.
+AROUND_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+
+#: Norms of families that norm nothing but the output of each part.
+AFTER_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+
+FUSED_QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Where a checkpoint has the parts of a model."""
+
+    prefixes: tuple[str, ...] = ("model.",)
+    """Names before `embed_tokens`, `layers` and `norm`; the first under which the checkpoint has layers counts."""
+
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    """Names of the output projection, likewise."""
+
+    names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
+    """A part of a layer → its name there, where the two differ."""
+
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """A name in a layer → the parts whose rows are stacked in that tensor, in order."""
+
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that text does not need, such as a vision tower's."""
+
+
+LLAMA_TENSORS = TensorNames()

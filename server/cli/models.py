@@ -1,0 +1,64 @@
+"""`chorus models`: lists the model families that are served, or says whether a checkpoint would be."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from ..checkpoints.pull import PullError, resolve_model
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help="directory or name of a model: say whether it would be served, and how; its weights are not read",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    lines = families() if arguments.checkpoint is None else None
+    if lines is None:
+        from ...core.model.config import UnsupportedModel
+
+        try:
+            lines = described(resolve_model(arguments.checkpoint))
+        except (UnsupportedModel, PullError) as error:
+            print(f"chorus: error: {error}", file=sys.stderr)
+            return 1
+    print("\n".join(lines))
+    return 0
+
+
+def families() -> list[str]:
+    """One line for each family: its name, its architectures, and what of it is refused."""
+    from ...core.model.families import ALL
+
+    rows = [(family.title, ", ".join(family.architectures), family.notes) for family in ALL]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [f"{title:{first}}  {names:{second}}  {notes}".rstrip() for title, names, notes in rows]
+
+
+def described(directory: Path) -> list[str]:
+    """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
+    from ...core.model.families import FAMILIES
+    from ...core.model.read_config import read_model_config
+
+    model = read_model_config(directory)
+    kinds = Counter((layer.mixer.window, layer.mixer.rope) for layer in model.layers)
+    lines = [
+        f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
+        f"context: {model.max_context:,} tokens",
+        f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {model.num_heads} heads of "
+        f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
+        f"adapters may target: {model.module_paths.names}",
+    ]
+    for (window, rope), count in kinds.items():
+        seen = "all tokens" if window is None else f"the last {window:,} tokens"
+        turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
+        lines.append(f"{count} layers see {seen}, with {turned}")
+    return lines

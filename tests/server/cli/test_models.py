@@ -1,0 +1,39 @@
+"""`chorus models`: the families that are served, and what a checkpoint's configuration says."""
+
+from __future__ import annotations
+
+import json
+
+from chorus.core.model.families import FAMILIES
+from chorus.server.cli import command as cli
+from chorus.server.demo.builtin import BUILTIN_MODEL
+
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+    "head_dim": 16, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "sliding_window": 512,
+}  # fmt: skip
+
+
+def test_every_architecture_is_listed(capsys):
+    assert cli.main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in FAMILIES)
+
+
+def test_a_checkpoint_is_described(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    assert cli.main(["models", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["Gemma 3 (Gemma3ForCausalLM) is served", "context: 4,096 tokens"]
+    assert "6 layers see the last 512 tokens, with default rope of base 10000" in lines
+    assert "1 layers see all tokens, with default rope of base 1e+06" in lines
+    assert cli.main(["models", str(BUILTIN_MODEL)]) == 0
+
+
+def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["GptOssForCausalLM"]}))
+    assert cli.main(["models", str(tmp_path)]) == 1
+    assert "architecture GptOssForCausalLM is not supported; supported: LlamaForCausalLM" in capsys.readouterr().err
+    assert cli.main(["models", str(tmp_path / "missing")]) == 1
+    assert "chorus: error: " in capsys.readouterr().err
