@@ -100,9 +100,9 @@ class Grammars:
         return self.advance([GrammarPlace(matcher) for matcher in matchers])
 
     def advance(self, places: Sequence[GrammarPlace]) -> np.ndarray:
-        """Consume the tokens that places have pending; return the masks that `masks` returns of their matchers."""
+        """Consume the pending tokens of grammar states; return the masks that `masks` returns of their matchers."""
         self._load()
-        return self._work.masks(places)
+        return self._work.masks(states)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits

@@ -21,10 +21,10 @@ _MOST = float(np.finfo(np.float32).max)
 class LogitEdits:
     """One request's changes by token id, updated as tokens are generated.
 
-    Nothing here depends on the length of the text but the table of the tokens in it: a step adds the last token.
+    Only the table of the tokens in the text depends on the length of the text: a step adds the last token.
 
-    place: where in its grammar the request is; None without one. restricts: True if the request says which tokens may
-    come, by a grammar or a list.
+    grammar_state: its position in its grammar; None without a grammar. restricts: True if the request restricts the
+    tokens by a grammar or a list.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammar
     masks[:, 0] = [index for index, _ in rows]
     allowed = masks[:, 1:]
     places = {index: edits.place for index, (_, edits) in enumerate(rows) if edits.place is not None}
-    if places and grammars is not None:
-        allowed[list(places)] = grammars.advance(list(places.values()))[:, : allowed.shape[1]]
+    if states and grammars is not None:
+        allowed[list(states)] = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
     for mask, (_, edits) in zip(allowed, rows, strict=True):
         edits.restrict(mask)
     return masks

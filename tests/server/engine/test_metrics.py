@@ -265,7 +265,8 @@ def test_credits_of_adapters(start, fake_engine):
     fake_engine.store.tiers |= {"alice": Tier.DEVICE, "bob": Tier.DEVICE}
     live = start(fake_engine)
     assert "chorus_adapter_credit{" not in live.client.get("/metrics").text
-    fake_engine.modes = SimpleNamespace(credit=lambda adapter: credits[adapter.name])
+    policy = SimpleNamespace(credit=lambda adapter: credits[adapter.name])
+    fake_engine.modes = SimpleNamespace(policy=policy)
     lines = live.client.get("/metrics").text.splitlines()
     assert [line for line in lines if line.startswith("chorus_adapter_credit{")] == [
         'chorus_adapter_credit{adapter="alice"} 70002.5',
