@@ -21,7 +21,7 @@ SLOW_SECONDS = 1e-3
 """A step's grammars that take longer together are measured one by one in the next step. Chosen."""
 
 
-class GrammarPlace:
+class GrammarState:
     """Where a request is in its grammar.
 
     pending: tokens that the matcher has not consumed. seconds: time of a processor for the last token if that makes the
@@ -68,8 +68,8 @@ class GrammarWork:
         self._clock, self._processor_clock = clock, processor_clock
         self._workers = DaemonPool("grammar", num_threads, float("inf"))
 
-    def masks(self, states: Sequence[GrammarPlace]) -> np.ndarray:
-        """Consume the pending tokens; return a mask of the tokens that each state allows next, `[states, words]` int32."""
+    def masks(self, states: Sequence[GrammarState]) -> np.ndarray:
+        """Consume the pending tokens; return masks of the tokens that states allow next, `[states, words]` int32."""
         masks = np.empty((len(states), self._num_words), np.int32)
         began = self._clock()
         self._consume(states)
@@ -97,7 +97,7 @@ class GrammarWork:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return self._processor_clock() - began
 
-    def _consume(self, states: Sequence[GrammarPlace]) -> None:
+    def _consume(self, states: Sequence[GrammarState]) -> None:
         """Consume all pending tokens, one of each state at a time."""
         if len(states) == 1 and not states[0].is_watched and len(states[0].pending) == 1:  # the threads cost more
             states[0].matcher.consume_token(states[0].pending.pop())

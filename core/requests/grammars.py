@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cpus import available_cpus
 from .grammar import Grammar, GrammarKind
-from .grammar_work import GrammarPlace, GrammarWork
+from .grammar_work import GrammarState, GrammarWork
 from .json_schemas import check_optional, located, subschemas
 from .speller import ANY_TEXT, Speller
 
@@ -97,9 +97,9 @@ class Grammars:
 
         A matcher that gives up, because its next mask would take too much work, allows none.
         """
-        return self.advance([GrammarPlace(matcher) for matcher in matchers])
+        return self.advance([GrammarState(matcher) for matcher in matchers])
 
-    def advance(self, places: Sequence[GrammarPlace]) -> np.ndarray:
+    def advance(self, states: Sequence[GrammarState]) -> np.ndarray:
         """Consume the pending tokens of grammar states; return the masks that `masks` returns of their matchers."""
         self._load()
         return self._work.masks(states)

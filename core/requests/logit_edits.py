@@ -11,7 +11,7 @@ import torch
 
 from ...ops.sampling import ban
 from ...ops.upload import on_device
-from .grammar_work import GrammarPlace
+from .grammar_work import GrammarState
 from .grammars import Grammars
 from .types import ScheduledSequence
 
@@ -53,13 +53,15 @@ class LogitEdits:
         for token in seen:
             self._change[1, self._slot[token]] = params.repetition_penalty
         self._banned = [word[0] for word in params.bad_words if len(word) == 1]
-        self.place: GrammarPlace | None = None
+        self.grammar_state: GrammarState | None = None
         if params.grammar is not None and grammars is not None:
-            self.place = GrammarPlace(grammars.compile(params.grammar))
+            self.grammar_state = GrammarState(grammars.compile(params.grammar))
         listed = params.allowed_token_ids
         self._listed = None if listed is None else _bits(listed, vocab)
-        self._ends = _bits(tuple(eos_token_ids), vocab) if self.place is not None and params.ignore_eos else None
-        self.restricts = self.place is not None or listed is not None
+        self._ends = (
+            _bits(tuple(eos_token_ids), vocab) if self.grammar_state is not None and params.ignore_eos else None
+        )
+        self.restricts = self.grammar_state is not None or listed is not None
 
     def belongs_to(self, sequence: ScheduledSequence) -> bool:
         """True if these are the changes of the row's request."""
@@ -70,8 +72,8 @@ class LogitEdits:
         if self._counts_output:
             for token in self._token_ids[self._done :]:
                 self._see(token)
-        if self.place is not None:
-            self.place.pending += self._token_ids[self._done :]
+        if self.grammar_state is not None:
+            self.grammar_state.pending += self._token_ids[self._done :]
         self._done = len(self._token_ids)
         count = len(self._slot)
         return self._ids[:count], self._change[:, :count]
@@ -139,9 +141,13 @@ def grammar_seconds(sequences: Iterable[ScheduledSequence]) -> dict[str, float]:
     found = {}
     for sequence in sequences:
         edits = None if sequence.params.grammar is None else sequence.state.edits
-        if isinstance(edits, LogitEdits) and edits.place is not None and (edits.place.seconds or edits.place.was_heavy):
-            found[sequence.request_id] = edits.place.seconds
-            edits.place.was_heavy = edits.place.seconds > 0
+        if (
+            isinstance(edits, LogitEdits)
+            and edits.grammar_state is not None
+            and (edits.grammar_state.seconds or edits.grammar_state.was_heavy)
+        ):
+            found[sequence.request_id] = edits.grammar_state.seconds
+            edits.grammar_state.was_heavy = edits.grammar_state.seconds > 0
     return found
 
 
@@ -215,7 +221,7 @@ def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammar
     masks = np.full((len(rows), 1 + -(-vocab // 32)), -1, np.int32)
     masks[:, 0] = [index for index, _ in rows]
     allowed = masks[:, 1:]
-    places = {index: edits.place for index, (_, edits) in enumerate(rows) if edits.place is not None}
+    states = {index: edits.grammar_state for index, (_, edits) in enumerate(rows) if edits.grammar_state is not None}
     if states and grammars is not None:
         allowed[list(states)] = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
     for mask, (_, edits) in zip(allowed, rows, strict=True):

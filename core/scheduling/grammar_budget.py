@@ -28,7 +28,7 @@ NUM_SAMPLES = 8
 class GrammarBudget:
     """Chooses the requests with heavy grammars that take part in a step beside other requests.
 
-    A grammar is heavy if its last token took long (`GrammarPlace.seconds`). What heavy grammars take beyond the budget
+    A grammar is heavy if its last token took long (`GrammarState.seconds`). What heavy grammars take beyond the budget
     of their step is a debt, which the budgets of later steps pay off; until then steps run without them. Then as many
     run as the budget has room for, at least one: tenants take turns, and so do requests of one tenant. Heavy grammars
     wait for each other, and other requests don't wait for them. A descheduled request keeps its slot, pages and state.
