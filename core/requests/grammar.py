@@ -1,4 +1,4 @@
-"""What an answer must match."""
+"""Grammars: the texts that an output may be."""
 
 from __future__ import annotations
 

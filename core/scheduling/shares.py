@@ -1,4 +1,4 @@
-"""Shares of tenants: of what all of them want, be it a step's tokens or the pages, each has a part by its weight."""
+"""Shares of tenants, by weight, in the tokens of a step or in the pages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ RESTORE_WINDOW_SECONDS = 10.0
 def max_min_level(
     amount: float, wanted: Mapping[str, float], weights: Mapping[str, float], others: float = 0.0
 ) -> float:
-    """Return the level of a weighted max-min split: a tenant's share is what it wants, or its weight times the level
-    where that is less. Infinite if all get what they want.
+    """Return the level of a weighted max-min split. Infinite if all tenants get all they want.
+
+    A tenant's share is the amount it wants, or its weight times the level if that is less.
 
     wanted: by tenant, where bounded. weights: by tenant; by default 1. others: sum of the weights of tenants that want
     all they may have.
