@@ -22,7 +22,7 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a field of `EngineStats` counts."""
+    """The metric of a field of `EngineStats`."""
 
     name: str = ""
     """Name of the metric, after `chorus_`."""

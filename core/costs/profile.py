@@ -184,7 +184,7 @@ def load_profile(name: str | Path) -> Profile:
 
 
 def parse_profile(data: bytes, origin: str) -> Profile:
-    """A profile from JSON. origin: what error messages call it."""
+    """A profile from JSON. origin: its name in error messages."""
     try:
         raw: Any = strict_json.loads(data)
     except ValueError as error:

@@ -88,7 +88,7 @@ class Merging:
     def advance(self, step_seconds: float) -> None:
         """Do some of the work that is under way; steps are merged once all is done.
 
-        step_seconds: of a decode step, which go on beside it.
+        step_seconds: of a decode step; decode steps continue meanwhile.
         """
         adapter, backend = self.shadowed, self._backend
         if adapter is None or backend is None or not self.is_under_way:

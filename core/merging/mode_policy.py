@@ -24,7 +24,7 @@ class ModeState:
     of KV tokens of a running request. merged: the adapter merged into the weights in use. shadowed: the adapter of the
     shadow weights, so that merging it is a switch; while `is_under_way` they are being made, `share_made` of them so
     far. step_seconds: of the last decode step. may_leave_out: a step may exclude requests. running: requests with a
-    row. beginning: waiting requests that may be admitted beside the excluded requests, which keep their pages.
+    row. beginning: waiting requests that may be admitted although the excluded requests keep their pages.
     """
 
     requests: Batch

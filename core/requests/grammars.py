@@ -67,7 +67,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self.compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        """What is kept, least recently used first."""
+        """Compiled grammars, least recently used first."""
         self._lock = Lock()  # of `compiled`
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -150,7 +150,9 @@ class Grammars:
 
 @lru_cache(8)
 def grammars_of(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
-    """Return the process's grammars of a model: what the API has checked is compiled when the engine needs it."""
+    """Return the process's grammars of a model: those that the API has checked are compiled when the engine needs
+    them.
+    """
     return Grammars(model, vocab_size, eos_token_ids)
 
 
@@ -225,7 +227,7 @@ def _of_lark(text: str) -> str:
 
 
 def _of_structural_tag(text: str, tokenizer: LLTokenizer) -> str:
-    """Free text, in which what begins like a trigger is one of the structures: a trigger by its token, too."""
+    """Free text in which a trigger, as text or as its token, begins one of the structures."""
     asked, tags, rules = json.loads(text), [], ["%llguidance {}", ANY_TEXT]
     for number, structure in enumerate(asked["structures"]):
         begin, end, tag = structure["begin"], structure["end"], f"tag_{number}"

@@ -79,7 +79,7 @@ class LogitEdits:
         return self._ids[:count], self._change[:, :count]
 
     def banned(self, eos_token_ids: Collection[int], num_tokens: int) -> list[int]:
-        """Return the token ids that are banned behind the first `num_tokens`; the last may not be known yet, unless
+        """Return the token ids that are banned after the first `num_tokens`; the last may not be known yet, unless
         `ScheduledSequence.looks_back`.
         """
         params, output = self._params, num_tokens - self._prompt
@@ -92,7 +92,7 @@ class LogitEdits:
         return banned
 
     def restrict(self, mask: np.ndarray) -> None:
-        """Clear bits of what the grammar allows, `[words]` int32: of tokens that are not listed, and with `ignore_eos`
+        """Clear bits of the grammar's mask, `[words]` int32: of tokens that are not listed, and with `ignore_eos`
         of ends, unless nothing else can come.
         """
         if self._listed is not None:
@@ -161,8 +161,8 @@ def edited(
     """Apply requests' changes to rows of logits `[rows, vocab]` for the duration of the context.
 
     rows: of the logits, with the scheduled row that each belongs to. All rows are changed by the same few operations.
-    Order: allowed tokens, bias, repetition, presence and frequency; what is banned stays so. What a grammar or a list
-    does not allow stays banned for good, unless the row's token is scored.
+    Order: allowed tokens, bias, repetition, presence and frequency; banned tokens stay banned. A token that a grammar
+    or a list does not allow stays banned for good, unless the row's token is scored.
     """
     vocab, undo = logits.shape[1], []
     flat = logits.view(-1)

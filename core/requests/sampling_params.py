@@ -51,7 +51,7 @@ class SamplingParams:
     min_tokens: neither kind of end may be drawn before that many tokens.
     bad_words: token id sequences that must not be generated.
     allowed_token_ids: the only tokens that may be generated, an end of sequence among them only if it is listed.
-    grammar: what the answer matches; an end of sequence comes only where it may end, and ends it despite `ignore_eos`,
+    grammar: the output matches it; an end of sequence comes only where it may end, and ends it despite `ignore_eos`,
     which lets it come only where nothing else can.
     logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
     logprob_token_ids: the alternatives to report with generated tokens, instead of the likeliest; needs `logprobs`.
@@ -123,9 +123,9 @@ class Seeds:
         return params if params.seed is not None else replace(params, seed=self._random.getrandbits(63))
 
 
-def _at_most(name: str, count: int, most: int, what: str) -> None:
+def _at_most(name: str, count: int, most: int, noun: str) -> None:
     if count > most:
-        raise InvalidRequest(name, f"{name} has {count} {what}; at most {most} are taken")
+        raise InvalidRequest(name, f"{name} has {count} {noun}; at most {most} are taken")
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:

@@ -79,7 +79,7 @@ class RequestMemory:
         """Take the matched prefix, pin the adapter and allocate pages for `count` more tokens; the request `fits`.
 
         An adapter may still be being read: its layers arrive during the prefill.
-        Raises what loading the adapter raises; then nothing is held.
+        Raises the errors of loading the adapter; then nothing is held.
         """
         table = BlockTable(self.pool, self.prefix, self.block_tokens, self.prefix.take(blocks, request.num_tokens))
         adapter = request.adapter
