@@ -1,4 +1,7 @@
-"""A profile of this machine: the real executor measured and fitted (`chorus profile`)."""
+"""A profile of this machine: the real executor measured and fitted (`chorus profile`).
+
+Tests: tests/core/costs/test_measure.py.
+"""
 
 from __future__ import annotations
 

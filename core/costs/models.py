@@ -6,6 +6,8 @@ all its tokens share, plus the work of each sequence (attention, LoRA, logits). 
 Rank terms follow CaraServe §5: a kernel that pads every request to the largest rank of its batch costs
 `α·|S|·max rank + β`, one that does not costs `α·Σ rank + β`. Punica's Fig. 8 adds that requests of one
 adapter share its bytes, so ranks are summed over requests, over tokens (arithmetic) and over distinct adapters (bytes).
+
+Tests: tests/core/costs/test_costs.py.
 """
 
 from __future__ import annotations

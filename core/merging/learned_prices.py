@@ -1,4 +1,7 @@
-"""Decode step costs, learned online by ridge regression, for mode policies."""
+"""Decode step costs, learned online by ridge regression, for mode policies.
+
+Tests: tests/core/merging/test_fastest_mode.py.
+"""
 
 from __future__ import annotations
 

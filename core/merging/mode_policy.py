@@ -1,4 +1,7 @@
-"""Interface of mode policies: which adapter is merged into the weights, and which requests run (dLoRA §4.2)."""
+"""Interface of mode policies: which adapter is merged into the weights, and which requests run (dLoRA §4.2).
+
+Tests: tests/core/merging/test_dlora.py, tests/core/merging/test_fastest_mode.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Applies a mode policy: asks it before each step, applies its choice, and bounds how long it may exclude requests."""
+"""Applies a mode policy: asks it before each step, applies its choice, and bounds how long it may exclude requests.
+
+Tests: tests/core/merging/test_merged.py.
+"""
 
 from __future__ import annotations
 

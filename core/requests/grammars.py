@@ -1,4 +1,7 @@
-"""Grammars over the tokens of one model: which of them may come next."""
+"""Grammars over the tokens of one model: which of them may come next.
+
+Tests: tests/core/test_grammars.py.
+"""
 
 from __future__ import annotations
 

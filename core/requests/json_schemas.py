@@ -1,4 +1,7 @@
-"""JSON schemas as llguidance takes them: keywords that it can't enforce, and their paths in a schema."""
+"""JSON schemas as llguidance takes them: keywords that it can't enforce, and their paths in a schema.
+
+Tests: tests/core/test_json_schemas.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Changes to logits before sampling: grammars, bans, biases and penalties."""
+"""Changes to logits before sampling: grammars, bans, biases and penalties.
+
+Tests: tests/core/model/test_sampler.py.
+"""
 
 from __future__ import annotations
 

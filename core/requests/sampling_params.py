@@ -1,4 +1,7 @@
-"""Sampling parameters: the choice of a request's next token, and its end."""
+"""Sampling parameters: the choice of a request's next token, and its end.
+
+Tests: tests/core/model/test_sampler.py, tests/core/test_engine.py.
+"""
 
 from __future__ import annotations
 

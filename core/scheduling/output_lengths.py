@@ -1,4 +1,7 @@
-"""Expected lengths of answers, and the pages that admission reserves for them."""
+"""Expected lengths of answers, and the pages that admission reserves for them.
+
+Tests: tests/core/scheduling/test_scheduling.py.
+"""
 
 from __future__ import annotations
 

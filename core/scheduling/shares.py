@@ -1,4 +1,7 @@
-"""Shares of tenants, by weight, in the tokens of a step or in the pages."""
+"""Shares of tenants, by weight, in the tokens of a step or in the pages.
+
+Tests: tests/core/scheduling/test_scheduling.py, tests/core/scheduling/test_service.py.
+"""
 
 from __future__ import annotations
 
