@@ -124,7 +124,7 @@ class StepProfiler:
         """Read every adapter during decode steps, as a server does, and place it again, `rounds` times.
 
         host_bytes: of images that are kept, as in a server's host memory: until there are so many every read is into
-        fresh memory, which takes the system several times as long. To be done last: memory that was given up a moment
+        fresh memory, which takes the system several times as long. To be done last: memory that was freed a moment
         ago is fast to get, in a virtual machine all the more.
         """
         sizes = [adapter.num_pages * self._executor.layout.page_bytes for adapter in self.adapters]

@@ -98,7 +98,7 @@ class Grammars:
         """Return which tokens each matcher of `compile` allows next, `[matchers, words]` int32: a bit for each token of
         the model, or of the tokenizer where that has more, the lowest first.
 
-        A matcher that gives up, because its next mask would take too much work, allows none.
+        A matcher allows none if its next mask would take too much work.
         """
         return self.advance([GrammarState(matcher) for matcher in matchers])
 

@@ -60,12 +60,12 @@ class PageShares:
         self._of: Growth | None = None
         self._level = 0.0  # share of a tenant of weight 1 in the step of that growth
         self.recipient: Request | None = None
-        """The last request that pages were taken for, until it begins."""
-        self._donors: set[str] = set()  # tenants that it took them from
+        """The last request that others were preempted for, until it begins."""
+        self._donors: set[str] = set()  # tenants of the preempted requests
         self._preempted_at = self._next_preemption = -math.inf
 
     def donors(self, now: float) -> set[str]:
-        """Return the tenants that begin nothing yet, unless owed a turn: `taker` waits for their pages."""
+        """Return the tenants that begin nothing yet, unless overdue for a turn: `recipient` waits for their pages."""
         return self._donors if now < self._preempted_at + self._patience else set()
 
     def is_within_share(self, request: Request, running: Running, growth: Growth) -> bool:
@@ -83,10 +83,10 @@ class PageShares:
         now: float,
         from_end: Callable[[Collection[str]], list[Request]],
     ) -> list[Request]:
-        """Return the requests to preempt for a request, all with a row since before the step; none if others need their
-        pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
+        """Return the requests to preempt for a request, all in the step before requests were admitted; none if others
+        need their pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
 
-        from_end: returns such requests of some tenants, the last in the order first.
+        from_end: returns the preemptible requests of some tenants, the last in the order first.
         """
         if now < self._next_preemption or not self.is_within_share(request, running, growth):
             return []
