@@ -34,7 +34,7 @@ class Merging:
     weights, complete or being made; while `merged` is None they may be kept, so that merging it again is a switch.
 
     The adapter stays resident: when it loses its pages, or its name gets another version, the shadow is dropped first.
-    Pages that requests or adapters are dropped by `Reclaimer`, at any time between two steps.
+    `Reclaimer` may free its pages between any two steps, if requests or adapters need them more.
     """
 
     def __init__(
