@@ -1,4 +1,7 @@
-"""One step ahead: while a device runs a step, the host plans and launches the next one."""
+"""Async scheduling: while a device runs a step, the host plans and launches the next one.
+
+Tests: tests/core/test_async_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncSteps:
-    """Runs steps, each launched before the tokens of the one before it are read, where it can be foreseen.
+    """Runs steps. Each is launched before the tokens of the step before it are read, if it can be planned by then.
 
-    The device takes these tokens from its own memory, so that it is never idle; the host reads them meanwhile. A row of
-    a request that they end is stale, and `Scheduler.update` drops it. A stale row may still write KV behind its
-    request's last token, and read the request's and its adapter's pages, after the request has freed them. This is
-    safe: a device runs steps and copies in the order of their launches, so before any write of the pages' next owner.
-    And no known block contains the stale row's KV, since blocks become known only by tokens that have been read.
-
-    plan: of the step that the last `run` launched ahead, to be passed to the next `run`; None if there is none.
+    The device takes these tokens from its own memory and is never idle; the host reads them meanwhile. If a token ends
+    a request, its sequence in the launched step is stale, and `Scheduler.update` discards it. A stale sequence may
+    still write KV after its request's last token, and read the pages of the request and its adapter, after the request
+    has freed them. This is safe: a device runs steps and copies in the order of their launches, hence before any write
+    by the next owner of the pages. And no known block contains KV of a stale sequence: blocks become known only by
+    tokens that have been read.
     """
 
     def __init__(
@@ -31,8 +33,8 @@ class AsyncSteps:
         plan_ahead: Callable[[StepPlan], StepPlan | None],
         rollback: Callable[[], None],
     ) -> None:
-        """start: launches a step. executor: runs one to its end. plan_ahead: returns the plan after one under way, with
-        its rows moved on, or None. take_back: undoes that.
+        """start: launches a step. executor: runs one to its end. plan_ahead: returns the plan after one that still
+        runs, with its sequences advanced, or None. rollback: undoes that.
         """
         self._start = start
         self._executor = executor
@@ -41,15 +43,16 @@ class AsyncSteps:
         self._started: StartedStep | None = None  # of `plan`
         self._runs_alone = False  # the next step, which has failed
         self.plan: StepPlan | None = None
+        """The plan of the step that the last `run` launched, to be passed to the next `run`; None if there is none."""
         self.num_async = 0
-        """Steps launched ahead."""
+        """Steps launched before the step before them had ended."""
 
     def run(self, plan: StepPlan) -> StepResult | None:
-        """Return the result of a step, having launched the next one if `plan_ahead` plans it.
+        """Launch the next step, if `plan_ahead` plans it, and return the result of this one.
 
-        None when it failed: neither has happened, and the step is to be planned anew, as planning the next one may have
-        changed its rows, and taken the pages of its shadow weights. The next `run` launches nothing ahead, and raises
-        what `Executor.execute` raises.
+        None if this step failed: discard it and the next one, and plan it anew. Planning the next one may have changed
+        its sequences, and taken the pages of its shadow weights. The next `run` launches nothing ahead, and raises the
+        errors of `Executor.execute`.
         """
         if self._runs_alone:
             self._runs_alone = False

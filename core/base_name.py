@@ -19,8 +19,8 @@ _FORMAT = re.compile(
 
 
 def short_name(name: str) -> str:
-    """The last part of a model's path or of its name on a hub, in small letters and without what tells of its format;
-    of a hub's cache the model's name.
+    """The last part of a model's path or of its name on a hub, in small letters and without the part that names its
+    format; of a hub's cache the model's name.
     """
     parts = [part for part in name.casefold().split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
@@ -31,7 +31,7 @@ def short_name(name: str) -> str:
 
 
 def names_of(model: Path, served: str | None) -> frozenset[str]:
-    """Short names of a checkpoint: of its directory, of what it was saved from, and the one that it is served under."""
+    """Short names of a checkpoint: of its directory, of its origin, and the one that it is served under."""
     try:
         saved_from = json.loads((model / "config.json").read_bytes()).get("_name_or_path")
     except (OSError, ValueError, AttributeError):

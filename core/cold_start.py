@@ -1,7 +1,7 @@
-"""Ways to begin a prompt with an adapter on its way to the device, and what each costs (CaraServe §4).
+"""How to begin a prompt whose adapter is being copied to the device, and the costs (CaraServe §4).
 
 *Wait*: the step begins when the whole adapter is there. *Stream*: it begins now, and each layer waits for its own part.
-*Offload*: it begins now, and other processors compute x·A·B of a layer that is not there. What they give comes over the
+*Offload*: it begins now, and other processors compute x·A·B of a layer that is not there. Their results come over the
 link that the adapter comes over: of L tokens L·Σout values a layer, where an adapter of rank r has r·Σ(in + out). So
 nothing is left to gain from `link_tokens` = r·Σ(in + out)/Σout tokens on, whatever the processors: 1.84 r of a layer of
 Llama-2-7B, 2 r where in and out are equal.
@@ -79,8 +79,8 @@ def stalls(arrival: Arrival, prefill: float, cpu: float, returned: float = 0.0) 
     """Price the ways to begin.
 
     prefill: seconds of the step without a stall. cpu: seconds that the offload workers take for all layers, exchanges
-    included; a layer's products run beside the base model's. returned: seconds of the link that x·A·B of all layers
-    takes, for which the adapter's later layers, and the layer itself, wait.
+    included; a layer's GEMMs run in parallel to the base model's. returned: seconds of the link that x·A·B of all
+    layers takes, for which the adapter's later layers, and the layer itself, wait.
     """
     each = prefill / arrival.layers
     offloaded_each, link_each = max(each, (cpu + returned) / arrival.layers), returned / arrival.layers

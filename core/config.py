@@ -1,4 +1,7 @@
-"""Configuration of an engine. One schema: the server's settings extend it with flags, environment and file."""
+"""Configuration of an engine. One schema: the server's settings extend it with flags, environment and file.
+
+Tests: tests/server/test_settings.py.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ PROC = Path("/proc/self")
 
 
 def control_groups(controller: str, proc: Path = PROC) -> Iterator[tuple[Path, int]]:
-    """Directories of the groups that may limit what `controller` controls, and of all that these are nested in.
+    """Directories of the groups that may limit the resource of `controller`, and of all their parents.
 
     With each the version of its hierarchy, 1 or 2. proc: the process's directory in /proc, or one that looks like it.
     """

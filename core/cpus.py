@@ -1,4 +1,4 @@
-"""Processors that this process may use, what they are, the affinity mask, and the quota of the control groups."""
+"""Processors that this process may use: their kind, the affinity mask, and the quota of the control groups."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def processor_name(proc: Path = Path("/proc")) -> str:
 
 @cache
 def _cpuinfo(proc: Path) -> dict[str, str]:
-    """What /proc/cpuinfo says of the first processor."""
+    """The entry of the first processor in /proc/cpuinfo."""
     try:
         lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,7 @@
-"""Snapshot of an engine for metrics: each field says what it counts, under which name, and where it is read."""
+"""Snapshot of an engine for metrics. Each field names its metric, and the place of its value in the engine.
+
+Tests: tests/server/engine/test_metrics.py.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,26 @@ from ..memory.pages.pool import PageKind
 from .requests.types import StepInfo
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens of a step up to which it counts in each bucket but the last: vLLM's."""
+"""Upper bounds of the buckets of tokens per step, as in vLLM; the last bucket has no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a field of `EngineStats` counts. name, gateway: of the metric here, and of the same one in vLLM.
-
-    grows: it is counted up; else it says how things are now. largest: of several engines the largest one counts, not
-    the sum. of: path to it from the engine; empty: `stats_of` finds it.
-    """
+    """The metric of a field of `EngineStats`."""
 
     name: str = ""
+    """Name of the metric, after `chorus_`."""
     text: str = ""
     of: str = ""
+    """Path to the value from the engine; empty: `stats_of` finds it."""
     gateway: str = ""
+    """Name of the same metric in vLLM."""
+    old_name: str = ""
+    """Former name, which is exported, too, for one release."""
     grows: bool = False
+    """True for a counter, False for a gauge."""
     largest: bool = False
+    """With several engines, report the largest value instead of the sum."""
 
 
 def _field(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +49,7 @@ _counted: Callable[..., Any] = partial(_field, grows=True)
 
 @dataclass(slots=True)  # not frozen: made for each step, which would take four times as long
 class EngineStats:
-    """Counts and seconds of an engine at one moment, which nothing changes; pages are counts."""
+    """Counts and seconds of an engine at one moment; nothing changes them."""
 
     num_running: int = _now("requests_running", "Running requests", gateway="num_requests_running")
     num_waiting: int = _now("requests_waiting", "Requests in the queue", gateway="num_requests_waiting")
@@ -57,7 +63,9 @@ class EngineStats:
     num_step_tokens: int = _counted(of="scheduler.num_step_tokens")
     num_steps: int = _counted("steps", "Engine steps", "scheduler.num_steps")
     num_async_steps: int = _counted(
-        "steps_ahead", "Steps scheduled asynchronously: launched before the tokens of the previous step were read"
+        "async_steps",
+        "Steps launched before the tokens of the previous step were read",
+        old_name="steps_ahead",
     )
     num_preemptions: int = _counted(
         "preemptions", "Preemptions", "scheduler.lifecycle.num_preemptions", "num_preemptions"
@@ -97,7 +105,9 @@ class EngineStats:
         "adapter_read_stalled_seconds", "Longest time that a current adapter read has made no progress", largest=True
     )
     num_failed_reads: int = _counted("adapter_failed_reads", "Adapter reads that failed")
-    num_given_up_reads: int = _counted("adapter_given_up_reads", "Adapter reads that timed out")
+    num_timed_out_reads: int = _counted(
+        "adapter_timed_out_reads", "Adapter reads that timed out", old_name="adapter_given_up_reads"
+    )
     num_adapter_evictions: int = _counted("adapter_evictions", "Adapters evicted", "store.num_evictions")
     num_merges: int = _counted("merges", "Adapters merged into a copy of the weights", "merging.num_merges")
     num_mode_switches: int = _counted("mode_switches", "Switches to merged weights and back", "merging.num_switches")
@@ -128,27 +138,27 @@ class EngineStats:
     num_dropped_kv_events: int = _counted("kv_events_dropped", "KV events dropped because the publisher lagged")
     last_step: StepInfo | None = None
     mode: StepMode = StepMode.LORA
-    """Merged, or lora as each step needs it."""
+    """MERGED while an adapter is merged, else LORA."""
     merged_adapter: str | None = None
     step_sizes: tuple[int, ...] = ()
-    """Numbers of steps with up to each of `STEP_SIZES` tokens, and with more."""
+    """Number of steps in each bucket of `STEP_SIZES`."""
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pages that adapters leave which hold running requests' KV."""
+        """Share of the pages not used by adapters that holds KV of running requests."""
         room = self.num_pages - self.num_adapter_pages
         return self.num_kv_pages / room if room > 0 else 1.0
 
 
 METRICS: dict[str, Metric] = {one.name: one.metadata[Metric] for one in fields(EngineStats) if one.metadata}
-"""What the fields count."""
+"""The metric of each field."""
 
 _PATHS = {name: metric.of for name, metric in METRICS.items() if metric.of}
 _at_paths = attrgetter(*_PATHS.values())
 
 
 def stats_of(engine: Any) -> EngineStats:
-    """The counts of an `Engine` as they are now; made for each step."""
+    """Return the counts of an `Engine` as they are now. Called in every step."""
     scheduler, merging, modes, events = engine.scheduler, engine.merging, engine.modes, engine.kv_events
     reads, count = engine.store.images.counts(), engine.pool.count
     stats = EngineStats(
@@ -162,7 +172,7 @@ def stats_of(engine: Any) -> EngineStats:
         num_swapped=len(engine.swapped),
         num_reads=reads.num_under_way,
         num_failed_reads=reads.num_failed,
-        num_given_up_reads=reads.num_given_up,
+        num_timed_out_reads=reads.num_given_up,
         oldest_read_seconds=reads.oldest_seconds,
         num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,
         last_step=scheduler.last_step,
@@ -180,7 +190,7 @@ def stats_of(engine: Any) -> EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """Requests of a tenant, or of an adapter, and its standing in the queue: the lowest has the next turn."""
+    """Requests of a tenant, or of an adapter, and its standing in the queue: the lowest standing has the next turn."""
 
     name: str
     num_running: int
@@ -189,7 +199,7 @@ class TenantStats:
 
 
 def tenants_of(scheduler: Any) -> list[TenantStats]:
-    """The tenants with requests in progress, most requests first."""
+    """Return the tenants with requests in progress, most requests first."""
     running, waiting = (
         Counter(each.fairness_key for each in queue) for queue in (scheduler.running, scheduler.waiting)
     )

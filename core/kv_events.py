@@ -42,8 +42,8 @@ class KvEvents:
     When the publisher lags by `most` events, further ones are dropped until it has taken all. So the publisher gets
     gapless sequences, with each loss between two of them reported.
 
-    A block's hash must tell what is in it, so blocks of an adapter are held until its content hash is known. A held
-    block that is forgotten is never told of.
+    A block's hash must identify its content, hence blocks of an adapter are held until its content hash is known. A
+    held block that is forgotten is never told of.
     """
 
     def __init__(self, store: AdapterStore, most: int = MAX_EVENTS) -> None:
@@ -62,7 +62,7 @@ class KvEvents:
         """Record a block that became known, after its parent."""
         if self._has_room():
             adapter = None if version == BASE_VERSION else self._adapter(version)
-            self._events.append((block, adapter, scope))  # what else there is to it never changes, and is read later
+            self._events.append((block, adapter, scope))  # its other fields never change, and are read later
 
     def removed(self, page: int) -> None:
         """Record that the block in a page was forgotten."""
@@ -103,7 +103,7 @@ class KvEvents:
             elif self._held.pop(one, None) is None:
                 told.append(one)
         if lost:
-            self._held.clear()  # which of them are gone is among what was lost
+            self._held.clear()  # the lost events include the removal of some of them
         return told, lost
 
     def _tell(self, one: _Recorded, hashes: dict[Adapter, str | None], told: list[Stored | int]) -> None:

@@ -39,7 +39,7 @@ Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class AdapterNames(Protocol):
-    """What adapters are registered in: an engine's store, or a cluster's catalog."""
+    """A registry of adapters: an engine's store, or a cluster's catalog."""
 
     def register(self, name: str, source: AdapterManifest, /) -> object: ...
     def unregister(self, name: str, /) -> object: ...
@@ -51,7 +51,7 @@ class Quarantined:
     """An adapter that is not served, and the reason.
 
     stamp: the state of its directory then; None when it did not tell. can_retry: whether a change to its files may
-    help, as none does to a name that is none.
+    help, as it can't for an invalid name.
     """
 
     name: str
@@ -87,7 +87,7 @@ def adapter_directories(directory: Path) -> list[Path]:
 
 
 def _hint_of(path: Path) -> str:
-    """What to do about a directory without a configuration, behind a semicolon; "" if nothing is known."""
+    """Advice about a directory without a configuration, after a semicolon; "" if there is none."""
     try:
         with AdapterDirectory(path) as directory:
             hint = hint_of(directory, CONFIG_FILE)
@@ -187,7 +187,7 @@ def report(name: str, manifest: AdapterManifest) -> None:
 
 
 def report_contents(name: str, manifest: AdapterManifest) -> None:
-    """Log what a registered adapter's files have that its author may not expect."""
+    """Log properties of a registered adapter's files that its author may not expect."""
     if manifest.stem != STEM:
         layers = f"{manifest.stem}.layers" if manifest.stem else "layers"
         logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)

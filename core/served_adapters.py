@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ServedAdapters:
-    """What the names of adapters mean to requests and to an operator; `AdapterStore` owns the adapters themselves."""
+    """Names of adapters, for requests and for an operator; `AdapterStore` owns the adapters themselves."""
 
     def __init__(self, config: EngineConfig, files: AdapterBackend, reclaimer: Reclaimer, scheduler: Scheduler) -> None:
         """files: reads and checks adapters as the executor needs them. scheduler: ends requests of removed adapters."""
@@ -110,7 +110,7 @@ class ServedAdapters:
             raise InvalidRequest(
                 "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
             )
-        if not store.loads.fetch(adapter):  # images of what was evicted may have taken its own one's room
+        if not store.loads.fetch(adapter):  # images of evicted adapters may have taken the room of its own
             return False
         store.pin(adapter)
         return True

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class FitError(ValueError):
-    """Too few or unusable samples; the text says what is missing."""
+    """Too few or unusable samples; the text names the missing ones."""
 
 
 @dataclass(frozen=True, slots=True)

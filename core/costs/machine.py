@@ -1,4 +1,7 @@
-"""A profile of this machine: the real executor measured and fitted (`chorus profile`)."""
+"""A profile of this machine: the real executor measured and fitted (`chorus profile`).
+
+Tests: tests/core/costs/test_measure.py.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def measure_machine(
     """Measure `config`'s model with `config`'s adapters where it runs. progress: (steps done, steps in all). clock: of
     steps; with `time.thread_time` a profile of one thread has the processor's seconds, whatever else ran.
 
-    Raises MeasureError for what can't be measured, UnsupportedModel and AdapterFormatError for what can't be loaded.
+    Raises MeasureError for unmeasurable input, UnsupportedModel and AdapterFormatError for files that can't be loaded.
     """
     if config.adapters is None:
         raise MeasureError("there are no adapters to measure with; name a directory of some, of several ranks")

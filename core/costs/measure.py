@@ -1,7 +1,7 @@
 """Measuring a cost model: made-up steps on a real executor, timed and fitted.
 
 Every step is run once per round, in another order each round, so that a machine that is slow for a while is so for any
-steps. A step's median over rounds counts; as means are what is predicted, all are scaled by how far means are above
+steps. A step's median over rounds counts. Means are to be predicted, hence all are scaled by how far means are above
 medians. How far medians are above the least times is reported as noise.
 """
 
@@ -45,14 +45,14 @@ Clock = Callable[[], float]
 
 
 class MeasureError(ValueError):
-    """The input can't be measured; the text says what is needed."""
+    """The input can't be measured; the text names the need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
     """Bytes and typical seconds of each adapter's way.
 
-    contention: share of the reads' time by which the steps beside them took longer. uncached: the files were read from
+    contention: share of the reads' time by which concurrent steps took longer. uncached: the files were read from
     the disk itself.
     """
 
@@ -121,15 +121,15 @@ class StepProfiler:
             self._images.append((image, adapter.num_pages * page_bytes))
 
     def measure_transfers(self, rounds: int, host_bytes: int = 1 << 30) -> Transfers:
-        """Read every adapter beside decode steps, as a server does, and place it again, `rounds` times.
+        """Read every adapter during decode steps, as a server does, and place it again, `rounds` times.
 
         host_bytes: of images that are kept, as in a server's host memory: until there are so many every read is into
-        fresh memory, which takes the system several times as long. To be done last: memory that was given up a moment
+        fresh memory, which takes the system several times as long. To be done last: memory that was freed a moment
         ago is fast to get, in a virtual machine all the more.
         """
         sizes = [adapter.num_pages * self._executor.layout.page_bytes for adapter in self.adapters]
         count = min(4, self._max_num_seqs)
-        beside = self._plan([(1, [BASE_LORA_INDEX] * count)], count)
+        decode = self._plan([(1, [BASE_LORA_INDEX] * count)], count)
         read: list[list[float]] = [[] for _ in self.adapters]
         place: list[list[float]] = [[] for _ in self.adapters]
         lost = 0.0
@@ -142,7 +142,7 @@ class StepProfiler:
                     while self._images and sum(num_bytes for _, num_bytes in self._images) + size > host_bytes:
                         self._images.popleft()
                     self._images.append((image := HostImage(), size))
-                    seconds, longer = self._read(reads, adapter, image, beside)
+                    seconds, longer = self._read(reads, adapter, image, decode)
                     read[index].append(seconds)
                     lost += longer
                     place[index].append(self._place(adapter, image))
@@ -159,7 +159,7 @@ class StepProfiler:
             time.sleep(0)
         return time.perf_counter() - began
 
-    def _read(self, reads: ThreadReads, adapter: Adapter, image: HostImage, beside: StepPlan) -> tuple[float, float]:
+    def _read(self, reads: ThreadReads, adapter: Adapter, image: HostImage, decode: StepPlan) -> tuple[float, float]:
         """Seconds to read an adapter on a thread while this one runs steps, and by how much that prolongs the steps."""
 
         def read() -> float:
@@ -167,11 +167,11 @@ class StepProfiler:
             self._executor.adapters.read(adapter.manifest, adapter.layout, image)
             return time.perf_counter() - began
 
-        alone = median(self._run(beside) for _ in range(_ALONE_STEPS))
+        alone = median(self._run(decode) for _ in range(_ALONE_STEPS))
         reading = reads.submit(read)
         longer = 0.0
         while not reading.done():
-            longer += self._run(beside) - alone
+            longer += self._run(decode) - alone
         return reading.result(), longer
 
     def _run(self, plan: StepPlan, clock: Clock = time.perf_counter) -> float:
@@ -193,8 +193,8 @@ class StepProfiler:
         return [self._plan([(1, self._lora_indices(size))], size) for size in sizes]
 
     def prefill_plans(self, count: int) -> list[StepPlan]:
-        """One to four prompts or chunks of them, some beside decoding requests; more prompts where the model's length
-        is short of the step's tokens.
+        """One to four prompts or chunks of them, some together with decoding requests; more prompts where the model's
+        length is short of the step's tokens.
         """
         limit = self._executor.model.max_model_len
         plans = []
@@ -288,7 +288,7 @@ class StepProfiler:
 
 
 def typical(times: Sequence[float]) -> float:
-    """The mean, with what is above _SPIKE times the median taken as that."""
+    """The mean, with samples capped at _SPIKE times the median."""
     most = _SPIKE * median_low(times)
     return mean(min(seconds, most) for seconds in times)
 

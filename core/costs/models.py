@@ -1,11 +1,13 @@
 """Cost models: seconds as sums of a few terms, so that evaluating one takes about a microsecond.
 
 A step has one price, whatever its mixture of prefill chunks and decode rows: a roofline of its matrix products, which
-all its tokens share, and what each row adds (attention, LoRA, logits). More of anything never makes it cheaper.
+all its tokens share, plus the work of each sequence (attention, LoRA, logits). More of anything never makes it cheaper.
 
 Rank terms follow CaraServe §5: a kernel that pads every request to the largest rank of its batch costs
 `α·|S|·max rank + β`, one that does not costs `α·Σ rank + β`. Punica's Fig. 8 adds that requests of one
 adapter share its bytes, so ranks are summed over requests, over tokens (arithmetic) and over distinct adapters (bytes).
+
+Tests: tests/core/costs/test_costs.py.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class StepCost:
     step is not one that was captured.
     weights, per_token: the projections take the longer of reading them once and multiplying every token with them.
     head, per_logits: likewise the LM head, which every row is multiplied with once. per_row: all else that a row takes.
-    per_padding: what one that pads a bucket takes beside its share of the products.
+    per_padding: per padding token of a bucket, apart from its share of the GEMMs.
     per_kv_token: per token in the rows' KV cache, which is read however few tokens attend to it. per_pair: per (token,
     token that it attends to) of the rows that compute more than one: their attention is arithmetic.
     per_longest: per token that the longest row has in its KV cache already, where attention reads a row's with few
@@ -132,16 +134,16 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class DiskCost(TransferCost):
-    """Seconds to read bytes from a file into host memory, beside steps.
+    """Seconds to read bytes from a file into host memory, concurrently with steps.
 
-    contention: by how much the steps beside a read take longer, as a share of the read's time: both want the memory's
+    contention: by how much steps take longer during a read, as a share of the read's time: both want the memory's
     bandwidth, and on a CPU the cores.
     """
 
     contention: float = 0.0
 
     def delay(self, seconds: float, left: float) -> float:
-        """Return the extra time of a step of `seconds` beside a read that takes `left` seconds more."""
+        """Return the extra time of a step of `seconds` during a read that takes `left` seconds more."""
         if not self.contention:
             return 0.0
         return min(seconds * self.contention / (1.0 - self.contention), left * self.contention)
@@ -160,9 +162,9 @@ class MergeCost:
 
 @dataclass(frozen=True, slots=True)
 class OverheadCost:
-    """Seconds that the engine itself takes per step, beside its executor.
+    """Seconds that the engine itself takes per step, without its executor.
 
-    per_prompt: per prompt in the step, or chunk of one: what a request's coming and going take.
+    per_prompt: per prompt in the step, or chunk of one: for a request's start and end.
     """
 
     base: float = 0.0
@@ -216,7 +218,7 @@ class CostModel:
     def queue_seconds(self, tokens: int, prompts: int, token_ranks: int, max_rank: int) -> float:
         """The prompts of a queue in one step; token_ranks: the sum of ranks over their tokens.
 
-        What they attend to is left out, as the queue's lengths are not known; they are taken as equally long, and to
+        Attention is left out, because the queue's lengths are unknown; prompts are taken as equally long, and to
         share an adapter of the largest rank.
         """
         ranks = self.kernel.rank_work(prompts, token_ranks * prompts // max(1, tokens), max_rank)

@@ -1,6 +1,8 @@
 """A cost model with its device, its base model and the origin of every number: small JSON files.
 
 Every number is an object `{"value": …, "source": "where it is from"}`. A term that a file leaves out is 0.
+
+Tests: tests/core/costs/test_costs.py.
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ def load_profile(name: str | Path) -> Profile:
 
 
 def parse_profile(data: bytes, origin: str) -> Profile:
-    """A profile from JSON. origin: what error messages call it."""
+    """A profile from JSON. origin: its name in error messages."""
     try:
         raw: Any = strict_json.loads(data)
     except ValueError as error:

@@ -42,7 +42,7 @@ class Batching(Protocol):
 
 
 class DynamicBatching(ModePolicy):
-    """Algorithm 1: merged mode while one adapter has requests enough beside first come, first served.
+    """Algorithm 1: merged mode while one adapter has enough requests, compared with first come, first served.
 
     alpha: α_switch, above which |R_merge| / |B_fcfs| makes it merge. beta: β_switch, below which it unmerges.
     type: S.type in merged mode, None in unmerged mode, S.state.
@@ -94,7 +94,7 @@ def throughputs(period: Sequence[Iteration], merge_seconds: float, unmerge_secon
 
 
 class AdaptiveThresholds(ModePolicy):
-    """Algorithm 2: tunes the thresholds of Algorithm 1 by what the past period's steps would have been in either mode.
+    """Algorithm 2: tunes the thresholds of Algorithm 1 by the throughput of the past period in either mode.
 
     A period ends when the mode changes, when another adapter has most requests, or after `PERIOD` steps. The paper
     leaves β_switch out as "similar": it rises by γ_dec where unmerged mode would have been better, switch included, and

@@ -99,7 +99,7 @@ class FastestMode(ModePolicy):
         """Make the rest of merged weights, unless it costs more than was lost without them.
 
         Before the first merge its cost is a guess; the first matrices give the real one. A merge begun on too low a
-        guess is given up, and begun again when enough has been lost to pay for it.
+        guess is cancelled, and begun again when enough has been lost to pay for it.
         """
         rest = self._prices.merge_seconds(adapter) * (1 - state.share_made)
         if not state.fcfs or self._earned >= rest * self._rate(state, state.fcfs, None):

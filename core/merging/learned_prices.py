@@ -1,4 +1,7 @@
-"""Decode step costs, learned online by ridge regression, for mode policies."""
+"""Decode step costs, learned online by ridge regression, for mode policies.
+
+Tests: tests/core/merging/test_fastest_mode.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ...memory.adapters.adapter import Adapter
 from .mode_policy import Batch, work_of
 
 LEAST = (1.0, 8.0, 4096.0, 1.0, 64.0, 64.0)
-"""Amount of each term that may well take its share of `LIKELY`, or what the first step has of it, if that is more: a
+"""Amount of each term that may well take its share of `LIKELY`, or its amount in the first step, if that is more: a
 first step of one row tells little of full ones.
 """
 
@@ -23,10 +26,10 @@ NOISE = 0.05
 """Share of a step's time by which it differs from others of the same work; chosen."""
 
 SETTLED = 8
-"""Steps after which prices are made anew, though all took about what they were expected to."""
+"""Steps after which prices are fitted anew, though all took about as long as expected."""
 
 KEPT = 0.999
-"""Share of what is known that each step leaves, so that machines may change; chosen: a thousand steps count."""
+"""Share of the data that each step keeps, because machines may change; chosen: a thousand steps count."""
 
 MERGE_STEPS = 2.0
 """Steps that a merge is taken to cost before there has been one: it reads the weights as a step does, and writes them.
@@ -43,8 +46,8 @@ class LearnedPrices:
     """A linear model of a decode step's time with nonnegative coefficients: ridge regression, updated after each step.
 
     Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read. `LIKELY` is the
-    Gaussian prior over coefficients; it decides what the data do not identify. So merged mode is tried where it might
-    help, and once tried its cost is known.
+    Gaussian prior over coefficients; it decides coefficients that the data do not identify. So merged mode is tried
+    where it might help, and once tried its cost is known.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class LearnedPrices:
         return [price / unit for price, unit in zip(self._prices, self._units, strict=True)]
 
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
-        """Never less than a tenth of what steps take."""
+        """Never less than a tenth of the time of steps."""
         return max(_product(self._prices, self._terms(batch, merged, context)), self._step / 10, 1e-9)
 
     def merge_seconds(self, adapter: Adapter) -> float:
@@ -126,7 +129,7 @@ def nonnegative(squares: Sequence[Sequence[float]], sums: Sequence[float], start
     """Return the x >= 0 of the least x' squares x / 2 - sums' x, from a start that is not below 0.
 
     Bro and de Jong's fast non-negative least squares (1997): from a start near by, as a rule, one system of equations.
-    In plain Python, as six unknowns take it less time than a call of numpy's solver behind a step.
+    In plain Python: with six unknowns it takes less time than a call of numpy's solver after a step.
     """
     found = [*start]
     free = [index for index, value in enumerate(found) if value > 0]

@@ -1,4 +1,7 @@
-"""The adapter that steps have in their weights: making its shadow weights, switching to them, giving them up."""
+"""The adapter that steps have in their weights: making its shadow weights, switching to them, dropping them.
+
+Tests: tests/core/merging/test_merging.py, tests/core/merging/test_merged.py.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ class Merging:
     merged: the adapter in the weights that steps use, None in unmerged mode. shadowed: the adapter of the shadow
     weights, complete or being made; while `merged` is None they may be kept, so that merging it again is a switch.
 
-    The adapter stays resident: when it loses its pages, or its name gets another version, the shadow is given up first.
-    Pages that requests or adapters need more are given up by `Reclaimer`, at any time between two steps.
+    The adapter stays resident: when it loses its pages, or its name gets another version, the shadow is dropped first.
+    `Reclaimer` may free its pages between any two steps, if requests or adapters need them more.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Merging:
     def advance(self, step_seconds: float) -> None:
         """Do some of the work that is under way; steps are merged once all is done.
 
-        step_seconds: of a decode step, which go on beside it.
+        step_seconds: of a decode step; decode steps continue meanwhile.
         """
         adapter, backend = self.shadowed, self._backend
         if adapter is None or backend is None or not self.is_under_way:

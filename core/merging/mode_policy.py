@@ -1,4 +1,7 @@
-"""Interface of mode policies: which adapter is merged into the weights, and which requests run (dLoRA §4.2)."""
+"""Interface of mode policies: which adapter is merged into the weights, and which requests run (dLoRA §4.2).
+
+Tests: tests/core/merging/test_dlora.py, tests/core/merging/test_fastest_mode.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class ModeState:
     of KV tokens of a running request. merged: the adapter merged into the weights in use. shadowed: the adapter of the
     shadow weights, so that merging it is a switch; while `is_under_way` they are being made, `share_made` of them so
     far. step_seconds: of the last decode step. may_leave_out: a step may exclude requests. running: requests with a
-    row. beginning: waiting requests that may be admitted beside the excluded requests, which keep their pages.
+    row. beginning: waiting requests that may be admitted although the excluded requests keep their pages.
     """
 
     requests: Batch

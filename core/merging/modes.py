@@ -1,4 +1,7 @@
-"""Applies a mode policy: asks it before each step, applies its choice, and bounds how long it may exclude requests."""
+"""Applies a mode policy: asks it before each step, applies its choice, and bounds how long it may exclude requests.
+
+Tests: tests/core/merging/test_merged.py.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +139,7 @@ class Modes:
     def _apply(self, choice: ModeChoice) -> None:
         merging = self._merging
         if choice.merged is None:
-            if not merging.is_under_way or choice.only is None:  # starving requests don't undo what is under way
+            if not merging.is_under_way or choice.only is None:  # starving requests don't undo a merge
                 merging.unmerge()
         elif choice.merged is not merging.merged and merging.may_merge(choice.merged):
             with suppress(CannotMerge):  # it is served unmerged
@@ -169,7 +172,7 @@ class Modes:
             self._observe_merge(merging.merge_seconds)
 
     def _observe(self, prices: ModePrices, merged: Adapter | None, context: float, seconds: float) -> None:
-        """Compare a decode step's time with what was predicted, and have the prices learn it."""
+        """Compare a decode step's time with the prediction, and let the prices learn it."""
         if self._step_seconds:
             predicted = prices.step_seconds(self._batch, merged, context)
             self.predicted_seconds += predicted

@@ -1,4 +1,4 @@
-"""What an answer must match."""
+"""Grammars: the texts that an output may be."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GrammarKind(StrEnum):
 class Grammar:
     """A grammar of a request. Whether it can be served only `Grammars.compile` can tell.
 
-    kind: one of GrammarKind. around: rules in Lark's syntax as llguidance reads it, in which `@content` is what the
-    kind and the text say; "": the whole answer is that.
+    kind: one of GrammarKind. around: rules in Lark's syntax as llguidance reads it, in which `@content` is the
+    grammar of kind and text; "": the whole answer is that.
     """
 
     kind: str

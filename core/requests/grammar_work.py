@@ -21,7 +21,7 @@ SLOW_SECONDS = 1e-3
 """A step's grammars that take longer together are measured one by one in the next step. Chosen."""
 
 
-class GrammarPlace:
+class GrammarState:
     """Where a request is in its grammar.
 
     pending: tokens that the matcher has not consumed. seconds: time of a processor for the last token if that makes the
@@ -68,22 +68,22 @@ class GrammarWork:
         self._clock, self._processor_clock = clock, processor_clock
         self._workers = DaemonPool("grammar", num_threads, float("inf"))
 
-    def masks(self, places: Sequence[GrammarPlace]) -> np.ndarray:
-        """Consume what is pending; return which tokens each place allows next, `[places, words]` int32."""
-        masks = np.empty((len(places), self._num_words), np.int32)
+    def masks(self, states: Sequence[GrammarState]) -> np.ndarray:
+        """Consume the pending tokens; return masks of the tokens that states allow next, `[states, words]` int32."""
+        masks = np.empty((len(states), self._num_words), np.int32)
         began = self._clock()
-        self._consume(places)
-        measured = [(place, index) for index, place in enumerate(places) if place.is_watched]
-        ordinary = [(place, index) for index, place in enumerate(places) if not place.is_watched]
-        futures = [self._workers.submit(self._measure, place.matcher, masks[index]) for place, index in measured]
+        self._consume(states)
+        measured = [(state, index) for index, state in enumerate(states) if state.is_watched]
+        ordinary = [(state, index) for index, state in enumerate(states) if not state.is_watched]
+        futures = [self._workers.submit(self._measure, state.matcher, masks[index]) for state, index in measured]
         if ordinary:
-            self.compute([(place.matcher, index) for place, index in ordinary], masks)
+            self.compute([(state.matcher, index) for state, index in ordinary], masks)
         is_slow = self._clock() - began > SLOW_SECONDS + HEAVY_SECONDS * len(ordinary) / (2 * self._num_threads)
-        for place, _ in ordinary:
-            place.is_watched = is_slow
-        for (place, _), future in zip(measured, futures, strict=True):
-            place.note(2 * future.result())
-        failed = [index for index, place in enumerate(places) if place.matcher.is_error()]
+        for state, _ in ordinary:
+            state.is_watched = is_slow
+        for (state, _), future in zip(measured, futures, strict=True):
+            state.note(2 * future.result())
+        failed = [index for index, state in enumerate(states) if state.matcher.is_error()]
         masks[failed] = 0  # they say that the answer may end, which it may not
         return masks
 
@@ -97,16 +97,16 @@ class GrammarWork:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return self._processor_clock() - began
 
-    def _consume(self, places: Sequence[GrammarPlace]) -> None:
-        """Consume all pending tokens, one of each place at a time."""
-        if len(places) == 1 and not places[0].is_watched and len(places[0].pending) == 1:  # the threads cost more
-            places[0].matcher.consume_token(places[0].pending.pop())
+    def _consume(self, states: Sequence[GrammarState]) -> None:
+        """Consume all pending tokens, one of each state at a time."""
+        if len(states) == 1 and not states[0].is_watched and len(states[0].pending) == 1:  # the threads cost more
+            states[0].matcher.consume_token(states[0].pending.pop())
             return
         at = 0
-        while pairs := [(place.matcher, place.pending[at]) for place in places if at < len(place.pending)]:
+        while pairs := [(state.matcher, state.pending[at]) for state in states if at < len(state.pending)]:
             if len(pairs) == 1:  # a pair alone is consumed on this thread, with the interpreter's lock
                 pairs.append((self._spare, 0))
             self._threads.consume_token_par(pairs)
             at += 1
-        for place in places:
-            place.pending.clear()
+        for state in states:
+            state.pending.clear()

@@ -1,4 +1,7 @@
-"""Grammars over the tokens of one model: which of them may come next."""
+"""Grammars over the tokens of one model: which of them may come next.
+
+Tests: tests/core/test_grammars.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import numpy as np
 
 from ..cpus import available_cpus
 from .grammar import Grammar, GrammarKind
-from .grammar_work import GrammarPlace, GrammarWork
+from .grammar_work import GrammarState, GrammarWork
 from .json_schemas import check_optional, located, subschemas
 from .speller import ANY_TEXT, Speller
 
@@ -67,7 +70,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self.compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        """What is kept, least recently used first."""
+        """Compiled grammars, least recently used first."""
         self._lock = Lock()  # of `compiled`
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -95,14 +98,14 @@ class Grammars:
         """Return which tokens each matcher of `compile` allows next, `[matchers, words]` int32: a bit for each token of
         the model, or of the tokenizer where that has more, the lowest first.
 
-        A matcher that gives up, because its next mask would take too much work, allows none.
+        A matcher allows none if its next mask would take too much work.
         """
-        return self.advance([GrammarPlace(matcher) for matcher in matchers])
+        return self.advance([GrammarState(matcher) for matcher in matchers])
 
-    def advance(self, places: Sequence[GrammarPlace]) -> np.ndarray:
-        """Consume the tokens that places have pending; return the masks that `masks` returns of their matchers."""
+    def advance(self, states: Sequence[GrammarState]) -> np.ndarray:
+        """Consume the pending tokens of grammar states; return the masks that `masks` returns of their matchers."""
         self._load()
-        return self._work.masks(places)
+        return self._work.masks(states)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -150,7 +153,9 @@ class Grammars:
 
 @lru_cache(8)
 def grammars_of(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
-    """Return the process's grammars of a model: what the API has checked is compiled when the engine needs it."""
+    """Return the process's grammars of a model: those that the API has checked are compiled when the engine needs
+    them.
+    """
     return Grammars(model, vocab_size, eos_token_ids)
 
 
@@ -225,7 +230,7 @@ def _of_lark(text: str) -> str:
 
 
 def _of_structural_tag(text: str, tokenizer: LLTokenizer) -> str:
-    """Free text, in which what begins like a trigger is one of the structures: a trigger by its token, too."""
+    """Free text in which a trigger, as text or as its token, begins one of the structures."""
     asked, tags, rules = json.loads(text), [], ["%llguidance {}", ANY_TEXT]
     for number, structure in enumerate(asked["structures"]):
         begin, end, tag = structure["begin"], structure["end"], f"tag_{number}"

@@ -1,4 +1,7 @@
-"""JSON schemas as llguidance takes them: what it can't enforce, and where a schema asks for it."""
+"""JSON schemas as llguidance takes them: keywords that it can't enforce, and their paths in a schema.
+
+Tests: tests/core/test_json_schemas.py.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def located(message: str, schema: Any, root: str = "") -> str | None:
-    """llguidance's message about a schema with the path of what it is about; None if the schema has no such thing.
+    """llguidance's message about a schema, with the path of its subject; None if the schema has no such part.
 
     root: path of the schema.
     """
@@ -112,7 +115,7 @@ def check_optional(schema: Any, root: str = "") -> None:
 
 
 def _num_optional(schema: Any, root: Any, counted: dict[int, int]) -> int:
-    """Optional properties of an object, and of what it may be instead, or is as well. counted: by schemas' identity."""
+    """Optional properties of an object, with those of its alternatives and conjuncts. counted: by schemas' identity."""
     if not isinstance(schema, dict):
         return 0
     if (known := counted.get(id(schema))) is not None:
@@ -131,7 +134,7 @@ def _num_optional(schema: Any, root: Any, counted: dict[int, int]) -> int:
 
 
 def _resolved(reference: str, root: Any) -> Any:
-    """What a reference within a document points to; None if that is nothing."""
+    """The target of a reference within a document; None if there is none."""
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")

@@ -1,4 +1,7 @@
-"""Changes to logits before sampling: grammars, bans, biases and penalties."""
+"""Changes to logits before sampling: grammars, bans, biases and penalties.
+
+Tests: tests/core/model/test_sampler.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 
 from ...ops.sampling import ban
 from ...ops.upload import on_device
-from .grammar_work import GrammarPlace
+from .grammar_work import GrammarState
 from .grammars import Grammars
 from .types import ScheduledSequence
 
@@ -21,10 +24,10 @@ _MOST = float(np.finfo(np.float32).max)
 class LogitEdits:
     """One request's changes by token id, updated as tokens are generated.
 
-    Nothing here depends on the length of the text but the table of the tokens in it: a step adds the last token.
+    Only the table of the tokens in the text depends on the length of the text: a step adds the last token.
 
-    place: where in its grammar the request is; None without one. restricts: True if the request says which tokens may
-    come, by a grammar or a list.
+    grammar_state: its position in its grammar; None without a grammar. restricts: True if the request restricts the
+    tokens by a grammar or a list.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class LogitEdits:
         for token in seen:
             self._change[1, self._slot[token]] = params.repetition_penalty
         self._banned = [word[0] for word in params.bad_words if len(word) == 1]
-        self.place: GrammarPlace | None = None
+        self.grammar_state: GrammarState | None = None
         if params.grammar is not None and grammars is not None:
-            self.place = GrammarPlace(grammars.compile(params.grammar))
+            self.grammar_state = GrammarState(grammars.compile(params.grammar))
         listed = params.allowed_token_ids
         self._listed = None if listed is None else _bits(listed, vocab)
-        self._ends = _bits(tuple(eos_token_ids), vocab) if self.place is not None and params.ignore_eos else None
-        self.restricts = self.place is not None or listed is not None
+        self._ends = (
+            _bits(tuple(eos_token_ids), vocab) if self.grammar_state is not None and params.ignore_eos else None
+        )
+        self.restricts = self.grammar_state is not None or listed is not None
 
     def belongs_to(self, sequence: ScheduledSequence) -> bool:
         """True if these are the changes of the row's request."""
@@ -70,14 +75,14 @@ class LogitEdits:
         if self._counts_output:
             for token in self._token_ids[self._done :]:
                 self._see(token)
-        if self.place is not None:
-            self.place.pending += self._token_ids[self._done :]
+        if self.grammar_state is not None:
+            self.grammar_state.pending += self._token_ids[self._done :]
         self._done = len(self._token_ids)
         count = len(self._slot)
         return self._ids[:count], self._change[:, :count]
 
     def banned(self, eos_token_ids: Collection[int], num_tokens: int) -> list[int]:
-        """Return the token ids that are banned behind the first `num_tokens`; the last may not be known yet, unless
+        """Return the token ids that are banned after the first `num_tokens`; the last may not be known yet, unless
         `ScheduledSequence.looks_back`.
         """
         params, output = self._params, num_tokens - self._prompt
@@ -90,7 +95,7 @@ class LogitEdits:
         return banned
 
     def restrict(self, mask: np.ndarray) -> None:
-        """Clear bits of what the grammar allows, `[words]` int32: of tokens that are not listed, and with `ignore_eos`
+        """Clear bits of the grammar's mask, `[words]` int32: of tokens that are not listed, and with `ignore_eos`
         of ends, unless nothing else can come.
         """
         if self._listed is not None:
@@ -139,9 +144,13 @@ def grammar_seconds(sequences: Iterable[ScheduledSequence]) -> dict[str, float]:
     found = {}
     for sequence in sequences:
         edits = None if sequence.params.grammar is None else sequence.state.edits
-        if isinstance(edits, LogitEdits) and edits.place is not None and (edits.place.seconds or edits.place.was_heavy):
-            found[sequence.request_id] = edits.place.seconds
-            edits.place.was_heavy = edits.place.seconds > 0
+        if (
+            isinstance(edits, LogitEdits)
+            and edits.grammar_state is not None
+            and (edits.grammar_state.seconds or edits.grammar_state.was_heavy)
+        ):
+            found[sequence.request_id] = edits.grammar_state.seconds
+            edits.grammar_state.was_heavy = edits.grammar_state.seconds > 0
     return found
 
 
@@ -155,8 +164,8 @@ def edited(
     """Apply requests' changes to rows of logits `[rows, vocab]` for the duration of the context.
 
     rows: of the logits, with the scheduled row that each belongs to. All rows are changed by the same few operations.
-    Order: allowed tokens, bias, repetition, presence and frequency; what is banned stays so. What a grammar or a list
-    does not allow stays banned for good, unless the row's token is scored.
+    Order: allowed tokens, bias, repetition, presence and frequency; banned tokens stay banned. A token that a grammar
+    or a list does not allow stays banned for good, unless the row's token is scored.
     """
     vocab, undo = logits.shape[1], []
     flat = logits.view(-1)
@@ -215,9 +224,9 @@ def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammar
     masks = np.full((len(rows), 1 + -(-vocab // 32)), -1, np.int32)
     masks[:, 0] = [index for index, _ in rows]
     allowed = masks[:, 1:]
-    places = {index: edits.place for index, (_, edits) in enumerate(rows) if edits.place is not None}
-    if places and grammars is not None:
-        allowed[list(places)] = grammars.advance(list(places.values()))[:, : allowed.shape[1]]
+    states = {index: edits.grammar_state for index, (_, edits) in enumerate(rows) if edits.grammar_state is not None}
+    if states and grammars is not None:
+        allowed[list(states)] = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
     for mask, (_, edits) in zip(allowed, rows, strict=True):
         edits.restrict(mask)
     return masks

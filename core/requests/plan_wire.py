@@ -18,8 +18,8 @@ _GRAMMAR = tuple(one.name for one in fields(Grammar))
 
 
 def plan_to_wire(plan: StepPlan, *, samples: bool = True) -> dict[str, Any]:
-    """Return the plan as lists, dicts, strings, numbers and None. samples: with what rows draw their tokens by;
-    otherwise only rows with prompt tokens to score have it.
+    """Return the plan as lists, dicts, strings, numbers and None. samples: with the sampling parameters of sequences;
+    otherwise only sequences that report prompt logprobs have them.
 
     An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
     until it has been computed, which a server does in the background.

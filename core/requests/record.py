@@ -1,4 +1,7 @@
-"""A request as plain data: what another engine needs to go on with it, token for token."""
+"""A request as plain data, with which another engine can continue it token for token.
+
+Tests: tests/core/test_moving.py.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class NotHere:
 def to_record(request: Request, now: float) -> dict[str, Any]:
     """Return a request's parameters and tokens; sampling depends on tokens, seed and parameters only.
 
-    Its client has received all tokens that were generated so far. An adapter is the hash of its content; its name,
-    which may mean another adapter elsewhere, is what the client asked for. now: seconds on the engine's clock.
+    Its client has received all tokens that were generated so far. An adapter is the hash of its content; its name
+    is the one that the client asked for, and may mean another adapter elsewhere. now: seconds on the engine's clock.
     """
     adapter = request.adapter
     return {

@@ -1,4 +1,7 @@
-"""Sampling parameters: the choice of a request's next token, and its end."""
+"""Sampling parameters: the choice of a request's next token, and its end.
+
+Tests: tests/core/model/test_sampler.py, tests/core/test_engine.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MAX_ALLOWED_TOKENS = 16384
 
 
 class InvalidRequest(ValueError):
-    """A request that can't be served as asked. `field` names the wrong input, the text says how to mend it."""
+    """A request that can't be served as asked. `field` names the wrong input, the text says how to fix it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -40,21 +43,18 @@ class SamplingParams:
     """Applied in this order: grammar, allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p,
     top_k, top_p. A request for which they leave no token to draw ends with an error.
 
-    max_tokens: None means as many as the model's length and the arena allow.
-    temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: nucleus mass in (0, 1].
-    min_p: drop tokens less likely than min_p times the likeliest.
+    max_tokens: None means as many as the model's length and the arena allow. temperature: 0 is greedy. top_k: 0 keeps
+    all tokens. top_p: nucleus mass in (0, 1]. min_p: drop tokens less likely than min_p times the most likely one.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens generated so far (OpenAI).
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (CTRL).
-    logit_bias: added to the logits of token ids.
-    seed: same seed and prompt give the same tokens whatever else is in the batch; None counts as 0, see `Seeds`.
-    stop_token_ids: end on any of these in addition to the model's end-of-sequence ids.
-    min_tokens: neither kind of end may be drawn before that many tokens.
-    bad_words: token id sequences that must not be generated.
-    allowed_token_ids: the only tokens that may be generated, an end of sequence among them only if it is listed.
-    grammar: what the answer matches; an end of sequence comes only where it may end, and ends it despite `ignore_eos`,
-    which lets it come only where nothing else can.
-    logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
-    logprob_token_ids: the alternatives to report with generated tokens, instead of the likeliest; needs `logprobs`.
+    logit_bias: added to the logits of token ids. seed: same seed and prompt give the same tokens whatever else is in
+    the batch; None counts as 0, see `Seeds`. stop_token_ids: end on any of these in addition to the model's
+    end-of-sequence ids. min_tokens: neither kind of end may be drawn before that many tokens. bad_words: token id
+    sequences that must not be generated. allowed_token_ids: the only tokens that may be generated, an end of sequence
+    among them only if it is listed. grammar: the output matches it; an end of sequence comes only where it may end, and
+    ends it despite `ignore_eos`, which lets it come only where nothing else can. logprobs, prompt_logprobs: report
+    log-probabilities of generated or prompt tokens with that many alternatives. logprob_token_ids: the alternatives to
+    report with generated tokens, instead of the most likely ones; needs `logprobs`.
     """
 
     max_tokens: int | None = 16
@@ -123,9 +123,9 @@ class Seeds:
         return params if params.seed is not None else replace(params, seed=self._random.getrandbits(63))
 
 
-def _at_most(name: str, count: int, most: int, what: str) -> None:
+def _at_most(name: str, count: int, most: int, noun: str) -> None:
     if count > most:
-        raise InvalidRequest(name, f"{name} has {count} {what}; at most {most} are taken")
+        raise InvalidRequest(name, f"{name} has {count} {noun}; at most {most} are taken")
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:

@@ -195,7 +195,7 @@ NOT_FINITE = "the model produced logits that are not finite"
 
 ALL_BANNED = (
     "every token is banned: grammar, allowed_token_ids, bad_words, logit_bias and min_tokens leave none to sample, or "
-    "the grammar is too complex where the answer has come to; ask for less"
+    "the grammar is too complex at this point of the output; simplify it, or ban fewer tokens"
 )
 """Error of a sequence with nothing to sample."""
 

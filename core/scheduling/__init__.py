@@ -1,1 +1,1 @@
-"""Decisions: which requests are admitted, run or wait, and what a step computes."""
+"""Scheduling: the requests that are admitted, run or wait, and the content of a step."""

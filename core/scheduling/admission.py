@@ -1,4 +1,7 @@
-"""Admission control: the waiting requests that may begin."""
+"""Admission control: the waiting requests that may begin.
+
+Tests: tests/core/scheduling/test_scheduling.py, tests/core/scheduling/test_queue_order.py.
+"""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from ..cpus import available_cpus
 from ..requests.request import Request
 
 LEAST_SECONDS = 1e-3
-"""Time of a step that heavy grammars may take, whatever the rest of the step takes. Chosen."""
+"""Least time of a step that heavy grammars may take. Chosen."""
 
 SHARE = 0.4
 """Time that heavy grammars may take, as a share of the time that steps take without it, where that is more. Chosen: as
-the larger calls' share of `StepShares`."""
+the share of the larger groups in `StepShares`."""
 
 ALONE_SECONDS = 5e-3
-"""Time of a step for heavy grammars where all requests have one: who comes meanwhile waits for the step. Chosen."""
+"""Time of a step for heavy grammars if all requests have one: new requests wait for the step. Chosen."""
 
 MAX_DEBT = 64
 """Most time that they may owe, in budgets of a step: a pause of the machine must not starve them. Chosen."""
@@ -26,10 +26,10 @@ NUM_SAMPLES = 8
 
 
 class GrammarBudget:
-    """Chooses the requests with heavy grammars that take part in a step beside other requests.
+    """Chooses the requests with heavy grammars that share a step with other requests.
 
-    A grammar is heavy if its last token took long (`GrammarPlace.seconds`). What heavy grammars take beyond the budget
-    of their step is a debt, which the budgets of later steps pay off; until then steps run without them. Then as many
+    A grammar is heavy if its last token took long (`GrammarState.seconds`). Time beyond the budget of a step is a
+    debt, which the budgets of later steps pay off; until then steps run without them. Then as many
     run as the budget has room for, at least one: tenants take turns, and so do requests of one tenant. Heavy grammars
     wait for each other, and other requests don't wait for them. A descheduled request keeps its slot, pages and state.
     """
@@ -53,7 +53,7 @@ class GrammarBudget:
         return max(LEAST_SECONDS, SHARE * min(self._samples, default=0.0))
 
     def choose(self, candidates: Sequence[Request]) -> list[Request] | None:
-        """Return the candidates but for the requests that are left out of the next step; None if none is."""
+        """Return the candidates without the requests that are left out of the next step; None if none is."""
         heavy = [request for request in candidates if request in self.heavy]
         if not heavy:
             return None

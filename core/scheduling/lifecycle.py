@@ -1,4 +1,4 @@
-"""Ways of requests into the queues, from one to the other, and out."""
+"""Life cycle of requests: into the queues, from one to the other, and out."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class Lifecycle:
     """Puts requests into the waiting queue, sends running ones back to it, and ends them.
 
-    A request that leaves the running ones gives up all that it holds, and its tenant is charged for what it computed. A
-    subclass, such as the simulator's, may override what is documented here.
+    A request that stops running frees all its memory, and its tenant is charged for the tokens it computed. A subclass,
+    such as the simulator's, may override the public methods.
 
-    requests: in progress, by id. failed: outputs of requests that have ended outside of a step's result.
+    requests: in progress, by id. ended_outside_steps: outputs of requests that no step's result has ended.
     """
 
     limits: EngineConfig
@@ -64,8 +64,9 @@ class Lifecycle:
         self.num_preemptions += 1
 
     def send_back(self, request: Request, state: RequestState) -> None:
-        """Free all that a running request holds, which may keep its KV in host memory, and put it at the head of the
-        queue.
+        """Free the memory of a running request, and put it at the head of the queue.
+
+        Its KV may be kept in host memory.
         """
         self.running.remove(request)
         if not self.memory.swap_out(request):
@@ -77,7 +78,7 @@ class Lifecycle:
         self.waiting.append_first(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, whichever queue it is in; the caller has its output."""
+        """End a request in either queue; the caller has its output."""
         if request.is_running:
             self.running.remove(request)
             self._release(request)
@@ -95,12 +96,12 @@ class Lifecycle:
             self.store.let_go(request.adapter)
 
     def end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
-        """End a request with an error, whichever queue it is in; its output is among `failed`."""
+        """End a request in either queue with an error; its output is in `ended_outside_steps`."""
         self.finish(request, FinishReason.ERROR)
         self.ended_outside_steps.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _release(self, request: Request) -> None:
-        """Free all that a request which has left the running ones holds, and charge its tenant for what it computed."""
+        """Free the memory of a request that no longer runs, and charge its tenant for the tokens it computed."""
         self.service.end(request)
         self.memory.release(request)
 

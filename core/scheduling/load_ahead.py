@@ -1,4 +1,7 @@
-"""Loading adapters ahead for waiting requests, and starting requests while their adapter is being read."""
+"""Loading adapters ahead for waiting requests, and starting requests while their adapter is being read.
+
+Tests: tests/core/scheduling/test_load_ahead.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _MOST_LOOKED_AT = 512
 class LoadAhead:
     """Reads and loads adapters of the first waiting requests: `lookahead` from disk, `prefetch` into the arena.
 
-    Requests that wait for a slow read are not counted, so that no request waits behind them. A broken adapter raises
+    Requests that wait for a slow read are not counted: no request waits for them. A broken adapter raises
     nothing here: its requests get the error when they are about to start.
 
     refused: failed to load ahead. unfit: not read, because the arena could not hold them.
@@ -117,7 +120,7 @@ def _no_room(adapter: Adapter) -> NoRoom:
 
 @dataclass(slots=True)
 class LoadPolicy:
-    """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
+    """Starts a request while its adapter is being read, if the rest of the read can overlap with the prefill.
 
     The prefill waits for each layer when it reaches it, and with it every other request of the step and every arrival.
     So the rest of the read must not take much longer than the prefill itself.

@@ -1,4 +1,7 @@
-"""Expected lengths of answers, and the pages that admission reserves for them."""
+"""Expected lengths of answers, and the pages that admission reserves for them.
+
+Tests: tests/core/scheduling/test_scheduling.py.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,7 @@ class Growth:
 
         Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
         shares with the prefix cache are not freed. `request` counts as having pages for its known tokens; once it has
-        ended, the others need what they would need without it.
+        ended, the others need as many as without it.
         """
         import numpy as np  # not above: a command line that only names routing policies does without
 

@@ -1,4 +1,7 @@
-"""Memory of requests: pages, cached prefixes and adapter pins while they run, KV in host memory while they wait."""
+"""Memory of requests: pages, cached prefixes and adapter pins while they run, KV in host memory while they wait.
+
+Tests: tests/core/test_swapping.py, tests/core/test_engine.py, tests/simulation.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class RequestMemory:
         """Take the matched prefix, pin the adapter and allocate pages for `count` more tokens; the request `fits`.
 
         An adapter may still be being read: its layers arrive during the prefill.
-        Raises what loading the adapter raises; then nothing is held.
+        Raises the errors of loading the adapter; then nothing is held.
         """
         table = BlockTable(self.pool, self.prefix, self.block_tokens, self.prefix.take(blocks, request.num_tokens))
         adapter = request.adapter
@@ -111,7 +114,7 @@ class RequestMemory:
         return max(cached, image.num_tokens)
 
     def swap_out(self, request: Request) -> bool:
-        """Begin to copy the KV of a request that is about to be released to host memory; False if it is given up.
+        """Begin to copy the KV of a request that is about to be released to host memory; False if the KV is dropped.
 
         Blocks that others use stay where they are, and are looked for in the prefix cache when the request comes back.
         """
@@ -149,13 +152,13 @@ class RequestMemory:
         return lost
 
     def forget_image(self, request: Request) -> None:
-        """Give up the KV that a request that has ended has in host memory."""
+        """Drop the KV of an ended request from host memory."""
         if request.kv_image is not None:
             self.swapped.forget(request.kv_image)
             request.kv_image = None
 
     def _restore(self, request: Request, image: KvImage, num_blocks: int) -> None:
-        """Copy a request's image into its pages behind its cached prefix; without it, if that can't be."""
+        """Copy a request's image into its pages after its cached prefix; drop the image if that fails."""
         pages = request.block_table.pages[num_blocks : image.blocks.stop]
         try:
             request.restoring = self.swapped.restore(image, pages, num_blocks - image.blocks.start)
@@ -172,7 +175,7 @@ class RequestMemory:
             self.arriving.append(request)
 
     def _drop_image(self, request: Request, image: KvImage) -> None:
-        """The request goes on without its image, and scores its prompt anew."""
+        """Let a request continue without its image; its prompt logprobs are computed again."""
         self.swapped.drop(image)
         request.kv_image = None
         request.prompt_logprobs.clear()
@@ -240,11 +243,11 @@ class RequestMemory:
 
 
 def swaps(setting: Literal["auto", "swap", "recompute"], costs: RestoreCosts) -> bool:
-    """Return whether a request's KV is to be swapped; `auto` takes what is measured to take less time.
+    """Return whether a request's KV is to be swapped; `auto` chooses the way that was measured as faster.
 
     Both grow with the pages, so that a page of the one is compared with a page of the other. A copy is taken to cost
-    its whole time, though a GPU computes meanwhile: the estimate errs on the side of computing again. What the prefix
-    cache may keep by chance is not counted on.
+    its whole time, though a GPU computes meanwhile: the estimate errs on the side of computing again. Blocks
+    that the prefix cache may keep by chance are not counted.
     """
     return setting == "swap" or (setting == "auto" and costs.swapped_page < costs.prefix_page)
 

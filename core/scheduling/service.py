@@ -1,4 +1,7 @@
-"""What tenants were served: the policy that counts it, their turns, and which requests keep rows and pages."""
+"""Fairness among tenants: served costs, turns, and the order in which requests keep slots and pages.
+
+Tests: tests/core/scheduling/test_service.py, tests/core/scheduling/test_policies.py.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class QueuePolicy(Protocol):
         ...
 
     def settle(self, request: Request) -> None:
-        """Replace the expected charge of a request that no longer runs by the cost of what it has computed."""
+        """Replace the expected charge of a request that no longer runs by the cost of the tokens it computed."""
         ...
 
 
@@ -233,7 +236,7 @@ class Turns:
         return seconds <= self._overdue_before[0] or step <= self._overdue_before[1]
 
     def _settled(self, pick: Callable[[], str | None]) -> str | None:
-        """Return the tenant that is picked from the line, once it waits and its standing is up to date."""
+        """Return the picked tenant, once it waits and its standing is up to date."""
         line = self._line
         while (tenant := pick()) is not None:
             if tenant not in self._waiting.tenants:
@@ -286,9 +289,9 @@ WINDOW_SECONDS = 10.0
 class Service:
     """Served cost of each tenant: the queue policy's cost of its running and of its recently ended requests.
 
-    Where requests lack rows or pages, the first request of each tenant keeps its own, then the requests of the tenants
-    with the lowest served cost. A request that lacks a row is paused: it keeps its pages and state, nothing is
-    recomputed, and it resumes when a row is free. One that lacks pages is preempted.
+    If slots or pages run short, the first request of each tenant keeps its own, then the requests of the tenants with
+    the lowest served cost. A request without a slot is descheduled: it keeps its pages and state, nothing is
+    recomputed, and it resumes when a slot is free. A request without pages is preempted.
     """
 
     def __init__(
@@ -324,13 +327,13 @@ class Service:
             self.turns.record_turn(tenant, *now)
 
     def begin(self, request: Request, length: int) -> None:
-        """Charge the tenant of an admitted request, expected to end with `length` tokens computed, also for a turn."""
+        """Charge the tenant of an admitted request for its expected `length` in tokens, and for a turn."""
         self.policy.charge(request, length)
         self.turns.record_turn(request.fairness_key, *self._now())
         self._running_cost[request.fairness_key] = self._running_cost.get(request.fairness_key, 0.0) + request.charged
 
     def end(self, request: Request) -> None:
-        """Charge the tenant of a request that has left the running ones for what it computed, instead."""
+        """Replace the charge of a request that no longer runs by the cost of the tokens it computed."""
         tenant, now = request.fairness_key, self._now()[0]
         self._running_cost[tenant] -= request.charged
         self.policy.settle(request)
@@ -347,8 +350,8 @@ class Service:
         return self._running_cost.get(tenant, 0.0) + self._recent_cost(tenant, self._now()[0])
 
     def order(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
-        """Return requests in the order in which they keep rows and pages: `begun` ones, the first of each tenant,
-        then the ones of the tenants with the lowest served cost. requests: in order of admission.
+        """Return requests in the order in which they keep slots and pages: `begun` ones, the first of each tenant,
+        then the requests of the tenants with the lowest served cost. requests: in order of admission.
 
         In a tenant prompts come first, so that a prompt that has begun is computed to its end; the newest is last.
         """
@@ -362,14 +365,16 @@ class Service:
         return sorted(keys, key=keys.__getitem__)
 
     def choose(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
-        """Return the `max_rows` of `requests` that share a step. requests: in order of admission. begun: requests that
-        keep their row in any case.
+        """Return the `max_num_seqs` requests that share a step.
+
+        requests: in order of admission. begun: requests that keep their slot in any case.
         """
         kept = set(self.order(requests, begun)[: self.max_num_seqs])
         return [request for request in requests if request in kept]
 
     def last(self, requests: Sequence[Request]) -> Request:
-        """Return the request to preempt: of the tenant at the end of the order the newest, which loses the least work.
+        """Return the request to preempt: the newest of the tenant at the end of the order. It loses the least work.
+
         requests: in order of admission.
 
         Never the oldest, as long as there is another, so that preemptions can't cycle.

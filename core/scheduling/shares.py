@@ -1,4 +1,7 @@
-"""Shares of tenants: of what all of them want, be it a step's tokens or the pages, each has a part by its weight."""
+"""Shares of tenants, by weight, in the tokens of a step or in the pages.
+
+Tests: tests/core/scheduling/test_scheduling.py, tests/core/scheduling/test_service.py.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ RESTORE_WINDOW_SECONDS = 10.0
 def max_min_level(
     amount: float, wanted: Mapping[str, float], weights: Mapping[str, float], others: float = 0.0
 ) -> float:
-    """Return the level of a weighted max-min split: a tenant's share is what it wants, or its weight times the level
-    where that is less. Infinite if all get what they want.
+    """Return the level of a weighted max-min split. Infinite if all tenants get all they want.
+
+    A tenant's share is the amount it wants, or its weight times the level if that is less.
 
     wanted: by tenant, where bounded. weights: by tenant; by default 1. others: sum of the weights of tenants that want
     all they may have.
@@ -56,12 +60,12 @@ class PageShares:
         self._of: Growth | None = None
         self._level = 0.0  # share of a tenant of weight 1 in the step of that growth
         self.recipient: Request | None = None
-        """The last request that pages were taken for, until it begins."""
-        self._donors: set[str] = set()  # tenants that it took them from
+        """The last request that others were preempted for, until it begins."""
+        self._donors: set[str] = set()  # tenants of the preempted requests
         self._preempted_at = self._next_preemption = -math.inf
 
     def donors(self, now: float) -> set[str]:
-        """Return the tenants that begin nothing yet, unless owed a turn: `taker` waits for their pages."""
+        """Return the tenants that begin nothing yet, unless overdue for a turn: `recipient` waits for their pages."""
         return self._donors if now < self._preempted_at + self._patience else set()
 
     def is_within_share(self, request: Request, running: Running, growth: Growth) -> bool:
@@ -79,10 +83,10 @@ class PageShares:
         now: float,
         from_end: Callable[[Collection[str]], list[Request]],
     ) -> list[Request]:
-        """Return the requests to preempt for a request, all with a row since before the step; none if others need their
-        pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
+        """Return the requests to preempt for a request, all in the step before requests were admitted; none if others
+        need their pages, if it would go beyond its tenant's share, or if restoring the latest victims costs too much.
 
-        from_end: returns such requests of some tenants, the last in the order first.
+        from_end: returns the preemptible requests of some tenants, the last in the order first.
         """
         if now < self._next_preemption or not self.is_within_share(request, running, growth):
             return []

@@ -59,7 +59,7 @@ class SlotLending:
             self.change(donor, -1)
 
     def retract(self, tenant: str) -> None:
-        """Take back `admit` of a request with tokens, whose sequence is descheduled in the same step."""
+        """Undo `admit` for a request with tokens, whose sequence is descheduled in the same step."""
         self._num_new[tenant] -= 1
 
     def change(self, tenant: str, by: int) -> None:

@@ -1,4 +1,7 @@
-"""Builds the batch of one step: running requests first, then waiting ones."""
+"""Builds the batch of one step: running requests first, then waiting ones.
+
+Tests: tests/core/scheduling/test_service.py, tests/core/scheduling/test_scheduling.py, tests/simulation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tokens of a step: how many each scheduled request computes."""
+"""Tokens of a step: how many each scheduled request computes.
+
+Tests: tests/core/scheduling/test_scheduling.py, tests/core/scheduling/test_service.py.
+"""
 
 from __future__ import annotations
 

@@ -239,6 +239,8 @@ class _EngineCollector(Collector):
             if one.name:
                 family, value = CounterMetricFamily if one.grows else GaugeMetricFamily, getattr(stats, field)
                 yield family(f"chorus_{one.name}", one.text, value)
+                if one.old_name:
+                    yield family(f"chorus_{one.old_name}", f"The old name of chorus_{one.name}", value)
                 if one.gateway:
                     theirs = family(f"vllm:{one.gateway}", one.text, labels=MODEL_LABELS)
                     yield with_samples(theirs, (self._everything, value))

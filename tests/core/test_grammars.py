@@ -220,7 +220,9 @@ class TestEnds:
         driver.add("good", None, [5], grammar=GRAMMARS["regex"][0], ignore_eos=False, max_tokens=30)
         driver.step()
         edits = driver.engine.scheduler.get("bad").sampler.edits
-        assert not edits.place.matcher.consume_tokens([EOS])  # as after too much work: it is in an error from here on
+        assert not edits.grammar_state.matcher.consume_tokens(
+            [EOS]
+        )  # as after too much work: it is in an error from here on
         answers = driver.drain()
         assert answers["bad"].error == ALL_BANNED and answers["good"].finish_reason is FinishReason.STOP
 

@@ -490,5 +490,5 @@ def test_the_executor_refuses_a_plan_of_another_shadow(subject, drive):
     driver.add("x", None, [4, 5], max_tokens=3)
     plan = driver.engine.begin_step()
     plan.merged = driver.engine.store.get("r1-all")
-    with pytest.raises(RuntimeError, match="not of"):
+    with pytest.raises(RuntimeError, match="not ready for"):
         driver.executor.execute(plan)

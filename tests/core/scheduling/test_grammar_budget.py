@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from chorus.core.requests.grammar_work import GrammarPlace, GrammarWork
+from chorus.core.requests.grammar_work import GrammarState, GrammarWork
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.grammar_budget import ALONE_SECONDS, LEAST_SECONDS, MAX_DEBT, GrammarBudget
@@ -178,7 +178,7 @@ class TestMeasuring:
 
     def places(self, tokenizer, count):
         grammar = LLMatcher(tokenizer, LLMatcher.grammar_from_regex("[a-z]{1,99}"))
-        return [GrammarPlace(grammar.deep_copy()) for _ in range(count)]
+        return [GrammarState(grammar.deep_copy()) for _ in range(count)]
 
     def test_slow_steps_are_measured_one_by_one_until_they_are_quick_again(self, work, tokenizer):
         places = self.places(tokenizer, 3)

@@ -103,7 +103,7 @@ def test_a_file_that_hangs_fails_its_requests_and_holds_up_nobody(gqa, drive):
         answers = driver.drain()
         assert answers["x"].finish_reason is FinishReason.ERROR
         assert "was abandoned" in answers["x"].error and answers["x"].failure == "adapter_timeout"
-        assert driver.engine.stats().num_given_up_reads == 1
+        assert driver.engine.stats().num_timed_out_reads == 1
         driver.add("z", HUNG, [7] * 5, max_tokens=4)
         assert "still hangs" in driver.drain()["z"].error
     finally:
@@ -113,7 +113,7 @@ def test_a_file_that_hangs_fails_its_requests_and_holds_up_nobody(gqa, drive):
 def test_what_the_arena_could_never_hold_is_refused_before_it_is_read(gqa, drive):
     driver = drive(gqa, adapters={}, num_pages=2)
     driver.executor.adapters.read = lambda *args: pytest.fail("it was read")
-    with pytest.raises(AdapterFormatError, match="pages of the arena"):
+    with pytest.raises(AdapterFormatError, match="pages of the pool"):
         driver.engine.adapters.check(gqa.adapters[HUNG])
 
 

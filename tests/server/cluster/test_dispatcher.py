@@ -257,7 +257,7 @@ def test_answers_of_one_call_stay_together_while_there_is_room():
     assert len({api_server.at(name).name for name in "abc"}) == 1
     for name in ("a", "b", "c"):
         assert api_server.dispatcher.abort(name)
-    assert "one" not in api_server.dispatcher.placer._calls  # noqa: SLF001 - nothing is kept of it
+    assert "one" not in api_server.dispatcher.placer._last_of_group  # noqa: SLF001 - nothing is kept of it
 
 
 def test_while_the_policy_has_a_request_wait_none_overtakes_it():

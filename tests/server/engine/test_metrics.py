@@ -14,6 +14,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.engine_stats import EngineStats
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
@@ -260,12 +261,21 @@ def test_cache_counters(start, fake_engine):
         assert line in lines
 
 
+def test_metrics_keep_their_old_names_for_a_release(start, fake_engine):
+    fake_engine.stats = lambda: EngineStats(num_async_steps=3, num_timed_out_reads=2)
+    lines = start(fake_engine).client.get("/metrics").text.splitlines()
+    for name, count in (("async_steps", 3.0), ("steps_ahead", 3.0), ("adapter_timed_out_reads", 2.0)):
+        assert f"chorus_{name}_total {count}" in lines
+    assert "chorus_adapter_given_up_reads_total 2.0" in lines
+
+
 def test_credits_of_adapters(start, fake_engine):
     credits = {"alice": 70_002.5, "bob": 69_997.5}
     fake_engine.store.tiers |= {"alice": Tier.DEVICE, "bob": Tier.DEVICE}
     live = start(fake_engine)
     assert "chorus_adapter_credit{" not in live.client.get("/metrics").text
-    fake_engine.modes = SimpleNamespace(credit=lambda adapter: credits[adapter.name])
+    policy = SimpleNamespace(credit=lambda adapter: credits[adapter.name])
+    fake_engine.modes = SimpleNamespace(policy=policy)
     lines = live.client.get("/metrics").text.splitlines()
     assert [line for line in lines if line.startswith("chorus_adapter_credit{")] == [
         'chorus_adapter_credit{adapter="alice"} 70002.5',
