@@ -157,7 +157,7 @@ def test_refuses_what_does_not_fit():
         ragged.plan(range(MAX_ROWS + 2), table, [1] * (MAX_ROWS + 1))
     with pytest.raises(ValueError, match="host memory"):
         ragged.plan([0, 1], table[:1].to("meta"), [1])
-    with pytest.raises(ValueError, match="rows have 0 to 3 tokens"):
+    with pytest.raises(ValueError, match="sequences have 0 to 3 tokens"):
         ragged.plan([0, 1, 2], table[:2], [0, 3])
     with pytest.raises(ValueError, match="a page table row 16 pages"):
         ragged.plan([0, 1], table[:1], [4 * MAX_PAGES + 1])
@@ -243,8 +243,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(attention_backend, "version", lambda name: "0.6.4")
     made = {}
 
-    def fake_backend(*args, **kwargs):
-        made.update(kwargs, args=args)
+    def fake_backend(**kwargs):
+        made.update(kwargs)
         return "flashinfer"
 
     monkeypatch.setattr(attention_flashinfer, "FlashInferBackend", fake_backend)
@@ -261,8 +261,9 @@ class OurBackend:
 
     name = "triton"
 
-    def __init__(self, *shape, reason, fix, **sizes):
-        self.shape, self.reason, self.fix, self.sizes = shape, reason, fix, sizes
+    def __init__(self, *, num_heads, kv_heads, head_dim, block_tokens, dtype, device, reason, fix, **sizes):
+        self.shape = num_heads, kv_heads, head_dim, block_tokens, dtype, device
+        self.reason, self.fix, self.sizes = reason, fix, sizes
 
 
 class FlashInferModules:
@@ -309,7 +310,8 @@ def compiler(hopper, tmp_path):
 def test_flashinfer_where_it_can(hopper, compiler):
     assert choose() == "flashinfer"
     assert hopper["num_sms"] == 132
-    assert hopper["args"] == (32, 8, 128, 16, torch.bfloat16, torch.device("cuda:0"))
+    assert (hopper["num_heads"], hopper["kv_heads"], hopper["head_dim"], hopper["block_tokens"]) == (32, 8, 128, 16)
+    assert (hopper["dtype"], hopper["device"]) == (torch.bfloat16, torch.device("cuda:0"))
     assert choose(torch.float16, 64) == "flashinfer"
 
 
@@ -321,9 +323,9 @@ def test_flashinfer_where_it_can(hopper, compiler):
         ({"head_dim": 96}, "triton", "the model's have 96"),
         ({"head_dim": 8}, "torch", "16 to 256 elements in bfloat16, the model's have 8"),
         ({"dtype": torch.float32, "head_dim": 256}, "torch", "16 to 128 elements in float32, the model's have 256"),
-        ({"dtype": torch.float64}, "torch", "takes no float64"),
+        ({"dtype": torch.float64}, "torch", "does not support float64"),
         ({"device": "cpu"}, "torch", "this one is cpu"),
-        ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads of a KV head, the model has 17"),
+        ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
         ({"wanted": "triton"}, "triton", "attention is triton"),
         ({"scores": [Scores(softcap=50.0)]}, "torch", "scores have a soft cap"),
@@ -345,8 +347,8 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"wanted": "flashinfer", "dtype": torch.float32}, "attention is flashinfer, but FlashInfer takes bfloat16"),
-        ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel takes heads of 16 to 256"),
+        ({"wanted": "flashinfer", "dtype": torch.float32}, "attention is flashinfer, but FlashInfer needs bfloat16"),
+        ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 256"),
     ],
 )
 def test_a_backend_that_is_asked_for_and_cannot_serve_is_refused(hopper, compiler, change, reason):

@@ -90,7 +90,7 @@ def test_only_new_pages_are_written_and_sent(monkeypatch):
 def test_a_step_that_is_refused_leaves_the_lists_as_they_are():
     buffers, tables = make(), [[1, 2], [3]]
     buffers.write(table_of(tables, []), [8, 3], tables=tables)
-    with pytest.raises(ValueError, match="rows have 0 to 8 tokens"):
+    with pytest.raises(ValueError, match="sequences have 0 to 8 tokens"):
         buffers.write(table_of(tables, []), [8, 0], tables=tables)
     tables[0].append(4)
     buffers.write(table_of(tables, []), [9, 3], tables=tables)

@@ -205,16 +205,16 @@ def test_pip_draws_its_bar_on_a_terminal(tmp_path, monkeypatch, terminal):
     assert how["stdout"] == (sys.stderr if terminal else subprocess.DEVNULL)
 
 
-def test_smollm2_is_what_it_says():
-    from chorus.core.model.config import _parse
-    from chorus.core.model.config_json import ConfigJson
+def test_smollm2_is_what_it_says(tmp_path):
+    from chorus.core.model.read_config import read_model_config
     from chorus.core.model.weights import tensor_shapes
 
     recipe = MODELS["smollm2"]
     assert recipe.licence == "Apache-2.0"
     assert "==" in recipe.package
     assert len(recipe.sha256) == 64
-    config = _parse(ConfigJson(Path("config.json"), dict(recipe.config)), "LlamaForCausalLM", (2,))
+    (tmp_path / "config.json").write_text(json.dumps(dict(recipe.config)))
+    config = read_model_config(tmp_path)
     assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) == 134_515_008
 
 
