@@ -159,7 +159,7 @@ def test_refuses_what_does_not_fit():
         ragged.plan([0, 1], table[:1].to("meta"), [1])
     with pytest.raises(ValueError, match="sequences have 0 to 3 tokens"):
         ragged.plan([0, 1, 2], table[:2], [0, 3])
-    with pytest.raises(ValueError, match="a page table row 16 pages"):
+    with pytest.raises(ValueError, match="must fit in 16 pages"):
         ragged.plan([0, 1], table[:1], [4 * MAX_PAGES + 1])
     with pytest.raises(ValueError, match="must come before"):
         ragged.plan([0, 1, 4], table[:2], [1, 3])
