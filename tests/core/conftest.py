@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from chorus.perf.inline_reads import InlineReads
 
 from ..simulation.late_results import LateResults
 from .executors.thread_ranks import ThreadProcess
+from .tiny_families import Tiny, make_tiny
 
 #: The CPU operators; tests of those that this machine lacks skip.
 KERNELS = ["torch", "native"]
@@ -263,3 +265,14 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """`tiny("qwen3")`: the family's model with adapters, made once."""
+
+    @cache
+    def make(name: str) -> Tiny:
+        return make_tiny(name, tmp_path_factory.mktemp(name))
+
+    return make

@@ -1,0 +1,89 @@
+"""Every family over every path of an engine: chunks of any size, cached prefixes, swaps, merged weights, ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chorus.core.model.layers import HeadNorm
+from chorus.core.model.read_config import read_model_config
+from chorus.graphs.runner import StepMode
+
+from .merging.test_merged import merge
+from .tiny_families import ADAPTERS
+
+pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.parametrize("kernels", ["native"])]
+
+#: A geometry of each family; windows are shorter than most prompts.
+SHORT = [
+    "mistral-window", "qwen2-window", "ministral", "granite", "granite-4", "phi-3", "phi-4-mini", "smollm3-untied",
+    "olmo-2", "olmo-3-yarn", "glm", "glm-4", "gemma", "gemma-2", "gemma-3", "exaone-4", "cohere-2",
+]  # fmt: skip
+
+
+def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
+    """Have requests of the base model and of all adapters answered; what transformers and peft answer."""
+    rng, want = random.Random(seed), {}
+    for index in range(count):
+        adapter = [None, *ADAPTERS][index % 4]
+        prompt, want[f"{seed}.{index}"] = it.case(adapter, rng.randint(*lengths), seed=index, count=tokens)
+        driver.add(f"{seed}.{index}", adapter, prompt, max_tokens=tokens)
+    return want
+
+
+def told(driver, want):
+    answered = driver.drain()
+    return {name: answered[name].tokens for name in want}
+
+
+@pytest.mark.parametrize(("family", "chunk"), [(name, (1, 7, 64)[index % 3]) for index, name in enumerate(SHORT)])
+def test_chunks_of_any_size(tiny, drive, family, chunk):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
+    want = answers(it, driver, 5, seed=1)
+    assert told(driver, want) == want
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_prefixes_from_the_cache(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=2)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("family", SHORT)
+def test_preempted_requests_swap_and_go_on(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(
+        it, block_tokens=8, num_pages=46, max_num_seqs=8, max_num_batched_tokens=64,
+        preemption="swap", prefix_cache=False, max_model_len=128,
+    )  # fmt: skip
+    want = answers(it, driver, 12, seed=4, lengths=(20, 50), tokens=24)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_merged_weights_beside_other_adapters(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
+    merge(driver, "r3-all")
+    want = answers(it, driver, 8, seed=5)
+    assert told(driver, want) == want
+    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_two_ranks(tiny, drive, family):
+    it = tiny(family)
+    if read_model_config(it.model).layers[0].mixer.head_norm is HeadNorm.ALL:
+        pytest.skip("norms of all heads at once are refused on several ranks")
+    driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
+    want = answers(it, driver, 6, seed=6)
+    assert told(driver, want) == want

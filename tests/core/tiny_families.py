@@ -1,0 +1,245 @@
+"""Tiny random models of every family, made by transformers' own classes, with adapters, and what these make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chorus.core.model.read_config import read_model_config
+
+MIN_MARGIN = 1e-3
+"""Greedy choices closer than this would test rounding."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 16.0, "beta_slow": 2.0,
+}  # fmt: skip
+
+GRANITE = {
+    "embedding_multiplier": 12.0, "logits_scaling": 2.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25,
+}  # fmt: skip
+
+#: With larger embeddings, a tied model answers with its last token.
+GRANITE_TIED = {**GRANITE, "embedding_multiplier": 1.5, "residual_multiplier": 0.9}
+
+LONGROPE = {
+    "max_position_embeddings": 1024, "original_max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 2.5], "long_factor": [1.0, 1.5, 3.0, 8.0, 16.0, 30.0],
+    },
+}  # fmt: skip
+
+#: name → (transformers' configuration class, its arguments, largest shard)
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama2": ("LlamaConfig", {"num_key_value_heads": 4}, "50GB"),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, "20KB"),
+    "llama-linear-rope": (
+        "LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}, "50GB",
+    ),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, "50GB"),
+    "mistral": ("MistralConfig", {"head_dim": 24, "sliding_window": None}, "50GB"),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "hidden_size": 56, "num_key_value_heads": 1}, "20KB"),
+    "qwen2-untied": ("Qwen2Config", {"rms_norm_eps": 1e-5, "num_hidden_layers": 3}, "50GB"),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "hidden_size": 40, "tie_word_embeddings": True}, "50GB"),
+    "qwen3-biased": ("Qwen3Config", {"head_dim": 16, "attention_bias": True, "hidden_size": 48}, "20KB"),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "num_key_value_heads": 1}, "50GB"),
+    "seed-oss-out-bias": ("SeedOssConfig", {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True}, "20KB"),
+    "llama-dynamic-rope": (
+        "LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}}, "50GB",
+    ),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}, "50GB"),
+    "mistral-window": ("MistralConfig", {"head_dim": 16, "sliding_window": 24}, "50GB"),
+    "qwen2-window": (
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, "50GB",
+    ),
+    "ministral": (
+        "MinistralConfig",
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
+        "50GB",
+    ),
+    "granite": ("GraniteConfig", {**GRANITE, "attention_multiplier": 0.11}, "50GB"),
+    "granite-biased": (
+        "GraniteConfig",
+        {**GRANITE_TIED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "20KB",
+    ),
+    "granite-4": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE_TIED, "layer_types": ["attention", "attention"], "num_local_experts": 0,
+         "shared_intermediate_size": 96,
+         "position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_n_heads": 4, "mamba_d_head": 32},
+        "50GB",
+    ),
+    "granite-4-nope": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE, "layer_types": ["attention", "attention"], "num_local_experts": 0, "shared_intermediate_size": 80,
+         "position_embedding_type": None, "attention_bias": True, "mamba_n_heads": 4, "mamba_d_head": 32},
+        "20KB",
+    ),
+    "phi-3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": 30}, "50GB"),
+    "phi-4-mini": ("Phi3Config", {"pad_token_id": 0, "tie_word_embeddings": True, **LONGROPE}, "20KB"),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "pad_token_id": 0}, "50GB"),
+    "smollm3-untied": (
+        "SmolLM3Config",
+        {"no_rope_layers": [0, 1, 0], "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+         "use_sliding_window": True, "sliding_window": 20, "pad_token_id": 0},
+        "20KB",
+    ),
+    "olmo-2": ("Olmo2Config", {}, "50GB"),
+    "olmo-2-tied": ("Olmo2Config", {"tie_word_embeddings": True, "num_key_value_heads": 4, "hidden_size": 48}, "20KB"),
+    "olmo-3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 16}, "50GB"),
+    "olmo-3-yarn": (
+        "Olmo3Config",
+        {"num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+        "20KB",
+    ),
+    "glm": ("GlmConfig", {"head_dim": 16, "pad_token_id": 0}, "50GB"),
+    "glm-4": ("Glm4Config", {"head_dim": 16, "pad_token_id": 0}, "50GB"),
+    "glm-4-tied": (
+        "Glm4Config",
+        {"head_dim": 32, "hidden_size": 48, "attention_bias": False, "pad_token_id": 0, "tie_word_embeddings": True},
+        "20KB",
+    ),
+    "gemma": ("GemmaConfig", {"head_dim": 24}, "50GB"),
+    "gemma-2": (
+        "Gemma2Config",
+        {"head_dim": 32, "num_hidden_layers": 4, "sliding_window": 18, "query_pre_attn_scalar": 24},
+        "50GB",
+    ),
+    "gemma-2-untied": (
+        "Gemma2Config",
+        {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 24, "attn_logit_softcapping": 5.0,
+         "final_logit_softcapping": None, "tie_word_embeddings": False, "hidden_size": 48},
+        "20KB",
+    ),
+    "gemma-3": ("Gemma3TextConfig", {"head_dim": 32, "num_hidden_layers": 7, "sliding_window": 20}, "50GB"),
+    "gemma-3-scaled": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 16, "hidden_size": 48, "tie_word_embeddings": False,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        "20KB",
+    ),
+    "exaone-4": ("Exaone4Config", {"num_hidden_layers": 5, "sliding_window": 20}, "50GB"),
+    "exaone-4-whole": (
+        "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+        "20KB",
+    ),
+    "cohere-2": (
+        "Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 20, "head_dim": 16, "pad_token_id": 0}, "50GB",
+    ),
+    "cohere-2-untied": (
+        "Cohere2Config",
+        {"sliding_window": 28, "head_dim": 32, "hidden_size": 48, "tie_word_embeddings": False, "attention_bias": True,
+         "logit_scale": 0.5, "layer_types": ["full_attention", "sliding_attention"], "pad_token_id": 0},
+        "20KB",
+    ),
+}  # fmt: skip
+
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+#: name → (rank, alpha, targets)
+ADAPTERS = {
+    "r3-all": (3, 6, ATTENTION + MLP),
+    "r8-qv": (8, 16, ["q_proj", "v_proj"]),
+    "r17-o-mlp": (17, 8, ["o_proj", *MLP]),
+}
+
+
+@dataclass(eq=False)
+class Tiny:
+    """A model with three adapters, and what transformers + peft make of it."""
+
+    model: Path
+    adapters: dict[str, Path]
+    reference: Any
+
+    def use(self, adapter: str | None) -> Any:
+        if adapter is None:
+            self.reference.base_model.disable_adapter_layers()
+        else:
+            self.reference.base_model.enable_adapter_layers()
+            self.reference.set_adapter(adapter)
+        return self.reference
+
+    @cache  # noqa: B019 - a subject lives as long as its module
+    def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
+        """A random prompt and its `count` greedy tokens, all clear choices."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            prompt = torch.randint(3, 150, (length,), generator=generator).tolist()
+            tokens, margin = self.greedy(adapter, prompt, count)
+            if margin >= MIN_MARGIN:
+                return prompt, tokens
+
+    def greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+        model, tokens, margin, cache, inputs = self.use(adapter), [], float("inf"), None, prompt
+        with torch.inference_mode():
+            for _ in range(count):
+                output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+                best = output.logits[0, -1].topk(2)
+                margin = min(margin, float(best.values[0] - best.values[1]))
+                inputs, cache = [int(best.indices[0])], output.past_key_values
+                tokens += inputs
+        return tokens, margin
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Norms that are not one and biases that are not zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+
+
+def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    import transformers
+
+    config_class, arguments, shard = FAMILIES[name]
+    arguments = {
+        "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 1,
+        "eos_token_id": 2, **arguments, **changes,
+    }  # fmt: skip
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
+    randomise(model)
+    model.to(dtype).save_pretrained(path, max_shard_size=shard)
+
+
+def make_tiny(name: str, root: Path) -> Tiny:
+    """A family's model with ADAPTERS, below `root`."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_family(name, root / "model")
+    adapters = {adapter: root / adapter for adapter in ADAPTERS}
+    paths = read_model_config(root / "model").module_paths.by_path
+    for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
+        torch.manual_seed(seed)
+        here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=here, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
+        base = AutoModelForCausalLM.from_pretrained(root / "model")
+        get_peft_model(base, config).save_pretrained(adapters[adapter])
+    model: Any = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    for adapter, path in adapters.items():
+        if isinstance(model, PeftModel):
+            model.load_adapter(path, adapter_name=adapter)
+        else:
+            model = PeftModel.from_pretrained(model, path, adapter_name=adapter)
+    return Tiny(root / "model", adapters, model.eval())
