@@ -7,8 +7,6 @@ PyTorch computes prefill chunks. For the query heads h of KV head g, over the to
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-
 from __future__ import annotations
 
 import math
@@ -316,3 +314,7 @@ class TritonDecodeAttention:
         out = torch.empty_like(q) if out is None else out
         self._backend.run(q, k_cache, v_cache, out)
         return out.view(len(q), -1)
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false

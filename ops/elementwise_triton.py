@@ -6,8 +6,6 @@ does. Import this module lazily: it needs triton.
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-
 from __future__ import annotations
 
 from functools import cache
@@ -284,3 +282,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 @cache
 def _silu(ffn: int, early: bool) -> KernelLauncher:
     return KernelLauncher(silu_and_mul_rows, silu_constants(ffn) | silu_options() | _early(early))
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false

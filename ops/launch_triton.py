@@ -5,8 +5,6 @@ Import this module lazily: it needs triton.
 
 # The base class of drivers does not declare its drivers' attributes.
 
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -117,3 +115,7 @@ class _Found(NamedTuple):
     run: Any
     function: Any
     metadata: Any
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportAttributeAccessIssue=false

@@ -15,9 +15,6 @@ Import this module lazily: it needs triton.
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 from functools import cache
@@ -396,3 +393,8 @@ def _launchers(vocab: int) -> tuple[KernelLauncher, KernelLauncher, KernelLaunch
         KernelLauncher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
         KernelLauncher(pick_tokens, pick_constants(vocab) | pick_options()),
     )
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false

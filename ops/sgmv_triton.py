@@ -16,9 +16,6 @@ Import this module lazily: it needs triton.
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -658,3 +655,8 @@ def _launch(
         shrink=KernelLauncher(shrink, shrink_constants(*shape) | schedule.options(expand=False) | early),
         expand=KernelLauncher(expand, expand_constants(*shape) | schedule.options(expand=True) | early),
     )
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false

@@ -18,9 +18,6 @@ Import this module lazily: it needs triton.
 
 # A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 from functools import cache
@@ -655,3 +652,8 @@ def _launch(
     constants = gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape) | gemm_options(schedule)
     options = {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
     return KernelLauncher(multiply_rows, constants | options), schedule.blocks(widths, silu=silu)
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false

@@ -22,7 +22,7 @@ def loads(data: bytes) -> Any:
     convert and multiply a header full of long ones.
     """
     if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects in all")
+        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects, nested or not")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer, parse_float=_number)
     except RecursionError:

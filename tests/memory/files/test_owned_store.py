@@ -128,7 +128,7 @@ def test_what_a_draft_holds_stays(opened, clock):
 
 def test_one_owner_has_the_directory(opened, tmp_path):
     first = opened("a")
-    with pytest.raises(OtherOwner, match="in use by another server or cluster; end that one"):
+    with pytest.raises(OtherOwner, match="in use by another server or cluster; stop that one"):
         opened("a")
     with pytest.raises(OtherOwner, match="in use"):
         opened("b", takes_over=True)
