@@ -191,6 +191,12 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
     if manifest.stem != STEM:
         layers = f"{manifest.stem}.layers" if manifest.stem else "layers"
         logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)
+    if manifest.num_left_out:
+        logger.info(
+            "adapter %s: %d of its tensors are of a vision tower, which has no effect on text",
+            name,
+            manifest.num_left_out,
+        )
     if manifest.no_effect:
         logger.warning("adapter %s changes nothing: all of its B, or A, or its alpha are zero", name)
 

@@ -110,7 +110,7 @@ class ModelConfig:
             for path, parts in self.tensors.fused.items()
         )
         renamed = ((module, names[path]) for module in MODULES if (path := usual_path(module)) in names)
-        return ModulePaths(tuple(renamed), tuple(fused))
+        return ModulePaths(tuple(renamed), tuple(fused), self.tensors.left_out)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""

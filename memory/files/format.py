@@ -63,6 +63,9 @@ class AdapterManifest:
     names_other_base: bool = False
     modules: ModulePaths = LLAMA_PATHS
 
+    num_left_out: int = 0
+    """Tensors of the file that have no effect on text."""
+
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
@@ -119,24 +122,31 @@ def inspect_adapter(
                 stem,
                 base_model=config.base_model,
                 modules=modules,
+                num_left_out=file.num_left_out,
             )
 
 
 class AdapterWeights(TensorFile):
     """The tensors of an adapter under Llama's names for them, whatever model was around the base in training.
 
-    A tensor of several projections is there as one of each.
+    A tensor of several projections is there as one of each; those of `ModulePaths.left_out` are not there.
     """
 
     def __init__(self, path: Path, fd: int, modules: ModulePaths) -> None:
         super().__init__(path, fd, self._plain)
         self._stems: set[str] = set()
         self._modules = modules
+        self.num_left_out = 0
+        """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         found: dict[str, TensorInfo] = {}
+        left_out = tuple(f"{_PREFIX}{name}" for name in self._modules.left_out)
         for name, info in super().tensors.items():
+            if name.startswith(left_out):
+                self.num_left_out += 1
+                continue
             match = _IN_LAYER.fullmatch(name)
             if match is None or match[2] not in self._modules.stacked:
                 found[name] = info

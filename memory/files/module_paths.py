@@ -29,6 +29,9 @@ class ModulePaths:
     fused: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     """A path, and the projections whose rows are stacked there: the name of each, and how many rows it has."""
 
+    left_out: tuple[str, ...] = ()
+    """Beginnings of names in the base model that text does not need, such as a vision tower's."""
+
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
         """Each path that PEFT may target, and the projections that it is, in `MODULES`' order."""

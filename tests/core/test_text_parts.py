@@ -50,8 +50,14 @@ def test_every_architecture_is_covered():
     assert set(MODELS) == {name for name, family in FAMILIES.items() if family.tensors.left_out}
 
 
+OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("targets", [OF_TEXT, "all-linear"], ids=["text", "all"])
 @pytest.mark.parametrize("architecture", MODELS)
-def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, drive):
+def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, targets, drive):
+    """An adapter of all linear layers has tensors of the tower, too, which are said to have no effect."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -68,7 +74,7 @@ def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, dr
         base,
         LoraConfig(
             r=5, lora_alpha=9, init_lora_weights=False, task_type="CAUSAL_LM",
-            target_modules=r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)",
+            target_modules=targets,
         ),
     )  # fmt: skip
     model.save_pretrained(str(tmp_path / "adapter"))
@@ -79,11 +85,13 @@ def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, dr
         for key, prompt in prompts.items():
             want[f"{key}{adapter}"] = _greedy(model, prompt)
     it = _Checkpoint(tmp_path / "model", {"adapter": tmp_path / "adapter"})
-    driver = drive(it, cpu_kernels="torch", max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128)
     for adapter in (False, True):
         for key, prompt in prompts.items():
             driver.add(f"{key}{adapter}", "adapter" if adapter else None, prompt, max_tokens=8)
     assert {key: answer.tokens for key, answer in driver.drain().items()} == want
+    left_out = driver.engine.adapters.inspect(tmp_path / "adapter").num_left_out
+    assert (left_out > 0) == (targets == "all-linear")
     assert any(want[f"{key}True"] != want[f"{key}False"] for key in prompts)
 
 
