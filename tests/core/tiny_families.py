@@ -39,6 +39,8 @@ LONGROPE = {
     },
 }  # fmt: skip
 
+INTERNLM_3 = "InternLM3ForCausalLM"
+
 #: name → (transformers' configuration class, its arguments, largest shard)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}, "50GB"),
@@ -132,6 +134,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
         "20KB",
     ),
+    "internlm-3": ("InternLM3Config", {"head_dim": 16}, "50GB"),
+    "internlm-3-biased": ("InternLM3Config", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, "20KB"),
     "exaone-4": ("Exaone4Config", {"num_hidden_layers": 5, "sliding_window": 20}, "50GB"),
     "exaone-4-whole": (
         "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
@@ -218,6 +222,9 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
     randomise(model)
     model.to(dtype).save_pretrained(path, max_shard_size=shard)
+    if config_class == "InternLM3Config":  # transformers computes it by Llama's class, and says so; checkpoints do not
+        config = path / "config.json"
+        config.write_text(config.read_text().replace("LlamaForCausalLM", INTERNLM_3))
 
 
 def make_tiny(name: str, root: Path) -> Tiny:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..family import Family
-from . import cohere, exaone, gemma, glm, granite, llama, mistral, olmo, phi, qwen, seed_oss, smollm3
+from . import cohere, exaone, gemma, glm, granite, internlm, llama, mistral, olmo, phi, qwen, seed_oss, smollm3
 
 ALL: tuple[Family, ...] = (
     llama.LLAMA,
@@ -28,6 +28,7 @@ ALL: tuple[Family, ...] = (
     glm.GLM_4,
     exaone.EXAONE_4,
     cohere.COHERE_2,
+    internlm.INTERNLM_3,
     seed_oss.SEED_OSS,
 )
 

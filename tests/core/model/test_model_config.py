@@ -119,7 +119,8 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     """Shapes alone mean what the same shapes and every field of transformers' configuration mean."""
     import transformers
 
-    config_class = getattr(transformers, architecture).config_class
+    is_internlm = architecture == "InternLM3ForCausalLM"  # which transformers computes by Llama's class
+    config_class = transformers.InternLM3Config if is_internlm else getattr(transformers, architecture).config_class
     shapes = {**SHAPES, **(OF_ATTENTION if "Hybrid" in architecture else {})}
     full = {**config_class(**shapes, pad_token_id=None).to_dict(), "architectures": [architecture]}
     if full.get("head_dim") is None:
@@ -261,6 +262,7 @@ WRONG = [
     ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
     ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
+    ({"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True}, "qkv_bias is True: bias is False"),
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
