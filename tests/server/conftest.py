@@ -263,7 +263,7 @@ class FakeEngine:
         running = Running()
         for request, _ in list(self.running.values()):
             running.append(request)
-        return SimpleNamespace(running=running, waiting=[], only=None)
+        return SimpleNamespace(running=running, waiting=[], eligible_adapters=None)
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         return sorted({request.adapter_name for request, _ in self.running.values()} - {None}), []
