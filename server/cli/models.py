@@ -21,15 +21,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    lines = families() if arguments.checkpoint is None else None
-    if lines is None:
-        from ...core.model.config import UnsupportedModel
+    from ...core.model.config import UnsupportedModel
 
-        try:
-            lines = described(resolve_model(arguments.checkpoint))
-        except (UnsupportedModel, PullError) as error:
-            print(f"chorus: error: {error}", file=sys.stderr)
-            return 1
+    try:
+        lines = families() if arguments.checkpoint is None else described(resolve_model(arguments.checkpoint))
+    except (UnsupportedModel, PullError) as error:
+        print(f"chorus: error: {error}", file=sys.stderr)
+        return 1
     print("\n".join(lines))
     return 0
 
