@@ -128,7 +128,7 @@ def idle_engine(
         mixed_graph_tokens=mixed_graph_tokens,
     )
 
-    def flashinfer(*shape: Any, wanted: str, **sizes: Any) -> Any:
+    def flashinfer(*shape: Any, wanted: str, scores: Any, **sizes: Any) -> Any:
         from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
 
         return FlashInferBackend(

@@ -100,7 +100,7 @@ class ApiServer:
             "adapter": name,
             "content_hash": name,
             "tenant": "",
-            "call": "",
+            "choice_group": "",
         }
         return record, _RANKS[number % len(_RANKS)]
 

@@ -162,7 +162,7 @@ def test_what_cannot_fit_is_refused_before_its_weights_are_read(make_live, monke
     monkeypatch.setattr(live.engine.executor.adapters, "read", None)
     response = add(live, "new", "huge")
     assert response.status_code == 400, response.text
-    assert "pages of the arena" in response.text
+    assert "pages of the pool" in response.text
 
 
 def test_quarantine_is_listed_counted_and_left_when_the_directory_changes(make_live, reference, root):

@@ -72,11 +72,11 @@ def test_other_routes_are_listed_and_methods_told(shared):
     error = error_of(shared.client.get("/nothing/like/it"), 404)
     assert "GET /openapi.json" in error["message"]
     error = error_of(shared.client.get(CHAT), 405)
-    assert error["message"] == "/v1/chat/completions does not take GET; it takes POST"
+    assert error["message"] == "/v1/chat/completions does not accept GET; it accepts POST"
 
 
 @pytest.mark.parametrize(
-    ("role", "words"), [("assistantt", "did you mean assistant?"), ("robot", "it may be system, developer, user")]
+    ("role", "words"), [("assistantt", "did you mean assistant?"), ("robot", "it must be system, developer, user")]
 )
 def test_roles_that_the_template_does_not_know_are_refused(shared, role, words):
     for path in (CHAT, "/tokenize"):

@@ -126,6 +126,8 @@ class TestASettingThatWasRenamed:
         assert self.read("--assist-workers", "2").offload_workers == 2
         assert "--assist-workers is now called --offload-workers" in capsys.readouterr().err
         assert self.read("--config", str(write(tmp_path, "assist-workers = 3\n"))).offload_workers == 3
+        monkeypatch.setenv("CHORUS_OFFLOAD_WORKERS", "")  # has it undone: reading sets it
+        monkeypatch.delenv("CHORUS_OFFLOAD_WORKERS")
         monkeypatch.setenv("CHORUS_ASSIST_WORKERS", "4")
         assert self.read().offload_workers == 4
 

@@ -184,7 +184,7 @@ def test_a_replica_that_can_not_begin_says_why_in_a_line(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS, cwd=tmp_path)
     assert ended.returncode == 1
     assert "chorus: error: can't serve" in ended.stderr
-    assert "tensor_parallel_size is 2, each rank takes a GPU of its own, and PyTorch finds 0; set it" in ended.stderr, (
+    assert "tensor_parallel_size is 2, but each rank needs a GPU and PyTorch finds 0; set it" in ended.stderr, (
         ended.stderr
     )
     assert "could not start (exit status 1); its messages are above" in ended.stderr

@@ -13,9 +13,7 @@ def _read(fields: ConfigJson) -> ModelConfig:
     heads = reading.heads(fields)
     of_qkv, of_rest = (_either(fields, *names) for names in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")))
     if of_qkv != of_rest:
-        raise fields.refuse(
-            "qkv_bias", f"bias is {of_rest}; transformers computes only models with both or neither"
-        )
+        raise fields.refuse("qkv_bias", f"bias is {of_rest}; transformers computes only models with both or neither")
     rope = reading.rope(fields, heads.head_dim)
     attention = AttentionSpec(*heads, scale=heads.head_dim**-0.5, rope=rope, qkv_bias=of_qkv, o_bias=of_qkv)
     layer = LayerSpec(attention, reading.gated(fields, bias=of_rest))

@@ -51,7 +51,7 @@ class Old:
     ("found", "isa", "reason"),
     [
         (None, "", "it is not built: install a C++ compiler"),
-        (Old(), "", "this processor has none of the instruction sets that it is for: amx, avx512bf16, avx512, avx2"),
+        (Old(), "", "this processor has none of its instruction sets: amx, avx512bf16, avx512, avx2"),
         (Old(), "none", "CHORUS_CPU_ISA is 'none'"),
     ],
 )

@@ -33,5 +33,5 @@ def test_without_cupy_offload_workers_are_refused(subject, monkeypatch):
     monkeypatch.setattr(cuda_driver, "cupy_module", missing)
     config = EngineConfig(model=subject("gqa").model, device="cuda", dtype="float32", offload_workers=2)
     monkeypatch.setattr(CudaExecutor, "_load", lambda self: None)
-    with pytest.raises(DeviceError, match="offload_workers is 2, and exchanges need CuPy; set it to 0, or install"):
+    with pytest.raises(DeviceError, match="offload_workers is 2, but exchanges need CuPy; set it to 0, or install"):
         CudaExecutor(config, HostDevice())

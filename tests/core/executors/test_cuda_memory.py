@@ -53,5 +53,5 @@ def test_a_configured_arena_must_fit_what_is_free():
 
 def test_weights_are_refused_before_they_are_read():
     check_weights(16 * GIB, 16 * GIB, 24 * GIB)
-    with pytest.raises(OutOfDeviceMemory, match=r"weights take 17.00 GiB, 16.00 GiB of the device's 24.00 GiB are"):
+    with pytest.raises(OutOfDeviceMemory, match=r"weights take 17.00 GiB, but 16.00 GiB of the device's 24.00 GiB are"):
         check_weights(17 * GIB, 16 * GIB, 24 * GIB)

@@ -41,14 +41,14 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(("count", "less"), [(0, "1"), (1, "1"), (2, "2")])
 def test_each_rank_takes_a_gpu(subject, gpus, count, less):
     gpus(count)
-    said = f"tensor_parallel_size is 4, each rank takes a GPU of its own, and PyTorch finds {count}; set it to {less} "
+    said = f"tensor_parallel_size is 4, but each rank needs a GPU and PyTorch finds {count}; set it to {less} "
     with pytest.raises(DeviceError, match=said):
         opened(subject("gqa").model, tensor_parallel_size=4)
 
 
 def test_ranks_take_the_gpus_from_0_on(subject, gpus):
     gpus(4)
-    with pytest.raises(DeviceError, match="and device cuda:1, but ranks take the GPUs from 0 on"):
+    with pytest.raises(DeviceError, match="and device cuda:1, but ranks use the GPUs from 0 on"):
         opened(subject("gqa").model, device="cuda:1")
 
 
@@ -61,7 +61,7 @@ def test_offload_workers_and_ranks_are_refused_together(subject, gpus):
 def test_a_torch_without_nccl_is_refused(subject, gpus, monkeypatch):
     gpus(2)
     monkeypatch.setattr(device_ranks.dist, "is_nccl_available", lambda: False)
-    with pytest.raises(DeviceError, match="ranks on GPUs meet by NCCL: this PyTorch was built without NCCL"):
+    with pytest.raises(DeviceError, match="ranks on GPUs need NCCL: this PyTorch was built without NCCL"):
         opened(subject("gqa").model)
 
 

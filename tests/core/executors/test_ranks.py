@@ -288,13 +288,13 @@ def test_shapes_that_do_not_divide_are_refused(subject, model, size, why, sizes)
 
 def test_what_ranks_need_is_said(subject, monkeypatch):
     monkeypatch.setattr(native_library, "library", lambda: None)
-    with pytest.raises(UnsupportedModel, match="tensor_parallel_size is 2, and ranks add up by the native library: "):
+    with pytest.raises(UnsupportedModel, match="tensor_parallel_size is 2, and ranks need the native library: "):
         choice.open_executor(settings_of(subject("gqa")))
 
 
 def test_an_adapter_that_fits_no_arena_is_refused(subject, drive, kernels):
     it = subject("gqa")
-    with pytest.raises(AdapterFormatError, match="pages of the arena"):
+    with pytest.raises(AdapterFormatError, match="pages of the pool"):
         drive(it, tensor_parallel_size=2, num_pages=20)
 
 

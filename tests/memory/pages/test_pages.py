@@ -184,7 +184,7 @@ def test_only_kv_in_use_can_be_kept():
     pool = PagePool(4)
     (adapter,) = pool.allocate(1, PageKind.ADAPTER)
     for page, kind in ((adapter, "ADAPTER"), (2, "FREE"), (PagePool.DUMMY, "RESERVED")):
-        with pytest.raises(IntegrityError, match=f"page {page} is {kind}, only KV in use"):
+        with pytest.raises(IntegrityError, match=f"page {page} is {kind}; only a KV page in use"):
             pool.keep(page)
 
 

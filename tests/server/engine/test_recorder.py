@@ -123,12 +123,12 @@ def test_a_second_stop_closes_no_file_of_another(tmp_path):
 def test_a_file_of_something_else_is_refused_by_name_and_left_as_it_is(tmp_path):
     path = tmp_path / "notes.csv"
     path.write_text("my notes\n")
-    with pytest.raises(NoTrace, match=r"--record .*notes\.csv: it holds something else"):
+    with pytest.raises(NoTrace, match=r"--record .*notes\.csv: it exists and is not such a trace"):
         Recorder(path)
-    with pytest.raises(LaunchError, match=r"notes\.csv: it holds something else than such a trace; name another file"):
+    with pytest.raises(LaunchError, match=r"notes\.csv: it exists and is not such a trace; name another file"):
         launch.build_app(Settings(record=path), lambda settings: pytest.fail("it is found before anything is loaded"))
     assert path.read_text() == "my notes\n"
-    with pytest.raises(NoTrace, match=r"nowhere/t\.csv: No such file or directory; name a file in a directory"):
+    with pytest.raises(NoTrace, match=r"nowhere/t\.csv: No such file or directory; name a file in an existing directory"):
         Recorder(tmp_path / "nowhere" / "t.csv")
 
 
