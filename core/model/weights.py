@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from ...memory.files.module_paths import usual_path
+from ...memory.pages.layout import ModuleDims
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
-from .layers import HeadNorm, Norms
+from .layers import HeadNorm, LayerSpec, Norms
 from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -74,19 +76,26 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
-    for i, layer in enumerate(config.layers):
-        at, mixer = _LAYER.format(i), layer.mixer
-        shapes |= {f"{at}{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
-        biased = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), mixer.qkv_bias), "o_proj": mixer.o_bias}
-        for name, (d_in, d_out) in config.module_dims.items():
-            part = "self_attn" if name in biased else "mlp"
-            shapes[f"{at}{part}.{name}.weight"] = (d_out, d_in)
-            if biased.get(name, layer.feed_forward.bias):
-                shapes[f"{at}{part}.{name}.bias"] = (d_out,)
-        if mixer.head_norm is not None:
-            each = mixer.head_norm is HeadNorm.EACH
-            shapes[at + "self_attn.q_norm.weight"] = (mixer.head_dim if each else mixer.q_size,)
-            shapes[at + "self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
+    for index, layer in enumerate(config.layers):
+        at = _LAYER.format(index)
+        shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden, config.module_dims).items()}
+    return shapes
+
+
+def _layer_shapes(layer: LayerSpec, hidden: int, dims: ModuleDims) -> dict[str, tuple[int, ...]]:
+    """The parts of a layer."""
+    mixer = layer.mixer
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
+    biased = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), mixer.qkv_bias), "o_proj": mixer.o_bias}
+    for name, (d_in, d_out) in dims.items():
+        path = usual_path(name)
+        shapes[f"{path}.weight"] = (d_out, d_in)
+        if biased.get(name, layer.feed_forward.bias):
+            shapes[f"{path}.bias"] = (d_out,)
+    if mixer.head_norm is not None:
+        each = mixer.head_norm is HeadNorm.EACH
+        shapes["self_attn.q_norm.weight"] = (mixer.head_dim if each else mixer.q_size,)
+        shapes["self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
     return shapes
 
 

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ...core.engine_stats import METRICS, STEP_SIZES
+from ...core.engine_stats import Metric as EngineMetric
 from .adapter_metrics import adapter_families
 from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, histogram, label, with_samples
@@ -233,17 +234,21 @@ class _EngineCollector(Collector):
     def describe(self) -> list[Metric]:
         return []
 
+    def _under_all_names(self, one: EngineMetric, value: float) -> Iterator[Metric]:
+        """A value under our name, under the one that it had until the last release, and under vLLM's."""
+        family = CounterMetricFamily if one.grows else GaugeMetricFamily
+        yield family(f"chorus_{one.name}", one.text, value)
+        if one.old_name:
+            yield family(f"chorus_{one.old_name}", f"The old name of chorus_{one.name}", value)
+        if one.gateway:
+            theirs = family(f"vllm:{one.gateway}", one.text, labels=MODEL_LABELS)
+            yield with_samples(theirs, (self._everything, value))
+
     def collect(self) -> Iterator[Metric]:
         stats, view = self._stats(), self._view()
         for field, one in METRICS.items():
             if one.name:
-                family, value = CounterMetricFamily if one.grows else GaugeMetricFamily, getattr(stats, field)
-                yield family(f"chorus_{one.name}", one.text, value)
-                if one.old_name:
-                    yield family(f"chorus_{one.old_name}", f"The old name of chorus_{one.name}", value)
-                if one.gateway:
-                    theirs = family(f"vllm:{one.gateway}", one.text, labels=MODEL_LABELS)
-                    yield with_samples(theirs, (self._everything, value))
+                yield from self._under_all_names(one, getattr(stats, field))
         pages = (
             ("free", stats.num_free_pages),
             ("kv", stats.num_kv_pages),

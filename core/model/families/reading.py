@@ -140,21 +140,27 @@ def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) 
             raise scaling.refuse("high_freq_factor", f"it must be above low_freq_factor, {found['low_freq_factor']}")
         return found
     factor = scaling.number("factor", positions / original)
-    if rope_type == "longrope":
-        found["short_factors"] = short = scaling.numbers("short_factor")
-        if len(short) != dim // 2:
-            raise scaling.refuse(
-                "short_factor", f"{len(short)} factors, one is needed for each of {dim // 2} frequencies"
-            )
-        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        return found | {"attention_factor": scaling.number("attention_factor", default)}
-    found["factor"] = factor
-    found |= {each: scaling.number(each) for each in ("beta_fast", "beta_slow") if scaling.has(each)}
+    return found | (_longrope(scaling, factor, original, dim) if rope_type == "longrope" else _yarn(scaling, factor))
+
+
+def _longrope(scaling: ConfigJson, factor: float, original: int, dim: int) -> dict[str, Any]:
+    short = scaling.numbers("short_factor")
+    if len(short) != dim // 2:
+        raise scaling.refuse("short_factor", f"{len(short)} factors, one is needed for each of {dim // 2} frequencies")
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {"short_factors": short, "attention_factor": scaling.number("attention_factor", default)}
+
+
+def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:
     default = _mscale(factor, 1.0)
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):
         default = _mscale(factor, scaling.number("mscale")) / _mscale(factor, scaling.number("mscale_all_dim"))
-    found["attention_factor"] = scaling.number("attention_factor", default)
-    return found | {"truncate": scaling.boolean("truncate", True)}
+    return {
+        "factor": factor,
+        **{each: scaling.number(each) for each in ("beta_fast", "beta_slow") if scaling.has(each)},
+        "attention_factor": scaling.number("attention_factor", default),
+        "truncate": scaling.boolean("truncate", True),
+    }
 
 
 def _mscale(factor: float, mscale: float) -> float:
