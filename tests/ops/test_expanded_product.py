@@ -231,9 +231,9 @@ def test_refuses_modules_that_are_not_the_weights_and_more_rows_than_are_expande
     from chorus.ops.small_gemm_triton import multiply
 
     shape = ExpandShape((0, 1), (16, 8), 1, 64, 2, 16, 1)
-    with pytest.raises(ValueError, match=r"modules of \(16, 8\) columns behind a weight of 32 rows"):
+    with pytest.raises(ValueError, match=r"widths \(16, 8\) must add up to the weight's 32 rows"):
         multiply(torch.zeros(2, 8), torch.zeros(32, 8), shrunk=Shrunk(shape, (), ()))
-    with pytest.raises(ValueError, match="adapters of 33 rows; at most those of 32 are expanded"):
+    with pytest.raises(ValueError, match="adapters of 33 rows can't be expanded in a GEMM; at most 32 rows can"):
         multiply(torch.zeros(33, 8), torch.zeros(24, 8), shrunk=Shrunk(shape, (), ()))
 
 

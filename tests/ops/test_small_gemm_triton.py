@@ -261,7 +261,7 @@ def test_refuses_what_a_tile_does_not_hold():
 
     with pytest.raises(ValueError, match=f"65 rows; this GEMM takes at most {MAX_ROWS}"):
         multiply(torch.zeros(65, 8), torch.zeros(16, 8))
-    with pytest.raises(ValueError, match="the weight is as a whole"):
+    with pytest.raises(ValueError, match="the whole weight must be contiguous"):
         multiply(torch.zeros(2, 8), torch.zeros(16, 16)[:, :8])
 
 

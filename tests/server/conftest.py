@@ -28,6 +28,7 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.module_paths import LLAMA_PATHS
 from chorus.memory.pages.pool import IntegrityError, PagePool
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
@@ -66,7 +67,9 @@ class FakeStore:
             raise UnknownAdapter(name)
         known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
         known |= {"names_other_base": False}
-        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
+        manifest = SimpleNamespace(
+            path=Path("/adapters") / name, rank=4, targets=("q_proj",), modules=LLAMA_PATHS, num_left_out=0, **known
+        )
         return SimpleNamespace(
             name=name,
             version=1,

@@ -67,7 +67,7 @@ def served(kind: str, size: int) -> Iterator[tuple[subprocess.Popen[str], httpx.
             2,
             signal.SIGSTOP,
             True,
-            "a sum with the other ranks failed",
+            "a collective with the other ranks failed",
             marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
         ),
     ],

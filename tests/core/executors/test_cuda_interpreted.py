@@ -844,7 +844,7 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"small_gemm": "on"}, "the kernel for few rows takes bfloat16 and float16, the model is in float32"),
+        ({"small_gemm": "on"}, "the kernel for few rows needs bfloat16 or float16, the model is in float32"),
         ({"small_gemm": "off"}, "small_gemm is off"),
         ({"graph_capture": "off"}, "steps are not captured"),
     ],

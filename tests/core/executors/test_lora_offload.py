@@ -254,8 +254,8 @@ def test_offload_workers_leave_the_first_processor(monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "why"), [
-    ({"cpu_kernels": "torch"}, "offload_workers is 1, and steps run on torch's operators"),
-    ({"tensor_parallel_size": 2}, "offload_workers is 1, and tensor_parallel_size is 2"),
+    ({"cpu_kernels": "torch"}, "offload_workers is 1, but steps run on torch's operators"),
+    ({"tensor_parallel_size": 2}, "offload_workers is 1 and tensor_parallel_size is 2"),
 ])  # fmt: skip
 def test_what_can_not_be_offloaded_is_refused(subject, options, why):
     config = {"model": subject("gqa").model, "dtype": "float32", "memory_bytes": 8 << 20, "device": "cpu", **options}
