@@ -284,7 +284,7 @@ def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, w
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
     if config.cpu_kernels == "torch":
         return False
-    if (reason := why_unsupported(model, dtype, config.tensor_parallel_size)) is None:
+    if (reason := why_unsupported(model, dtype)) is None:
         return True
     if config.cpu_kernels == "native":
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")

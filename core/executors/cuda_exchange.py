@@ -122,7 +122,7 @@ class CudaExchange:
         return now - self._moved > patience
 
     def give_up(self) -> None:
-        """Release the device from waiting for the workers, all of which have ended."""
+        """Make the device stop waiting for the workers. Call it when all of them have ended."""
         self.is_given_up = True
         for word in self._words[1:]:
             word.value = self._number

@@ -209,7 +209,7 @@ class LoraOffload:
             self.end_step(plan)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Prepare a step; `begin` chooses what it offloads, once its segments are known."""
+        """Prepare a step. `begin` later chooses the work to offload, when the segments are known."""
         coming = ((adapter.transfer, self.adapters.coming) for adapter in plan.adapters if adapter.transfer is not None)
         self._coming = {transfer.address: known[transfer] for transfer, known in coming if transfer in known}
         self._began = time.monotonic()
@@ -254,8 +254,8 @@ class LoraOffload:
         return offset if cold_start is ColdStart.OFFLOAD else None
 
     def _choose(self, address: int, coming: _Coming, tokens: int, now: float) -> ColdStart:
-        """Choose how an adapter's tokens begin. Waiting for all layers is no option: such requests are not in the step
-        (`LoadPolicy`).
+        """Choose how a request starts whose adapter is still loading. Requests that must wait for all layers are not
+        in the step (`LoadPolicy`), so this never chooses to wait.
         """
         if self.cold_start is not None:
             return self.cold_start

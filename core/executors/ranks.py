@@ -218,7 +218,7 @@ class KnownAdapters:
 
 
 class RankShadow:
-    """Merged weights on all ranks, each of which makes its share of every matrix.
+    """Merged weights on all ranks. Each rank makes its share of every matrix.
 
     An adapter is refused if it would change any rank's share of a row too much.
     """

@@ -118,7 +118,7 @@ class SharedMemory:
         return self.address(self.layout.first_more)
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Allocate bytes for images, until they are no longer referenced. Raises MemoryError if none are left."""
+        """Allocate bytes for images, freed when nothing references them. Raises MemoryError if none are left."""
         first = self._free.take(num_bytes)
         if first is None:
             raise MemoryError(f"{num_bytes} bytes for images don't fit in the shared {self.layout.room_bytes}")
@@ -144,7 +144,7 @@ class SharedMemory:
         """Does nothing: unreferenced memory is already free."""
 
     def close(self) -> None:
-        """End exchanges; images may be used until they are no longer referenced."""
+        """End exchanges. Images stay valid while something references them."""
         if self._pinned_exchange is not None:
             self._pinned_exchange.unpin(self.address(0))
 

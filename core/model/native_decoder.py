@@ -28,50 +28,18 @@ from .weights import LayerWeights, Weights
 _ACTIVATIONS = {Activation.SILU: native.Activation.SILU, Activation.GELU_TANH: native.Activation.GELU}
 
 
-def why_unsupported(config: ModelConfig, dtype: torch.dtype, ranks: int = 1) -> str | None:
-    """Return the reason why the native decoder can't run a model in `dtype` here; None if it can.
-
-    config: of a rank's share. ranks: that compute shares of each layer.
-    """
+def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
     pair = 4 // dtype.itemsize
     inner = (config.hidden_size, config.intermediate_size, config.q_size)
     if reason := native_library.why_unavailable(dtype):
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
-    for index, layer in enumerate(config.layers):
-        if reason := _why_layer_unsupported(layer, config.layers[0], ranks):
-            return f"layer {index} of the model {reason}"
+    unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
+    if unknown:
+        return f"it has the activations {', '.join(_ACTIVATIONS)}, and this model's is {', '.join(sorted(unknown))}"
     return None
-
-
-def _why_layer_unsupported(layer: LayerSpec, first: LayerSpec, ranks: int) -> str | None:
-    """Return the reason why the native decoder can't compute a layer. first: the model's first one."""
-    own, other = _sizes(layer), _sizes(first)
-    if differing := [f"{name} {size}, and layer 0 {other[name]}" for name, size in own.items() if size != other[name]]:
-        return f"has {differing[0]}; the native decoder needs the same in all layers"
-    rope, head_dim = layer.mixer.rope, layer.mixer.head_dim
-    if rope is not None and (rope.dim % 2 or not 0 < rope.dim <= head_dim):
-        return f"rotates {rope.dim} elements of a head; the native decoder needs an even number from 2 to {head_dim}"
-    if layer.feed_forward.activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        return f"has the activation {layer.feed_forward.activation}; the native decoder has {known}"
-    if ranks > 1 and layer.mixer.head_norm is HeadNorm.ALL:
-        return (
-            "has a norm of all heads at once, which the native decoder would have to sum over the "
-            f"{ranks} ranks; set tensor_parallel_size to 1"
-        )
-    return None
-
-
-def _sizes(layer: LayerSpec) -> dict[str, int]:
-    """Sizes that all layers share, by what an error calls them."""
-    return {
-        "num_attention_heads": layer.mixer.num_heads,
-        "num_key_value_heads": layer.mixer.num_kv_heads,
-        "head_dim": layer.mixer.head_dim,
-        "intermediate_size": layer.feed_forward.size,
-    }
 
 
 class NativeDecoderModel:

@@ -15,7 +15,7 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.families import FAMILIES as SERVED
-from chorus.core.model.native_decoder import NativeDecoderModel, why_unsupported
+from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -41,8 +41,6 @@ def test_every_architecture_is_covered():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
-    if kernels == "native" and (why := why_unsupported(read_model_config(it.model), torch.float32)):
-        pytest.skip(why)
     driver = drive(it, cpu_kernels=kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
     assert isinstance(driver.executor.rank.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
     rng = random.Random(family)
@@ -98,8 +96,6 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
-    if why := why_unsupported(read_model_config(tmp_path), torch.bfloat16):
-        pytest.skip(why)
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
     executor = executor_of(tmp_path, cpu_kernels="native")
     assert executor.layout.itemsize == 2, "dtype auto is the checkpoint's"

@@ -180,7 +180,7 @@ def layer_types(fields: ConfigJson, pattern: int) -> list[str]:
 
 
 def dense(fields: ConfigJson, layers: Sequence[LayerSpec], norm: NormSpec, **multipliers: Any) -> ModelConfig:
-    """A model of these layers; the rest of what it needs is in fields that all families have."""
+    """Return a model of these layers; everything else is read from fields that all families share."""
     return ModelConfig(
         architecture="",
         vocab_size=fields.integer("vocab_size"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from chorus.core.model.families import FAMILIES
 from chorus.core.model.layers import HeadNorm
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.shard import Shard
 from chorus.core.model.weights import tensor_shapes
 
 LLAMA = {
@@ -198,6 +200,25 @@ def test_layers_of_several_kinds(read):
     assert [layer.mixer.rope is None for layer in smol.layers] == [False, False, False, True, False]
 
 
+@pytest.mark.parametrize("field", ["num_heads", "num_kv_heads", "head_dim"])
+def test_layers_of_different_shapes_are_refused(read, field):
+    config = read()
+    other = replace(config.layers[0], mixer=replace(config.layers[0].mixer, **{field: 1}))
+    with pytest.raises(UnsupportedModel, match="layers of different shapes are not supported"):
+        replace(config, layers=(config.layers[0], other))
+    wider = replace(config.layers[0], feed_forward=replace(config.layers[0].feed_forward, size=8))
+    with pytest.raises(UnsupportedModel, match="layers of different shapes are not supported"):
+        replace(config, layers=(config.layers[0], wider))
+
+
+def test_a_norm_of_all_heads_is_refused_on_several_ranks(read):
+    olmo = read(architectures=["Olmo2ForCausalLM"])
+    assert Shard(0, 1).config(olmo) == olmo
+    with pytest.raises(UnsupportedModel, match=r"norms all heads of a token at once, .* set it to 1"):
+        Shard(0, 2).config(olmo)
+    assert Shard(0, 2).config(read(architectures=["Qwen3ForCausalLM"])).num_heads == 2
+
+
 def test_longrope_ends_where_its_frequencies_change(read):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     phi = read(architectures=["Phi3ForCausalLM"], original_max_position_embeddings=128,
@@ -258,6 +279,7 @@ WRONG = [
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "factor": None}}, "rope_scaling.factor is None"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 1.0}}, "it must be above"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention is"),
+    ({"partial_rotary_factor": 0.45}, "partial_rotary_factor is 0.45: it makes 7 of 16 elements"),
     ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it makes 24 of 16 elements"),
     ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
     ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
