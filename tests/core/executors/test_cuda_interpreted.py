@@ -489,7 +489,7 @@ def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, 
     """Captured and eager, of several rows, padding and prompts among them; and what would mend is said."""
     stream = Stream()
 
-    def choose(*shape, wanted, **sizes):
+    def choose(*shape, wanted, scores, **sizes):
         assert wanted == "auto"
         more = {"reason": "FlashInfer is not installed", "fix": "install it", "new_event": stream.new_event}
         return TritonBackend(*shape, **sizes, num_sms=8, **more)
