@@ -73,9 +73,10 @@ class TorchBackend:
         device: torch.device,
         reason: str,
         fix: str = "",
+        window: int | None = None,
     ) -> None:
         self.reason, self.fix = reason, fix
-        self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
+        self._shape = (num_heads, kv_heads, head_dim, block_tokens, device, window)
 
     def ragged(self) -> PagedAttention:
         return PagedAttention(*self._shape)
@@ -100,7 +101,8 @@ def choose_attention(
     """Return the backend for a model's heads on a device.
 
     max_rows: the most sequences of a step. max_pages_per_row: the most pages of a sequence. wanted: raises
-    AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers.
+    AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers, which have the same
+    window.
     """
     device = torch.device(device)
     if wanted == "torch":
@@ -111,6 +113,7 @@ def choose_attention(
             block_tokens=block_tokens,
             device=device,
             reason="attention is torch",
+            window=next(iter(scores)).window,
         )
     group = num_heads // kv_heads
     sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
@@ -160,6 +163,7 @@ def choose_attention(
         device=device,
         reason=reason,
         fix=theirs.fix if theirs is not None else "",
+        window=next(iter(scores)).window,
     )
 
 

@@ -92,6 +92,12 @@ class LayerValues:
     parallel: bool = False
     """The feed-forward part has attention's input, and there is no mlp_norm."""
 
+    page_group: int = 0
+    """The page group whose pages have its keys and values."""
+
+    page_layer: int | None = None
+    """Its place among the layers in these pages; None: its index."""
+
     residual_multiplier: float = 1.0
     activation: Activation = Activation.SILU
 
@@ -132,6 +138,8 @@ class NativeModel:
     logits_softcap: float = 0.0
     """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
 
+    page_groups: int = 1
+
 
 class NativeRows:
     """A step's sequences for the native decoder, with the `plan` signature of `PagedAttention`."""
@@ -157,13 +165,14 @@ def check_step(
     """Raise IndexError if a step would read or write outside the model's tensors, the arena or its own tokens."""
     block, table = model.block_tokens, rows.page_table
     last = torch.tensor(rows.kv_lens, dtype=torch.long) - 1
-    read = table[torch.arange(table.shape[1]) <= (last // block)[:, None]]
+    width = table.shape[1] // model.page_groups
+    read = table[torch.arange(table.shape[1]) // model.page_groups <= (last // block)[:, None]]
     for name, values, limit in (
         ("token id", token_ids, len(model.embed)),
         ("position", positions, model.positions),
         ("page that is written", page, len(model.arena)),
         ("offset in a page", offset, block),
-        ("last position of a row", last, table.shape[1] * block),
+        ("last position of a row", last, width * block),
         ("page that is read", read, len(model.arena)),
         ("token that has logits", logit_tokens, len(token_ids)),
     ):
@@ -205,7 +214,8 @@ class NativeDecoder:
         layers = _described_layers(model.layers, model.values)
         description = ModelDescriptor(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
-            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps,
+            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
+            page_groups=model.page_groups, eps=model.eps,
             centered=model.centered, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
@@ -244,8 +254,9 @@ class NativeDecoder:
         """Compute a step and write its KV; return logits `[kept, vocab]` float32, in memory that the next step
         overwrites.
 
-        token_ids, positions, page, offset: `[tokens]` int64. logit_tokens: `[logits]` int64, the tokens to compute
-        logits for; `kept` names those to return, None: all. prompt_logprob_tokens: `[logprobs]` int64, the tokens for
+        token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64.
+        logit_tokens: `[logits]` int64, the tokens to compute logits for; `kept` names those to return, None: all.
+        prompt_logprob_tokens: `[logprobs]` int64, the tokens for
         which `prompt_logits` computes logits afterwards. max_stall: total seconds to wait for adapters being loaded.
         merged: use the weights of `use_merged`.
 
@@ -280,7 +291,7 @@ class NativeDecoder:
         best = array("q", bytes(8 * wanted))
         step.tokens, step.rows, step.logits_wanted = len(token_ids), len(rows.kv_lens), wanted
         step.token_ids, step.positions = _pointer(token_ids), _pointer(positions)
-        step.page, step.offset = _pointer(page), _pointer(offset)
+        step.offset, step.page, step.page_stride = _pointer(offset), page.data_ptr(), page.stride(0)
         step.qo_indptr, step.kv_lens = rows.qo_indptr.buffer_info()[0], rows.kv_lens.buffer_info()[0]
         step.page_table, step.table_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
         step.logit_tokens = _pointer(logit_tokens)
@@ -427,13 +438,14 @@ def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
 def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
-    for descriptor, layer, own in zip(descriptors, layers, values, strict=True):
+    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, values, strict=True)):
         for name in LAYER_WEIGHTS:
             setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
         for field in fields(own):
-            if field.name not in ("cos", "sin"):
+            if field.name not in ("cos", "sin", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
+        descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
     return descriptors
 

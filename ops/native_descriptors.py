@@ -77,7 +77,18 @@ class LayerDescriptor(Structure):
     _fields_ = [
         *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin")),
         *((name, c_float) for name in ("scale", "softcap", "residual_multiplier")),
-        *((name, c_int32) for name in ("window", "rotary_dim", "interleaved", "norms_all_heads", "parallel")),
+        *(
+            (name, c_int32)
+            for name in (
+                "window",
+                "rotary_dim",
+                "interleaved",
+                "norms_all_heads",
+                "parallel",
+                "page_group",
+                "page_layer",
+            )
+        ),
         ("activation", c_int32),
     ]
 
@@ -87,7 +98,8 @@ class ModelDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
+          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
+           "page_groups")),
         ("eps", c_float), ("centered", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
         ("layer", POINTER(LayerDescriptor)),
@@ -108,9 +120,10 @@ class StepDescriptor(Structure):
         *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "prompt_logits_wanted")),
         *(
             (name, c_void_p)
-            for name in ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")
+            for name in ("token_ids", "positions", "offset", "page", "qo_indptr", "kv_lens", "page_table")
         ),
         ("table_stride", c_int64),
+        ("page_stride", c_int64),
         ("logit_tokens", c_void_p),
         ("segments", SegmentsDescriptor),
         ("segment_ready", c_void_p),

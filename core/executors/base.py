@@ -172,7 +172,12 @@ class ModelExecutor:
         window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
         self.layout = PageLayout(
-            model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_tokens=config.block_tokens,
+            itemsize=self._dtype.itemsize,
+            windows=tuple(layer.mixer.window_within(limit) for layer in model.layers),
         )
 
 

@@ -192,8 +192,9 @@ class _Steps(Generic[A]):
         self._lora = lora
         self._layout = layout
         self._eager_attention = model.new_attention()
-        pages = layout.pages_for_tokens(max_model_len)
-        self._buffers = DecodeBuffers(sizes, pages, layout.block_tokens, PagePool.DUMMY)
+        self._buffers = DecodeBuffers(
+            sizes, layout.table_width(max_model_len), layout.block_tokens, PagePool.DUMMY, layout.pages_per_block
+        )
         self._bucket_attention = {size: model.new_attention() for size in sizes}
         self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
@@ -215,7 +216,7 @@ class _Steps(Generic[A]):
             lora = self._lora
         batch = ragged_batch(
             plan.sequences,
-            self._layout.block_tokens,
+            self._layout,
             PagePool.DUMMY,
             attention=self._eager_attention,
             lora=lora,
@@ -240,8 +241,8 @@ class _Steps(Generic[A]):
         batch = StepBatch(
             token_ids=views.token_ids,
             positions=views.positions,
-            page=views.page,
             offset=views.offset,
+            page=views.page,
             attention=self._bucket_attention[bucket],
             lora=None if mode is StepMode.BASE else self._lora,
             merged=mode is StepMode.MERGED,

@@ -17,6 +17,7 @@ from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
+from ...ops.attention_groups import GroupedBackend
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
@@ -233,21 +234,27 @@ class CudaExecutor(ModelExecutor):
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
         where = device.torch_device
+        limit = self.model.max_model_len
+        scores = [scores_of(layer.mixer, limit) for layer in model.layers]
         try:
-            attention = choose_attention(
-                num_heads=model.num_heads,
-                kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                block_tokens=self.layout.block_tokens,
-                dtype=self._dtype,
-                device=where,
-                max_rows=config.max_num_seqs,
-                max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
-                wanted=config.attention,
-                scores=[scores_of(layer.mixer, self.model.max_model_len) for layer in model.layers],
-            )  # fmt: skip
+            backends = {
+                window: choose_attention(
+                    num_heads=model.num_heads,
+                    kv_heads=model.num_kv_heads,
+                    head_dim=model.head_dim,
+                    block_tokens=self.layout.block_tokens,
+                    dtype=self._dtype,
+                    device=where,
+                    max_rows=config.max_num_seqs,
+                    max_pages_per_row=self.layout.blocks_for_tokens(limit),
+                    wanted=config.attention,
+                    scores=[each for each in scores if each.window == window],
+                )
+                for window in dict.fromkeys(self.layout.group_windows)
+            }
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
+        attention = GroupedBackend([backends[window] for window in self.layout.group_windows])
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)

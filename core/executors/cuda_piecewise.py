@@ -7,10 +7,11 @@ from functools import partial
 
 import torch
 
+from ...graphs.buffers import num_columns, split_columns
 from ...graphs.device import CudaDevice
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
-from ...ops.attention import Attention
+from ...ops.attention_groups import GroupedAttention
 from ..model.batch import StepBatch, column_width
 from ..model.decoder import DecoderModel, Residual
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
@@ -46,17 +47,18 @@ class PiecewiseSteps:
         self,
         decoder: DecoderModel,
         device: CudaDevice,
-        attention: Attention,
+        attention: GroupedAttention,
         lora: CudaLoraState,
         columns: torch.Tensor,
         sizes: Sequence[int],
     ) -> None:
-        """attention: for sequences of any length. columns: flat int64 buffer for a step's token ids, positions, pages
-        and offsets, one after the other, with `column_width(bucket)` values each. sizes: buckets in rising order; may
+        """attention: for sequences of any length. columns: flat int64 buffer for a step's token ids, positions, offsets
+        and pages, one after the other, with `column_width(bucket)` values each. sizes: buckets in rising order; may
         be empty.
         """
         self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
         self._columns, self.sizes = columns, sizes
+        self._groups = decoder.arena.layout.pages_per_block
         self._flow = decoder.new_flow(max(sizes, default=0))
         self._num_tokens = 0  # of the current step
         self._captures = False
@@ -90,14 +92,15 @@ class PiecewiseSteps:
 
     def prepare(self, bucket: int) -> None:
         """Make a bucket's buffers and the adapter tables hold a step without sequences."""
-        self._columns[: 4 * column_width(bucket)].zero_()
+        self._columns[: num_columns(self._groups) * column_width(bucket)].zero_()
         self._lora.rest()
 
     def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
-        width = column_width(bucket)
-        token_ids, positions, page, offset = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
+        count, width = num_columns(self._groups), column_width(bucket)
+        columns = self._columns[: count * width].view(count, width)[:, :bucket]
+        token_ids, positions, offset, page = split_columns(columns)
         batch = StepBatch(
-            token_ids=token_ids, positions=positions, page=page, offset=offset, attention=self._attention, lora=lora
+            token_ids=token_ids, positions=positions, offset=offset, page=page, attention=self._attention, lora=lora
         )
         flow = self._flow.of(bucket)
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]

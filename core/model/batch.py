@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from ...graphs.buffers import split_columns
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout
-from ...memory.pages.layout import MODULES
+from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
@@ -270,7 +271,8 @@ BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
 
-    token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
+    token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64; (page, offset) is where a
+    token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
     prompt_logprob_tokens: `[scores]` int64, indices of the tokens for which logits are computed in slices after the
     step. lora: None when no row uses an adapter. merged: use the shadow weights, with an adapter merged into them.
@@ -279,8 +281,8 @@ class StepBatch(Generic[P, L]):
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    page: torch.Tensor
     offset: torch.Tensor
+    page: torch.Tensor
     attention: P
     lora: L | None
     logit_tokens: torch.Tensor | None = None
@@ -298,30 +300,33 @@ def column_width(tokens: int) -> int:
 
 def ragged_batch(
     rows: list[ScheduledSequence],
-    block_tokens: int,
+    layout: PageLayout,
     dummy_page: int,
     attention: P,
     lora: L | None,
     merged: bool = False,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, page, offset, qo_indptr, prompt_logprob_tokens = [], [], [], [], [0], []
+    token_ids, positions, qo_indptr, prompt_logprob_tokens = [], [], [0], []
+    block_tokens, groups = layout.block_tokens, layout.pages_per_block
+    page: list[list[int]] = [[] for _ in range(groups)]
     for row in rows:
         token_ids += row.tokens
         span = range(row.start, row.kv_len)
         positions += span
-        page += [row.pages[position // block_tokens] for position in span]
-        offset += [position % block_tokens for position in span]
+        for group, column in enumerate(page):
+            column += [row.pages[position // block_tokens * groups + group] for position in span]
         if row.wants_prompt_logprobs:
             prompt_logprob_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
         qo_indptr.append(len(token_ids))
-    columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
+    offset = [position % block_tokens for position in positions]
+    columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
     for row, pages in zip(rows, table, strict=True):
         pages[: len(row.pages)] = row.pages
     attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows])
     return StepBatch(
-        *columns.unbind(0),
+        *split_columns(columns),
         attention=attention,
         lora=lora,
         logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, Attention, PagedAttention, Scores
+from ...ops.attention import PLAIN, PagedAttention, Scores
+from ...ops.attention_groups import GroupedAttention
 from ...ops.elementwise import (
     HeadNorms,
     RotaryEmbedding,
@@ -46,7 +47,7 @@ _SPANS = {
 }  # fmt: skip
 
 #: A step's batch in the form that this decoder takes.
-Batch = StepBatch[Attention, StepLora]
+Batch = StepBatch[GroupedAttention, StepLora]
 
 
 class Residual:
@@ -234,6 +235,7 @@ class DecoderModel:
         self.config = config
         self._ranks = ranks
         self._arena = arena
+        self._page_groups = arena.layout.group_of_layer
         device = arena.pages.device
         embed = weights.embed()
         head = weights.lm_head(embed)
@@ -274,12 +276,10 @@ class DecoderModel:
         """Keep KV in another arena of the same layout and device from now on."""
         self._arena = arena
 
-    def new_attention(self) -> PagedAttention:
-        config = self.config
-        return PagedAttention(
-            config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens,
-            self._arena.pages.device,
-        )  # fmt: skip
+    def new_attention(self) -> GroupedAttention:
+        config, arena = self.config, self._arena
+        shape = config.num_heads, config.num_kv_heads, config.head_dim, arena.layout.block_tokens, arena.pages.device
+        return GroupedAttention([PagedAttention(*shape, window) for window in arena.layout.group_windows])
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -319,11 +319,12 @@ class DecoderModel:
             x.rows.add_(x.added)
 
     def attend(
-        self, index: int, attention: Attention, q: torch.Tensor, out: torch.Tensor | None = None
+        self, index: int, attention: GroupedAttention, q: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
         with span("attn.run"):
-            return attention.run(q, *self._arena.kv_layers[index], out, self._scores[index])
+            group = attention.of(self._page_groups[index])
+            return group.run(q, *self._arena.kv_layers[index], out, self._scores[index])
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
@@ -446,7 +447,13 @@ class DecoderModel:
         qkv, rotation = layer.begin(x), rotations[self._ropes[index]]
         with span("attn.rope"):
             return rotate_and_write(
-                qkv, rotation, self._norms[index], *self._arena.kv_layers[index], batch.page, batch.offset, out
+                qkv,
+                rotation,
+                self._norms[index],
+                *self._arena.kv_layers[index],
+                batch.page[self._page_groups[index]],
+                batch.offset,
+                out,
             )
 
 
@@ -455,8 +462,7 @@ def scores_of(mixer: AttentionSpec, max_model_len: int) -> Scores:
     request can leave is none.
     """
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    window = None if mixer.window is None or mixer.window >= max_model_len else mixer.window
-    found = Scores(scale, window, mixer.softcap)
+    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap)
     return PLAIN if found == PLAIN else found
 
 

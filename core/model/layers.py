@@ -88,6 +88,10 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
 
+    def window_within(self, max_model_len: int) -> int | None:
+        """The window, unless no request of so many tokens can leave it."""
+        return None if self.window is None or self.window >= max_model_len else self.window
+
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim

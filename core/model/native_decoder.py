@@ -12,6 +12,7 @@ import torch
 
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
+from ...memory.pages.layout import PageGroup, PageLayout
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
 from ...ops.lora_offload import Offloading
@@ -66,7 +67,8 @@ class NativeDecoderModel:
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
-            layers=self.layers, values=layer_values(config.layers, max_model_len), positions=max_model_len, embed=embed,
+            layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout),
+            positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0,
@@ -146,14 +148,23 @@ class NativeDecoderModel:
         self._decoder.close()
 
 
-def layer_values(layers: Sequence[LayerSpec], positions: int) -> list[native.LayerValues]:
-    """How the library computes layers, with the angles of that many positions; layers with the same rope share them."""
+def layer_values(
+    layers: Sequence[LayerSpec], positions: int, layout: PageLayout | None = None
+) -> list[native.LayerValues]:
+    """How the library computes layers, with the angles of that many positions; layers with the same rope share them.
+
+    layout: where their KV is; by default all layers' in each page.
+    """
     ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
-    return [_layer_values(layer, *tables[layer.mixer.rope]) for layer in layers]
+    groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
+    places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
+    return [_layer_values(layer, *tables[layer.mixer.rope], *places[index]) for index, layer in enumerate(layers)]
 
 
-def _layer_values(layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor | None) -> native.LayerValues:
+def _layer_values(
+    layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor | None, page_group: int, page_layer: int
+) -> native.LayerValues:
     mixer = layer.mixer
     return native.LayerValues(
         _score_scale(mixer),
@@ -164,6 +175,8 @@ def _layer_values(layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor 
         softcap=mixer.softcap or 0.0,
         norms_all_heads=mixer.head_norm is HeadNorm.ALL,
         parallel=layer.norms is Norms.PARALLEL,
+        page_group=page_group,
+        page_layer=page_layer,
         residual_multiplier=layer.residual_multiplier,
         activation=_ACTIVATIONS[layer.feed_forward.activation],
     )

@@ -14,6 +14,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.eviction import RestoreCosts
+from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, BlockTable, PrefixCache
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 class RequestMemory:
     """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    share_prefix_cache: also between tenants. may_swap: whether to keep a preempted request's KV in host memory.
+    max_chunk: the most tokens of a request in a step. share_prefix_cache: also between tenants.
+    may_swap: whether to keep a preempted request's KV in host memory.
     arriving: requests with KV being copied back.
     """
 
@@ -35,12 +37,17 @@ class RequestMemory:
     store: AdapterStore
     prefix: PrefixCache
     reclaimer: Reclaimer
-    block_tokens: int
+    layout: PageLayout
+    max_chunk: int
     use_prefix_cache: bool
     share_prefix_cache: bool
     swapped: SwappedKv
     may_swap: Callable[[], bool]
     arriving: list[Request] = field(default_factory=list)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.block_tokens
 
     @property
     def num_available_pages(self) -> int:
@@ -62,7 +69,9 @@ class RequestMemory:
 
         blocks: the request's cached prefix.
         """
-        wanted = -(-request.num_tokens // self.block_tokens) - len(blocks) + spare
+        chunk = min(self.max_chunk, request.num_tokens)
+        wanted = self.layout.pages_for_tokens(request.num_tokens, chunk) + spare
+        wanted -= sum(map(bool, self.prefix.pages_of(blocks)))
         adapter = request.adapter
         if adapter is not None and not adapter.pages:
             wanted += adapter.num_pages
@@ -81,7 +90,8 @@ class RequestMemory:
         An adapter may still be being read: its layers arrive during the prefill.
         Raises the errors of loading the adapter; then nothing is held.
         """
-        table = BlockTable(self.pool, self.prefix, self.block_tokens, self.prefix.take(blocks, request.num_tokens))
+        taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
+        table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
         adapter = request.adapter
         if adapter is not None:
             try:
@@ -96,10 +106,10 @@ class RequestMemory:
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
-        request.caching = self.use_prefix_cache
+        request.caching, request.is_refilling = self.use_prefix_cache, False
+        request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         image, kept = request.kv_image, self.kept_tokens(request, blocks)
         if image is not None and kept > request.num_computed_tokens:
-            self.grow(request, kept)
             self._restore(request, image, len(blocks))
         elif image is not None:
             self._drop_image(request, image)
@@ -126,7 +136,11 @@ class RequestMemory:
         first, last = 0, -(-num_tokens // self.block_tokens)
         if self.use_prefix_cache and request.params.prompt_logprobs is None:
             leaving = self.swapped.leaving()
-            while first < request.num_known_blocks and self.pool.references(pages[first]) > 1 + leaving[pages[first]]:
+            step = self.layout.pages_per_block
+            while first < request.num_known_blocks:
+                page = pages[first * step]
+                if self.pool.references(page) <= 1 + leaving[page]:
+                    break
                 first += 1
         try:
             request.kv_image = self.swapped.swap_out(request.block_table, range(first, last), num_tokens)
@@ -159,9 +173,18 @@ class RequestMemory:
 
     def _restore(self, request: Request, image: KvImage, num_blocks: int) -> None:
         """Copy a request's image into its pages after its cached prefix; drop the image if that fails."""
-        pages = request.block_table.pages[num_blocks : image.blocks.stop]
+        step = self.layout.pages_per_block
+        skip = (num_blocks - image.blocks.start) * step
+        held = image.held[skip:]
+        if (missing := sum(held)) > self.pool.num_free and not self.reclaimer.make_room(missing):
+            self._drop_image(request, image)
+            return
+        table = request.block_table
+        table.add_some(held)
+        request.room = image.blocks.stop * self.block_tokens
+        pages = [page for page in table.pages[num_blocks * step :] if page]
         try:
-            request.restoring = self.swapped.restore(image, pages, num_blocks - image.blocks.start)
+            request.restoring = self.swapped.restore(image, pages, sum(image.held[:skip]))
         except ExecutorLost:
             raise
         except Exception:
@@ -188,11 +211,12 @@ class RequestMemory:
         """Make the block table cover `num_tokens`, evicting unused pages if needed; False if there are not enough."""
         short = num_tokens - request.room
         if short > 0:
-            missing = -(-short // self.block_tokens)
+            blocks = -(-short // self.block_tokens)
+            missing = blocks * self.layout.pages_per_block
             if missing > self.pool.num_free and not self.reclaimer.make_room(missing):
                 return False
             request.block_table.add_pages(missing)
-            request.room += missing * self.block_tokens
+            request.room += blocks * self.block_tokens
         return True
 
     def grow_by_one(self, requests: Sequence[Request]) -> bool:
@@ -201,17 +225,25 @@ class RequestMemory:
         return not short or self.grow_each(short)
 
     def grow_each(self, requests: list[Request]) -> bool:
-        """Add a page to each of `requests`, evicting unused pages if needed.
+        """Add pages of a block to each of `requests`, evicting unused pages if needed.
 
         False, and nothing done, if there are not enough for all.
         """
-        count, block = len(requests), self.block_tokens
+        step, block = self.layout.pages_per_block, self.block_tokens
+        count = step * len(requests)
         if count > self.pool.num_free and not self.reclaimer.make_room(count):
             return False
-        for request, page in zip(requests, self.pool.allocate(count, PageKind.KV), strict=True):
-            request.block_table.pages.append(page)
+        pages = self.pool.allocate(count, PageKind.KV)
+        for index, request in enumerate(requests):
+            request.block_table.pages += pages[index * step : (index + 1) * step]
             request.room += block
         return True
+
+    def leave(self, request: Request) -> None:
+        """Release the request's pages that no later token sees; those of known blocks stay cached."""
+        computed = request.num_computed_tokens
+        request.block_table.leave(computed)
+        request.leaves_at = self.layout.first_leaving(computed)
 
     def remember(self, request: Request) -> None:
         """Insert the blocks that the request has completed into the prefix cache."""
@@ -219,9 +251,14 @@ class RequestMemory:
         while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
             index = request.num_known_blocks
             tokens = request.token_ids[index * step : (index + 1) * step]
-            page = request.block_table.pages[index]
+            pages = request.block_table.of_blocks(range(index, index + 1))
             version, scope = _version(request.adapter), self.scope(request)
-            block = self.prefix.insert(version, request.last_block, tokens, page, scope)
+            block = None
+            if not request.is_refilling:
+                block = self.prefix.insert(version, request.last_block, tokens, pages, scope)
+            if block is None and self.layout.has_windows:
+                block = self.prefix.refill(version, request.last_block, tokens, pages, scope)
+                request.is_refilling = True
             if block is None:
                 request.caching = False
                 return

@@ -195,9 +195,10 @@ class Decoder final : public AnyDecoder {
         const Rows<X> q = rows_of(q_, q_size()), out = rows_of(attended_, q_size());
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const int64_t plane = (int64_t)m_.block_tokens * kv_size();
-        T* keys = (T*)m_.arena + 2 * l * plane;
-        const PagedCache<T> cache{keys,        keys + plane,           m_.page_elems, m_.block_tokens, m_.kv_heads,
-                                  m_.head_dim, m_.heads / m_.kv_heads, w.scale,       w.softcap,       w.window};
+        T* keys = (T*)m_.arena + 2 * w.page_layer * plane;
+        const PagedCache<T> cache{keys,       keys + plane, m_.page_elems,         m_.block_tokens, m_.page_groups,
+                                  m_.kv_heads, m_.head_dim, m_.heads / m_.kv_heads, w.scale,         w.softcap,
+                                  w.window};
         if (w.norms_all_heads)
             each_part(team_, me, step.tokens, [&](int t, bool) {
                 norm_.run(y[t], w.q_norm, q_size(), y[t]);
@@ -206,7 +207,7 @@ class Decoder final : public AnyDecoder {
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
         };
-        auto row_of = [&](int row) { return KvRow{step.page_table + row * step.table_stride, step.kv_lens[row]}; };
+        auto row_of = [&](int row) { return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]}; };
         if (decode_) {
             decodes_.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                 const int row = unit.row;
@@ -323,7 +324,7 @@ class Decoder final : public AnyDecoder {
         X* q = rows_of(q_, q_size())[t];
         const int64_t at = step.positions[t] * w.rotary_dim;
         const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
-        const int64_t place = cache.at(step.page[t], step.offset[t], kv_head);
+        const int64_t place = cache.at(step.page[w.page_group * step.page_stride + t], step.offset[t], kv_head);
         for (int i = 0; i <= cache.group; i++) {
             const bool key = i == cache.group;
             const int head = key ? m_.heads + kv_head : kv_head * cache.group + i;

@@ -30,11 +30,12 @@ struct LayerDesc {
     int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
     int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all heads at once
     int32_t parallel;  // 1: gate and up have attention's input, and there is no mlp_norm
+    int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;
 };
 
 struct ModelDesc {
-    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
+    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens, page_groups;
     float eps;
     int32_t centered;  // 1: norms subtract the mean
     float embedding_multiplier, logits_scale;
@@ -75,10 +76,11 @@ struct OffloadWorkerDesc {
 struct StepDesc {
     int32_t tokens, rows, logits_wanted,
         prompt_logits_wanted;  // the last: logits that are asked for in slices afterwards
-    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]; page, offset: where a token's K and V go
+    const int64_t *token_ids, *positions, *offset;  // [tokens]
+    const int64_t* page;  // [page groups, page_stride]: page and offset are where a token's K and V go
     const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
-    const int64_t* page_table;  // [rows, table_stride]: pages of each row
-    int64_t table_stride;
+    const int64_t* page_table;  // [rows, table_stride]: pages of each row, a page of each group for every block
+    int64_t table_stride, page_stride;
     const int64_t* logit_tokens;  // [logits_wanted + prompt_logits_wanted]
     Segments segments;
     // Layers loaded so far of the segment's adapter (below 0: the rest never will be); null for a segment with a loaded

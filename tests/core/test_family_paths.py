@@ -60,10 +60,14 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 @pytest.mark.parametrize("family", SHORT)
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     it = tiny(family)
-    driver = drive(
-        it, block_tokens=8, num_pages=46, max_num_seqs=8, max_num_batched_tokens=64,
-        preemption="swap", prefix_cache=False, max_model_len=128,
-    )  # fmt: skip
+    limits = {
+        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
+        "prefix_cache": False, "max_model_len": 128,
+    }  # fmt: skip
+    probe = drive(it, **limits).engine
+    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
+    few = adapters + 2 * probe.executor.layout.pages_for_tokens(70, chunk=64)
+    driver = drive(it, num_pages=few, **limits)
     want = answers(it, driver, 12, seed=4, lengths=(20, 50), tokens=24)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0

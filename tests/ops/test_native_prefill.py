@@ -74,7 +74,7 @@ class Rows:
         attention.plan(indptr, tables, [end for _, _, end in parts])
         position = torch.tensor(positions)
         tokens = torch.cat([row.tokens[begin:end] for row, begin, end in parts])
-        batch = StepBatch(tokens, position, torch.tensor(pages), position % BLOCK, attention, lora)
+        batch = StepBatch(tokens, position, position % BLOCK, torch.tensor([pages]), attention, lora)
         with torch.inference_mode():
             return list(self._executor.decoder.forward(batch).clone().split([end - begin for _, begin, end in parts]))
 

@@ -183,7 +183,7 @@ class Step:
         ]
         positions = torch.tensor([position for span in spans for position in span])
         offset = positions % self.layout.block_tokens
-        batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
+        batch = StepBatch(self.token_ids, positions, offset, torch.tensor([page]), attention, lora)
         with torch.inference_mode():
             if merged:
                 batch.merged = True

@@ -156,7 +156,7 @@ def test_a_model_of_a_configuration_and_weights(kind):
     position = torch.arange(length)
     attention = decoder.new_attention()
     attention.plan([0, length], torch.tensor([[1, 2, 3]]), [length])
-    batch = StepBatch(torch.tensor(tokens), position, position // BLOCK + 1, position % BLOCK, attention, None)
+    batch = StepBatch(torch.tensor(tokens), position, position % BLOCK, (position // BLOCK + 1)[None], attention, None)
     found, want = decoder.forward(batch), reference(model, tokens)
     assert (found - want).abs().max() < 2e-5 * want.std()
     decoder.close()

@@ -83,7 +83,12 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
     tokens = torch.tensor([3, 4])
     decoder.forward(
         StepBatch(
-            tokens, torch.arange(2), torch.ones_like(tokens), torch.arange(2), attention, Lora(log) if lora else None
+            tokens,
+            torch.arange(2),
+            torch.arange(2),
+            torch.ones_like(tokens)[None],
+            attention,
+            Lora(log) if lora else None,
         )
     )
     plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp", "mlp.gate_up", "mlp.down"]

@@ -47,7 +47,7 @@ class Memory:
     def block(self, token, uses=1):
         """An unused block."""
         pages = self.pool.allocate(1, PageKind.KV)
-        block = self.prefix.insert(0, None, [token], pages[0])
+        block = self.prefix.insert(0, None, [token], pages[:1])
         self.prefix.release(pages)
         for _ in range(uses - 1):
             self.prefix.release(self.prefix.take([block], 1))
@@ -163,7 +163,7 @@ def test_reclaim_all_gives_back_chains_and_adapters():
     pages = memory.pool.allocate(4, PageKind.KV)
     parent = None
     for token, page in enumerate(pages):
-        parent = memory.prefix.insert(0, parent, [token], page)
+        parent = memory.prefix.insert(0, parent, [token], [page])
     memory.prefix.release(pages)
     assert memory.pool.num_free == 3
     assert memory.reclaimer.reclaim_all() == 7
@@ -205,7 +205,7 @@ def test_runs_evict_what_follows_a_cached_block_with_it():
     pages = memory.pool.allocate(10, PageKind.KV)
     block = None
     for token, page in enumerate(pages):
-        block = memory.prefix.insert(0, block, [token], page)
+        block = memory.prefix.insert(0, block, [token], [page])
     memory.prefix.release(pages)
     assert made_runs(memory, [2]) == [range(9, 11)]
     assert len(memory.prefix) == 8

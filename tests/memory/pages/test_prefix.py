@@ -29,7 +29,7 @@ class Memory:
         parent = blocks[-1] if blocks else None
         for index in range(len(blocks), len(tokens) // self.step):
             piece = tokens[index * self.step : (index + 1) * self.step]
-            parent = self.prefix.insert(version, parent, piece, table.pages[index])
+            parent = self.prefix.insert(version, parent, piece, table.pages[index : index + 1])
             if parent is None:
                 break
         return table, len(blocks)
@@ -96,8 +96,8 @@ def test_only_equal_tokens_of_the_same_version_match(memory):
 def test_scopes_share_nothing_and_leave_nothing_behind(memory):
     tokens = tuple(range(STEP))
     pages = memory.pool.allocate(2, PageKind.KV)
-    assert memory.prefix.insert(1, None, tokens, pages[0], ("a", "")) is not None
-    assert memory.prefix.insert(1, None, tokens, pages[1], ("b", "")) is not None
+    assert memory.prefix.insert(1, None, tokens, pages[:1], ("a", "")) is not None
+    assert memory.prefix.insert(1, None, tokens, pages[1:2], ("b", "")) is not None
     assert [block.page for block in memory.prefix.match(1, (*tokens, 9), ("b", ""))] == [pages[1]]
     assert memory.prefix.match(1, (*tokens, 9), ("", "")) == memory.prefix.match(1, (*tokens, 9)) == []
     memory.prefix.release(pages)
@@ -111,8 +111,8 @@ def test_block_that_is_known_is_not_made_known_twice(memory):
     """Two requests compute the same block at once: the second one's page stays its own."""
     first = memory.pool.allocate(1, PageKind.KV)
     second = memory.pool.allocate(1, PageKind.KV)
-    assert memory.prefix.insert(1, None, [1, 2, 3, 4], first[0]) is not None
-    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[0]) is None
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], first[:1]) is not None
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[:1]) is None
     memory.prefix.release(second)
     assert memory.pool.kind(second[0]) is PageKind.FREE
     memory.prefix.release(first)
@@ -214,7 +214,9 @@ class PrefixMachine(RuleBasedStateMachine):
             end = (index + 1) * step
             self.content[table.pages[index]] = (version, tuple(tokens[:end]))
             if end <= len(tokens) and (parent is not None or index == 0):
-                parent = self.memory.prefix.insert(version, parent, tokens[index * step : end], table.pages[index])
+                parent = self.memory.prefix.insert(
+                    version, parent, tokens[index * step : end], table.of_blocks(range(index, index + 1))
+                )
         self.running.append((version, table))
 
     @precondition(lambda self: self.running)
