@@ -197,7 +197,7 @@ class PrefixCache:
         key = tuple(tokens)
         if key in parent.children:
             return None
-        if not parent.is_known:  # evicted since the caller left its window
+        if not parent.is_known or not any(pages):  # the parent was evicted, or all pages have left, behind a window
             return None
         block = parent.children[key] = Block(parent, key, pages)
         if self._windowed:
@@ -319,14 +319,16 @@ class PrefixCache:
             return
         self._order.discard(block)
         self._order.discard(block.in_windows)
-        pages = [page for page in block.pages if page]
-        if block.children or not all(map(self._is_unused, pages)):
-            if count := sum(self._is_unused(block.pages[group]) for group in self._windowed):
-                self._add(block.in_windows, block, count)
-        elif pages:
-            self._add(block, block, len(pages))
-        else:
-            self.evict(block)
+        pages, full = block.pages, [block.pages[group] for group in self._full]
+        unused = [page for page in pages if self._is_unused(page)]
+        # a request that refills a block holds its pages in windows and not the others
+        if not block.children and all(map(self._is_unused, full or filter(None, pages))):
+            if any(pages):
+                self._add(block, block, len(unused))
+            else:
+                self.evict(block)
+        elif count := sum(self._is_unused(pages[group]) for group in self._windowed):
+            self._add(block.in_windows, block, count)
 
     def _add(self, item: Block | WindowPages, block: Block, count: int) -> None:
         """Make `count` pages of a block evictable."""

@@ -66,9 +66,9 @@ def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     }  # fmt: skip
     probe = drive(it, **limits).engine
     adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
-    few = adapters + 2 * probe.executor.layout.pages_for_tokens(70, chunk=64)
+    few = adapters + probe.executor.layout.pages_for_tokens(80, chunk=64)
     driver = drive(it, num_pages=few, **limits)
-    want = answers(it, driver, 12, seed=4, lengths=(20, 50), tokens=24)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0
 

@@ -42,11 +42,13 @@ class CheckedExecutor:
         reached: Counter[str],
         shadow: CheckedShadow | None = None,
         swaps: CheckedSwaps | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        """windows: of the layers of the made-up model."""
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
-        self.layout = PageLayout(1, 1, 8, config.block_tokens, 4)
+        self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows)
         self.num_pages = config.num_pages
         self.shadow, self.swaps = shadow, swaps
         self.start = None
@@ -143,13 +145,18 @@ class CheckedExecutor:
         """Check that pages cover the rows' tokens, and that no page is written which another row has or the cache
         knows.
         """
-        block, pool, most = self.config.block_tokens, self.pool, self.layout.pages_for_tokens(MAX_MODEL_LEN)
+        block, pool, most = self.config.block_tokens, self.pool, self.layout.table_width(MAX_MODEL_LEN)
+        step = self.layout.pages_per_block
         for row in plan.sequences:
-            promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
+            promise(bool(row.tokens) and row.kv_len * step <= len(row.pages) * block, "pages don't cover the tokens")
             promise(len(row.pages) <= most, "more pages than the longest request has")
-            promise(len(set(row.pages)) == len(row.pages), "{} has a page twice", row.request_id)
-            first = row.start // block  # the first page written
+            held = [page for page in row.pages if page]
+            promise(len(set(held)) == len(held), "{} has a page twice", row.request_id)
+            first = row.start // block * step  # the first page written
+            self._reached["page that left"] += len(held) < len(row.pages)
             for index, page in enumerate(row.pages):
+                if not page and index < first:
+                    continue
                 if page in owner or pool.kind(page) is not PageKind.KV:
                     raise Violation(f"page {page} of {row.request_id} is of another kind, or another's")
                 if index >= first:
@@ -157,7 +164,7 @@ class CheckedExecutor:
                         raise Violation(f"{row.request_id} writes page {page}, which is shared or cached")
                     owner[page] = row.request_id
         for row in plan.sequences:
-            for page in row.pages:
+            for page in filter(None, row.pages):
                 if owner.get(page, row.request_id) != row.request_id:
                     raise Violation(f"{row.request_id} reads page {page}, which {owner[page]} writes")
                 self._reached["shared page"] += page not in owner and pool.references(page) > 1
@@ -178,17 +185,30 @@ class CheckedExecutor:
             content = content_of(adapter)
             want = kv_of(content, row.token_ids[: row.kv_len])
             self._write(row, want)
-            held = itertools.chain.from_iterable(map(self.memory.__getitem__, row.pages))
-            if list(itertools.islice(held, row.kv_len)) != want:
-                raise Violation(f"KV of {row.request_id} is not its own")
+            self._check_seen(row, want)
             self._answer(row, content, result)
         return result
 
+    def _check_seen(self, row: ScheduledSequence, want: Sequence[object]) -> None:
+        """Check the KV of every page group that a row's tokens see."""
+        step = self.layout.pages_per_block
+        for group, window in enumerate(self.layout.group_windows):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            block = first // self.config.block_tokens
+            pages = row.pages[block * step + group :: step]
+            held = itertools.chain.from_iterable(map(self.memory.__getitem__, pages))
+            begin = first - block * self.config.block_tokens
+            seen = list(itertools.islice(held, begin, begin + row.kv_len - first))
+            if seen != [of_group(group, value) for value in want[first:]]:
+                raise Violation(f"KV of {row.request_id} is not its own")
+
     def _write(self, row: ScheduledSequence, values: Sequence[object]) -> None:
         """Write what a row computes, out of the values of all its positions."""
-        block = self.config.block_tokens
+        block, step = self.config.block_tokens, self.layout.pages_per_block
         for position in range(row.start, row.kv_len):
-            self.memory[row.pages[position // block]][position % block] = values[position]
+            for group in range(step):
+                page = row.pages[position // block * step + group]
+                self.memory[page][position % block] = of_group(group, values[position])
 
     def _check_row(self, row: ScheduledSequence, adapter: Adapter | None, asked: Asked, is_async: bool) -> None:
         """Check a row against its request and the tokens that it has been given. is_async: one more is not read yet."""
@@ -228,3 +248,8 @@ class CheckedExecutor:
         token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
+
+
+def of_group(group: int, value: object) -> object:
+    """The KV of a token in a page group's pages."""
+    return (group, value) if group else value

@@ -227,6 +227,7 @@ class CheckedOrder:
         block, scheduler = self._engine.block_tokens, self._scheduler
         growth = sum(1 + (each.max_length - each.num_tokens) // block for each in scheduler.running)
         growth += sum(2 + each.max_length // block for each in scheduler.waiting)
+        growth *= self._engine.executor.layout.pages_per_block
         growth += sum(adapter.num_pages for adapter in self._engine.store.versions())
         return growth <= self._engine.reclaimer.available
 

@@ -202,7 +202,8 @@ class EngineRun(ABC):
         beside = self._num_pinned
         if adapter is not None and adapter not in self.pinned:
             beside += adapter.num_pages
-        return beside - (-num_tokens // self.engine.block_tokens) <= self.engine.pool.num_usable
+        layout, chunk = self.engine.executor.layout, self.engine.config.max_num_batched_tokens
+        return beside + layout.pages_for_tokens(num_tokens, chunk) <= self.engine.pool.num_usable
 
     @property
     def _num_pinned(self) -> int:

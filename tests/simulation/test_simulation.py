@@ -13,6 +13,7 @@ from .faults import FAULTS, found_after
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
+    "page that left",
     "shared page",
     "preempted",
     "overtaken",
