@@ -16,7 +16,8 @@ from ...graphs.device import CudaDevice
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
 from ..model.batch import ATTN_O, BY_LIBRARY, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends
-from ..model.decoder import HEAD, DecoderModel
+from ..model.decoder import DecoderModel
+from ..model.layer import HEAD
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model.weights import LayerWeights
 

@@ -12,7 +12,8 @@ from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import Attention
 from ..model.batch import StepBatch, column_width
-from ..model.decoder import DecoderModel, Residual
+from ..model.decoder import DecoderModel
+from ..model.layer import Residual
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.

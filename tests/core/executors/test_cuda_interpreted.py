@@ -27,7 +27,8 @@ from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, GemmBackend
-from chorus.core.model.decoder import HEAD, DecoderModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.layer import HEAD
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
