@@ -165,6 +165,11 @@ class ModelExecutor:
 
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
+        if self.whole.delta is not None:
+            raise UnsupportedModel(
+                f"{config.model}: {self.whole.architecture} has layers of Gated DeltaNet, whose states have no memory "
+                "yet; choose another model"
+            )
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)

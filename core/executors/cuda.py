@@ -244,7 +244,7 @@ class CudaExecutor(ModelExecutor):
                 max_rows=config.max_num_seqs,
                 max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
                 wanted=config.attention,
-                scores=[scores_of(layer.mixer, self.model.max_model_len) for layer in model.layers],
+                scores=[scores_of(mixer, self.model.max_model_len) for mixer in model.attention_layers],
             )  # fmt: skip
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error

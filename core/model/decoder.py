@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
 from ...ops.attention import PLAIN, Attention, PagedAttention, Scores
-from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, rotate_and_write
+from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
+from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
 from ...ops.sgmv import AdapterRows
-from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, StepBatch, StepLora, lora_groups
+from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
 from .layer import HEAD, Layer, Residual, multiply
 from .layers import AttentionSpec, NormSpec
@@ -27,21 +28,31 @@ from .weights import LayerWeights, Pack, Weights
 Batch = StepBatch[Attention, StepLora]
 
 
+@dataclass(slots=True)
 class Flow:
-    """What goes from piece to piece of a step, in memory that does not move: of `bucket` tokens.
+    """What goes from piece to piece of a step, in memory that does not move: of `bucket` tokens."""
 
-    rows: the residual stream `[tokens, hidden]`. q: `[tokens, heads, head_dim]`, what attention is given. attended:
-    of q's shape, what it gives.
-    """
+    rows: torch.Tensor
+    """The residual stream `[tokens, hidden]`."""
 
-    __slots__ = ("attended", "q", "rows")
+    q: torch.Tensor
+    """`[tokens, heads, head_dim]`: what attention is given."""
 
-    def __init__(self, rows: torch.Tensor, q: torch.Tensor, attended: torch.Tensor) -> None:
-        self.rows, self.q, self.attended = rows, q, attended
+    attended: torch.Tensor
+    """What attention gives, of q's shape."""
+
+    gates: torch.Tensor
+    """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
+
+    delta_in: torch.Tensor
+    """`[tokens, in]`: what Gated DeltaNet is given; no columns where no layer has it."""
+
+    delta_out: torch.Tensor
+    """`[tokens, v]`: what it gives."""
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
-        return Flow(self.rows[:tokens], self.q[:tokens], self.attended[:tokens])
+        return Flow(*(getattr(self, field.name)[:tokens] for field in fields(self)))
 
 
 class DecoderModel:
@@ -89,13 +100,16 @@ class DecoderModel:
         self._groups = lora_groups(config)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
         self._norms = [_head_norms(layer, config.norm) for layer in self.layers]
-        self._scores = [scores_of(layer.mixer, max_model_len) for layer in config.layers]
+        self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
+        self._scores = [
+            PLAIN if layer.attention is None else scores_of(layer.attention, max_model_len) for layer in config.layers
+        ]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.prompt_hidden: torch.Tensor | None = None
         """Normalised states of the last step's prompt-logprob tokens; to be reset before a captured step, which has
         none.
         """
-        self._ropes = [layer.mixer.rope for layer in config.layers]
+        self._ropes = [None if layer.attention is None else layer.attention.rope for layer in config.layers]
         self._rotary = {
             rope: RotaryEmbedding(
                 rope.inverse_frequencies(), max_model_len, dtype, device,
@@ -131,27 +145,67 @@ class DecoderModel:
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                q = self._query(layer, x, index, batch, rotations)
-                layer.finish(x, self.attend(index, batch.attention, q))
+                layer.finish(x, self._mixed(layer, x, index, batch, rotations))
         return self.compute_logits(x, batch, logits)
 
-    def piece(self, index: int, batch: Batch, flow: Flow) -> None:
-        """Compute what lies between the attention of layer `index - 1` and that of layer `index`: the rest of the one,
-        and the query of the other, with its keys and values written. The first begins with the embedding, the one
-        behind the last layer leaves all in the residual stream.
+    def _mixed(
+        self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
+    ) -> torch.Tensor:
+        """What a layer's mixer gives `[tokens, out]`."""
+        inputs = layer.begin(x)
+        if self._deltas[index] is not None:
+            return self._delta(index, inputs, batch.states)
+        q, gates = self._query(inputs, index, batch, rotations)
+        attended = self.attend(index, batch.attention, q)
+        return attended if gates is None else gate_output(attended, gates)
 
-        Pieces 0 … layers, with `attend` between each and the next, and `compute_logits` behind the last, are a
-        `forward`.
+    def piece(self, index: int, batch: Batch, flow: Flow) -> None:
+        """Compute what lies between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
+        the input of the other, with its keys and values written. The first begins with the embedding, the one behind
+        the last layer leaves all in the residual stream.
+
+        Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` behind the last, are a `forward`.
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
-            self._layer(index - 1, batch).finish(x, flow.attended.view(len(flow.rows), -1))
+            self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
         else:
             x.rows.copy_(self._embedded(batch))
         if index < len(self.layers):
-            self._query(self._layer(index, batch), x, index, batch, self._rotations(batch), flow.q)
+            inputs = self._layer(index, batch).begin(x)
+            if self._deltas[index] is not None:
+                flow.delta_in.copy_(inputs)
+                return
+            _, gates = self._query(inputs, index, batch, self._rotations(batch), flow.q)
+            if gates is not None:
+                flow.gates.copy_(gates)
         elif x.added is not None:
             x.rows.add_(x.added)
+
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
+        """What a layer's mixer has given to the next piece."""
+        if self._deltas[index] is not None:
+            return flow.delta_out
+        attended = flow.attended.view(len(flow.rows), -1)
+        return gate_output(attended, flow.gates) if self._attention.output_gate else attended
+
+    def mix(self, index: int, attention: Attention, states: StepStates | None, flow: Flow) -> None:
+        """Run a layer's mixer between two pieces."""
+        if self._deltas[index] is not None:
+            flow.delta_out.copy_(self._delta(index, flow.delta_in, states))
+        else:
+            self.attend(index, attention, flow.q, flow.attended)
+
+    def _delta(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
+        """A layer's Gated DeltaNet `[tokens, v]`; the sequences' states are updated."""
+        weights, spec = self.layers[index].delta, self._deltas[index]
+        if states is None or weights is None or spec is None:
+            raise RuntimeError(f"layer {index} is Gated DeltaNet, and the step has no states for it")
+        with span("delta.run"):
+            state = states.of(index)
+            mixed = gated_delta(inputs, weights, state, states.qo_indptr, spec.eps)
+            states.write(index, state)
+        return mixed
 
     def attend(
         self, index: int, attention: Attention, q: torch.Tensor, out: torch.Tensor | None = None
@@ -162,10 +216,20 @@ class DecoderModel:
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
-        config, device = self.config, self._arena.pages.device
-        rows = torch.zeros(tokens, config.hidden_size, dtype=self._dtype, device=device)
-        heads = torch.zeros(2, tokens, config.num_heads, config.head_dim, dtype=self._dtype, device=device)
-        return Flow(rows, *heads.unbind(0))
+        config = self.config
+        delta, attention = config.delta, config.attention
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(tokens, *shape, dtype=self._dtype, device=self._arena.pages.device)
+
+        return Flow(
+            rows=zeros(config.hidden_size),
+            q=zeros(config.num_heads, config.head_dim),
+            attended=zeros(config.num_heads, config.head_dim),
+            gates=zeros(attention.q_rows - attention.q_size),
+            delta_in=zeros(delta.in_size if delta else 0),
+            delta_out=zeros(delta.v_size if delta else 0),
+        )
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the batch's tokens from what the last layer gave; see `forward`."""
@@ -270,19 +334,24 @@ class DecoderModel:
 
     def _query(
         self,
-        layer: Layer,
-        x: Residual,
+        qkv: torch.Tensor,
         index: int,
         batch: Batch,
         rotations: dict[RopeConfig | None, Rotation | None],
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A layer's query `[tokens, heads, head_dim]`; its keys and values are written."""
-        qkv, rotation = layer.begin(x), rotations[self._ropes[index]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A layer's query `[tokens, heads, head_dim]`, in `out` if that is given, and the gates of its output, where
+        there are any; its keys and values are written.
+        """
+        attention, gates = self._attention, None
         with span("attn.rope"):
-            return rotate_and_write(
-                qkv, rotation, self._norms[index], *self._arena.kv_layers[index], batch.page, batch.offset, out
-            )
+            if attention.output_gate:
+                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            q = rotate_and_write(
+                qkv, rotations[self._ropes[index]], self._norms[index], *self._arena.kv_layers[index], batch.page,
+                batch.offset, out,
+            )  # fmt: skip
+            return q, gates
 
 
 def scores_of(mixer: AttentionSpec, max_model_len: int) -> Scores:
@@ -299,10 +368,16 @@ def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: tor
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if part is not None and not part.is_mkldnn:
+        if isinstance(part, DeltaWeights):
+            layer.delta = _moved_delta(part, device)
+        elif part is not None and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
     return layer
+
+
+def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
+    return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Layer:
 
     With norms BEFORE:
 
-        x += o(attention(qkv(x)))
+        x += o(mixer(qkv(x)))
         x += down(gate_up(x))
 
     qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
@@ -82,7 +82,7 @@ class Layer:
         self._backends, self._lora, self._ranks = backends, lora, ranks
 
     def begin(self, x: Residual) -> torch.Tensor:
-        """Queries, keys and values `[tokens, q + 2·kv]`; a parallel feed-forward part is added to x."""
+        """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
         if self._spec.norms is not Norms.PARALLEL:
             return self.qkv(x)
         weights = self._weights
@@ -92,7 +92,7 @@ class Layer:
         return qkv
 
     def finish(self, x: Residual, attended: torch.Tensor) -> None:
-        """Compute what follows attention, whose output `[tokens, q]` is given."""
+        """Compute what follows the mixer, whose output `[tokens, out]` is given."""
         weights = self._weights
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
@@ -100,12 +100,12 @@ class Layer:
                 x.added = self._output(self.down(self.gate_up(x)), x.norm, weights.mlp_out_norm)
 
     def qkv(self, x: Residual) -> torch.Tensor:
-        """`[tokens, q + 2·kv]`."""
+        """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""
         weights = self._weights
         return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended: `[tokens, q]`."""
+        """attended: `[tokens, out]` of the mixer."""
         y = self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias)
         return y if self._ranks is None else self._ranks.add_up(y)
 

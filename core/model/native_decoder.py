@@ -36,6 +36,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
+    if config.delta is not None or config.attention.output_gate:
+        return "it has neither Gated DeltaNet nor gates of attention's output"
     unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
     if unknown:
         return f"it has the activations {', '.join(_ACTIVATIONS)}, and this model's is {', '.join(sorted(unknown))}"
@@ -148,13 +150,14 @@ class NativeDecoderModel:
 
 def layer_values(layers: Sequence[LayerSpec], positions: int) -> list[native.LayerValues]:
     """How the library computes layers, with the angles of that many positions; layers with the same rope share them."""
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+    ropes = dict.fromkeys(layer.attention.rope for layer in layers if layer.attention)
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
-    return [_layer_values(layer, *tables[layer.mixer.rope]) for layer in layers]
+    return [_layer_values(layer, layer.attention, *tables[layer.attention.rope]) for layer in layers if layer.attention]
 
 
-def _layer_values(layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor | None) -> native.LayerValues:
-    mixer = layer.mixer
+def _layer_values(
+    layer: LayerSpec, mixer: AttentionSpec, cos: torch.Tensor | None, sin: torch.Tensor | None
+) -> native.LayerValues:
     return native.LayerValues(
         _score_scale(mixer),
         cos,
