@@ -165,6 +165,11 @@ class ModelExecutor:
 
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
+        if self.whole.delta is not None:
+            raise UnsupportedModel(
+                f"{config.model}: {self.whole.architecture} has layers of Gated DeltaNet, whose states have no memory "
+                "yet; choose another model"
+            )
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
@@ -172,12 +177,12 @@ class ModelExecutor:
         window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
         self.layout = PageLayout(
-            num_layers=model.num_layers,
+            num_layers=len(model.attention_layers),
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             block_tokens=config.block_tokens,
             itemsize=self._dtype.itemsize,
-            windows=tuple(layer.mixer.window_within(limit) for layer in model.layers),
+            windows=tuple(mixer.window_within(limit) for mixer in model.attention_layers),
         )
 
 

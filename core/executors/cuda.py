@@ -235,7 +235,7 @@ class CudaExecutor(ModelExecutor):
         config, model, device = self._config, self.config, self._device
         where = device.torch_device
         limit = self.model.max_model_len
-        scores = [scores_of(layer.mixer, limit) for layer in model.layers]
+        scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
         try:
             backends = {
                 window: choose_attention(

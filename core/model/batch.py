@@ -19,6 +19,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.transfers.transfer import Transfer
+from ...ops.gated_delta import DeltaState
 from ...ops.sgmv import AdapterRows, Segments, sgmv
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
@@ -267,6 +268,26 @@ GemmBackends = tuple[GemmBackend, ...]
 BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 
 
+class StepStates(Protocol):
+    """The states of a step's sequences in layers of Gated DeltaNet."""
+
+    @property
+    def qo_indptr(self) -> Sequence[int]:
+        """Sequence i has the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1, in the batch's order."""
+        ...
+
+    def of(self, layer: int, /) -> DeltaState:
+        """The states before the step, zeros where a sequence begins. layer: its index in the model.
+
+        The layer changes them in place and then hands them to `write`.
+        """
+        ...
+
+    def write(self, layer: int, state: DeltaState, /) -> None:
+        """Keep the states after the step."""
+        ...
+
+
 @dataclass(slots=True)
 class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
@@ -276,7 +297,8 @@ class StepBatch(Generic[P, L]):
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
     prompt_logprob_tokens: `[scores]` int64, indices of the tokens for which logits are computed in slices after the
     step. lora: None when no row uses an adapter. merged: use the shadow weights, with an adapter merged into them.
-    backends: backend of each product; other than the library only for few tokens on a GPU.
+    backends: backend of each product; other than the library only for few tokens on a GPU. states: None for a model
+    without Gated DeltaNet.
     """
 
     token_ids: torch.Tensor
@@ -289,6 +311,7 @@ class StepBatch(Generic[P, L]):
     prompt_logprob_tokens: torch.Tensor | None = None
     merged: bool = False
     backends: GemmBackends = BY_LIBRARY
+    states: StepStates | None = None
 
 
 def column_width(tokens: int) -> int:

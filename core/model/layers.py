@@ -1,7 +1,7 @@
 """What a model's layers are made of: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
-A layer is a mixer of tokens (attention) and a feed-forward part, each with norms around it, added to the residual
-stream x. With `Norms.BEFORE`:
+A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part, each with norms around it, added to
+the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
@@ -9,10 +9,14 @@ stream x. With `Norms.BEFORE`:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from .rope_config import RopeConfig
+
+#: A projection's path in a layer → its (in, out) features.
+Projections = Mapping[str, tuple[int, int]]
 
 
 class Activation(StrEnum):
@@ -88,6 +92,9 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
 
+    output_gate: bool = False
+    """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
+
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
@@ -100,6 +107,79 @@ class AttentionSpec:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def q_rows(self) -> int:
+        """Rows of q_proj: queries, and the gates where there are any."""
+        return self.q_size * (1 + self.output_gate)
+
+    def projections(self, hidden: int) -> Projections:
+        q, kv = (hidden, self.q_rows), (hidden, self.kv_size)
+        return {
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": kv,
+            "self_attn.v_proj": kv,
+            "self_attn.o_proj": (self.q_size, hidden),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size; see `ops.gated_delta`."""
+
+    num_k_heads: int
+    """Heads of queries and keys; each serves `num_v_heads / num_k_heads` neighbouring heads of values."""
+
+    num_v_heads: int
+    k_dim: int
+    """Width of a head of queries or keys."""
+
+    v_dim: int
+    """Width of a head of values."""
+
+    eps: float
+    """Of the gated norm of each head's output."""
+
+    conv_size: int = 4
+    """Tokens that the causal convolution sees, a token itself included."""
+
+    @property
+    def k_size(self) -> int:
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def v_size(self) -> int:
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.k_size + self.v_size
+
+    @property
+    def in_size(self) -> int:
+        """Width of the input product: queries, keys and values, then z, b and a."""
+        return self.channels + self.v_size + 2 * self.num_v_heads
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The convolution's state of a sequence in a layer, float32: its inputs of the last tokens, oldest first."""
+        return self.conv_size - 1, self.channels
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        """The delta rule's state of a sequence in a layer, float32."""
+        return self.num_v_heads, self.k_dim, self.v_dim
+
+    def projections(self, hidden: int) -> Projections:
+        heads = (hidden, self.num_v_heads)
+        return {
+            "linear_attn.in_proj_qkv": (hidden, self.channels),
+            "linear_attn.in_proj_z": (hidden, self.v_size),
+            "linear_attn.in_proj_b": heads,
+            "linear_attn.in_proj_a": heads,
+            "linear_attn.out_proj": (self.v_size, hidden),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
@@ -111,14 +191,32 @@ class GatedSpec:
     activation: Activation = Activation.SILU
     bias: bool = False
 
+    def projections(self, hidden: int) -> Projections:
+        up, down = (hidden, self.size), (self.size, hidden)
+        return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | GatedDeltaSpec
     feed_forward: GatedSpec
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
     """Factor of what each part adds to the residual stream (Granite)."""
+
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """The mixer, if it is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
+    def delta(self) -> GatedDeltaSpec | None:
+        """The mixer, if it is Gated DeltaNet."""
+        return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
+
+    def projections(self, hidden: int) -> Projections:
+        """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
+        return {**self.mixer.projections(hidden), **self.feed_forward.projections(hidden)}

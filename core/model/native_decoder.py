@@ -37,6 +37,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
+    if config.delta is not None or config.attention.output_gate:
+        return "it has neither Gated DeltaNet nor gates of attention's output"
     unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
     if unknown:
         return f"it has the activations {', '.join(_ACTIVATIONS)}, and this model's is {', '.join(sorted(unknown))}"
@@ -155,17 +157,26 @@ def layer_values(
 
     layout: where their KV is; by default all layers' in each page.
     """
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+    ropes = dict.fromkeys(layer.attention.rope for layer in layers if layer.attention)
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
     groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
     places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
-    return [_layer_values(layer, *tables[layer.mixer.rope], *places[index]) for index, layer in enumerate(layers)]
+    with_kv = [layer for layer in layers if layer.attention]
+    return [
+        _layer_values(layer, layer.attention, *tables[layer.attention.rope], *places[index])
+        for index, layer in enumerate(with_kv)
+        if layer.attention
+    ]
 
 
 def _layer_values(
-    layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor | None, page_group: int, page_layer: int
+    layer: LayerSpec,
+    mixer: AttentionSpec,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    page_group: int,
+    page_layer: int,
 ) -> native.LayerValues:
-    mixer = layer.mixer
     return native.LayerValues(
         _score_scale(mixer),
         cos,

@@ -34,7 +34,11 @@ class Shard:
         if why := _why_not(size, whole):
             sizes = ", ".join(str(each) for each in range(1, whole.num_heads + 1) if not _why_not(each, whole))
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and the model's {why}; set it to one of {sizes}")
-        if any(layer.mixer.head_norm is HeadNorm.ALL for layer in whole.layers):
+        if whole.delta is not None:
+            raise UnsupportedModel(
+                f"tensor_parallel_size is {size}, and ranks can't share the model's Gated DeltaNet layers; set it to 1"
+            )
+        if any(it.head_norm is HeadNorm.ALL for it in whole.attention_layers):
             raise UnsupportedModel(
                 f"tensor_parallel_size is {size}, and the model norms all heads of a token at once, of which a rank "
                 "has a share only; set it to 1"
@@ -44,7 +48,7 @@ class Shard:
     def of_module(self, module: str, whole: ModelConfig) -> tuple[slice, slice]:
         """Inputs and outputs of a projection that this rank has."""
         if module in _HEADS:
-            width = whole.q_size // self.size
+            width = (whole.attention.q_rows if module == "q_proj" else whole.q_size) // self.size
             share = slice(self.rank * width, (self.rank + 1) * width)
         elif module in _KV_HEADS:
             first, count = self.rank * whole.num_kv_heads // self.size, max(1, whole.num_kv_heads // self.size)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.qwen3_5 import QWEN3_5
 from chorus.core.model.read_config import read_model_config
 
 pytestmark = pytest.mark.numerics
@@ -47,7 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def test_every_architecture_is_covered():
-    assert set(MODELS) == {name for name, family in FAMILIES.items() if family.tensors.left_out}
+    seeing = {name for name, family in FAMILIES.items() if family.tensors.left_out}
+    assert set(MODELS) == seeing - set(QWEN3_5.architectures)  # see test_hybrids.py
 
 
 OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"

@@ -152,6 +152,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+QWEN3_5 = {
+    "num_hidden_layers": 5, "full_attention_interval": 3, "head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+
+#: Families with layers that have a state of fixed size, likewise.
+HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3.5": ("Qwen3_5TextConfig", QWEN3_5, "50GB"),
+    "qwen3.5-tied": (
+        "Qwen3_5TextConfig",
+        {**QWEN3_5, "tie_word_embeddings": True, "attention_bias": True, "linear_num_value_heads": 2, "hidden_size": 48,
+         "layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "linear_conv_kernel_dim": 3},
+        "20KB",
+    ),
+}  # fmt: skip
+
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 #: name → (rank, alpha, targets)
 ADAPTERS = {
@@ -212,7 +228,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = FAMILIES[name]
+    config_class, arguments, shard = {**FAMILIES, **HYBRIDS}[name]
     arguments = {
         "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 1,

@@ -16,8 +16,9 @@ from triton import compiler  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import NAMES, asked_backends, compile_ahead  # noqa: E402
 from chorus.core.model.batch import DOWN, GemmBackend  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
-from chorus.core.model.decoder import HEAD, DecoderModel  # noqa: E402
+from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
+from chorus.core.model.layer import HEAD  # noqa: E402
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402

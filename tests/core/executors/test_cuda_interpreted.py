@@ -27,7 +27,8 @@ from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, GemmBackend
-from chorus.core.model.decoder import HEAD, DecoderModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.layer import HEAD
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
@@ -682,7 +683,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 21), (True, 34)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 22), (True, 35)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls what was captured, so that the kernels' launches are counted too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)

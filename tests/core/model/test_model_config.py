@@ -12,7 +12,7 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import HeadNorm
+from chorus.core.model.layers import GatedDeltaSpec, HeadNorm
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
@@ -31,7 +31,7 @@ LLAMA3_SCALING = {
 
 
 def rope_of(config):
-    return config.layers[0].mixer.rope
+    return config.attention.rope
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
     assert want.attention_scaling == own.attention_factor
 
 
-TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
+TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out] + ["Qwen3_5ForCausalLM"]
 SHAPES = {"hidden_size": 128, "num_attention_heads": 64, "num_hidden_layers": 8}
 OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
 
@@ -364,3 +364,58 @@ def test_real_models_parse_with_the_right_shapes(configs, name):
 
 def test_every_real_configuration_is_in_the_table(configs):
     assert {path.parent.name for path in configs.glob("*/config.json")} == set(PARAMETERS)
+
+
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {
+        "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8, "full_attention_interval": 3,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+}  # fmt: skip
+
+
+def test_gated_delta_net_stands_between_layers_of_attention(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    config = read_model_config(tmp_path)
+    assert [index for index, layer in enumerate(config.layers) if layer.attention] == [2, 5]
+    assert config.delta == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
+    assert (config.delta.channels, config.delta.in_size) == (112, 112 + 48 + 12)
+    assert config.attention.output_gate
+    assert config.attention.rope == RopeConfig(8, 1e7)
+    shapes = tensor_shapes(config)
+    assert shapes["model.layers.0.linear_attn.in_proj_qkv.weight"] == (112, 64)
+    assert shapes["model.layers.0.linear_attn.conv1d.weight"] == (112, 1, 4)
+    assert shapes["model.layers.2.self_attn.q_proj.weight"] == (2 * 4 * 32, 64)
+    assert "model.layers.2.linear_attn.A_log" not in shapes
+    assert "model.layers.0.self_attn.q_proj.weight" not in shapes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"linear_num_value_heads": 5},
+            "linear_num_value_heads is 5: a multiple of linear_num_key_heads, 2",
+        ),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "Gated DeltaNet is supported with silu alone"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1: a whole number of at least 2 is needed"),
+        ({"layer_types": ["linear_attention"] * 8}, "no layer has attention"),
+        ({"layer_types": ["sliding_attention"] * 8}, "sliding_attention is not supported; supported: full_attention, "),
+    ],
+)
+def test_what_gated_delta_net_cannot_be_is_refused(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "text_config": {**QWEN3_5["text_config"], **changes}}))
+    with pytest.raises(UnsupportedModel, match=message):
+        read_model_config(tmp_path)
+
+
+def test_ranks_cannot_share_gated_delta_net(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size is 2, and ranks can't share .* set it to 1"):
+        Shard(0, 2).config(read_model_config(tmp_path))

@@ -31,7 +31,7 @@ def test_llama_is_llama(tmp_path):
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     assert count == 8_030_261_248
     assert LLAMA.geometry.page_layout(2).page_bytes == 2 << 20
-    assert (rope := config.layers[0].mixer.rope) is not None
+    assert (rope := config.attention.rope) is not None
     assert (rope.theta, rope.factor, config.head_dim) == (500000.0, 8.0, 128)
 
 
