@@ -108,6 +108,9 @@ class Engine:
             reclaimer=self.reclaimer,
             layout=layout,
             max_chunk=config.max_num_batched_tokens,
+            checkpoint_tokens=config.state_checkpoint_tokens // self.block_tokens * self.block_tokens
+            if config.chunked_prefill
+            else 0,
             use_prefix_cache=config.prefix_cache,
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,

@@ -141,7 +141,7 @@ class Growth:
             finals = self._lengths.final_lengths(self._running)
             self._ends = np.array(list(map(self._end, self._running, finals)), np.int64).reshape(-1, 3)
         layout, count, final = self._layout, request.num_tokens, self._lengths.final_length(request)
-        frees = layout.blocks_for_tokens(count) * layout.num_growing + layout.pages_in_windows(final - 1)
+        frees = layout.blocks_for_tokens(count) * layout.num_growing + layout.fixed_pages(final - 1)
         own = final - 1 - count, frees, layout.pages_for_tokens(count)
         steps, frees, has = np.vstack((self._ends, own)).T
         order = np.argsort(-steps)  # when a request ends, the earlier ones in this order still run
@@ -158,9 +158,9 @@ class Growth:
         """Return the steps until a request ends, the pages that it frees then if its tokens are today's, and how many
         of these it has now.
 
-        Pages in windows, which do not grow beyond them, count as many as at the end.
+        Pages that do not grow without end count as many as at the end.
         """
         layout, count, room = self._layout, len(request.token_ids), request.room
         shared = request.began_at // layout.block_tokens * layout.num_growing
-        frees = layout.blocks_for_tokens(max(room, count)) * layout.num_growing + layout.pages_in_windows(final - 1)
+        frees = layout.blocks_for_tokens(max(room, count)) * layout.num_growing + layout.fixed_pages(final - 1)
         return final - 1 - count, frees - shared, layout.pages_for_tokens(room) - shared

@@ -17,6 +17,7 @@ from ...memory.pages.eviction import RestoreCosts
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, BlockTable, PrefixCache
+from ...memory.pages.states import StateSlots
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost
 from ..requests.request import Request
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 class RequestMemory:
     """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    max_chunk: the most tokens of a request in a step. share_prefix_cache: also between tenants.
+    max_chunk: the most tokens of a request in a step. checkpoint_tokens: see `EngineConfig.state_checkpoint_tokens`. share_prefix_cache: also between tenants.
     may_swap: whether to keep a preempted request's KV in host memory.
     arriving: requests with KV being copied back.
     """
@@ -39,6 +40,7 @@ class RequestMemory:
     reclaimer: Reclaimer
     layout: PageLayout
     max_chunk: int
+    checkpoint_tokens: int
     use_prefix_cache: bool
     share_prefix_cache: bool
     swapped: SwappedKv
@@ -92,6 +94,8 @@ class RequestMemory:
         """
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
+        if self.layout.state_pages:
+            table.states = StateSlots([self.prefix.take_checkpoint(blocks[-1])] if blocks else [])
         adapter = request.adapter
         if adapter is not None:
             try:
@@ -101,6 +105,8 @@ class RequestMemory:
             except Exception:
                 table.free()
                 raise
+        if table.states is not None:
+            self._add_state_slots(table.states)
         request.block_table = table
         request.num_computed_tokens = request.room = len(blocks) * self.block_tokens
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -115,6 +121,53 @@ class RequestMemory:
             self._drop_image(request, image)
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
+
+    def _add_state_slots(self, states: StateSlots) -> None:
+        """Give a request pages of its own for its states. A checkpoint that it begins with stays its first slot until
+        its first step has read it.
+        """
+        size, count = self.layout.state_pages, self.layout.state_slots
+        self.reclaimer.make_room(size * count)
+        pages = self.pool.allocate(size * count, PageKind.KV)
+        own = [pages[first : first + size] for first in range(0, len(pages), size)]
+        if states.slots:
+            states.share(own.pop())
+        states.slots += own
+
+    def limit_chunk(self, request: Request, computed: int, count: int) -> int:
+        """Return how many of the `count` tokens after `computed` ones a step may compute: none beyond the next
+        checkpoint.
+        """
+        if count < 2 or not (self.layout.state_pages and self.use_prefix_cache and self.checkpoint_tokens):
+            return count
+        return min(count, self._next_checkpoint(request, computed) - computed)
+
+    def _next_checkpoint(self, request: Request, computed: int) -> int:
+        """The number of computed tokens at which the state is kept next: at the end of the prompt's blocks, of which
+        the last leaves a token to compute, or after another `checkpoint_tokens`.
+        """
+        every, block = self.checkpoint_tokens, self.block_tokens
+        prompt = (request.num_prompt_tokens - 1) // block * block
+        following = (computed // every + 1) * every
+        return prompt if computed < prompt < following else following
+
+    def keep_state(self, request: Request) -> None:
+        """Keep the request's state as a checkpoint if it is after the last block that it knows, and one is due."""
+        computed, states, block = request.num_computed_tokens, request.block_table.states, request.last_block
+        if states is None or block is None or not request.caching or states.spare or not self.checkpoint_tokens:
+            return
+        is_due = computed == self._next_checkpoint(request, computed - 1)
+        if not is_due or computed != request.num_known_blocks * self.block_tokens or block.checkpoint is not None:
+            return
+        size = self.layout.state_pages
+        if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current):
+            states.share(self.pool.allocate(size, PageKind.KV))
+
+    def advance_state(self, request: Request) -> None:
+        """Count a computed step of a request with states."""
+        states = request.block_table.states
+        if states is not None and (left := states.advance()):
+            self.prefix.release(left)
 
     def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
         """Return the number of tokens with KV when a request starts: in `blocks`, its cached prefix, or on the host."""
@@ -134,7 +187,8 @@ class RequestMemory:
         if not num_tokens or not self.may_swap():
             return False
         first, last = 0, -(-num_tokens // self.block_tokens)
-        if self.use_prefix_cache and request.params.prompt_logprobs is None:
+        # with states, a request can begin in the prefix cache only at a checkpoint, which may be elsewhere
+        if not self.layout.state_pages and self.use_prefix_cache and request.params.prompt_logprobs is None:
             leaving = self.swapped.leaving()
             step = self.layout.pages_per_block
             while first < request.num_known_blocks:
@@ -183,6 +237,8 @@ class RequestMemory:
         table.add_some(held)
         request.room = image.blocks.stop * self.block_tokens
         pages = [page for page in table.pages[num_blocks * step :] if page]
+        if table.states is not None:
+            pages += table.states.current
         try:
             request.restoring = self.swapped.restore(image, pages, sum(image.held[:skip]))
         except ExecutorLost:
@@ -256,7 +312,7 @@ class RequestMemory:
             block = None
             if not request.is_refilling:
                 block = self.prefix.insert(version, request.last_block, tokens, pages, scope)
-            if block is None and self.layout.has_windows:
+            if block is None and (self.layout.has_windows or self.layout.state_pages):
                 block = self.prefix.refill(version, request.last_block, tokens, pages, scope)
                 request.is_refilling = True
             if block is None:

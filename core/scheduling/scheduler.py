@@ -449,12 +449,17 @@ class Scheduler:
             self._memory.remember(request)
         if computed >= request.leaves_at:
             self._memory.leave(request)
+        if sequence.states is not None:
+            self._memory.advance_state(request)
+            self._memory.keep_state(request)
         if not sequence.samples:
             return None
         token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
         if (reused := request.sequence) is not None:  # for the next step
             reused.tokens, reused.start = [token], computed
+            if reused.states is not None:
+                reused.state_step = reused.states.steps
         reason = stop_token = None
         if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from .states import StateLayout, StateShape
+
 ROW_ALIGNMENT_BYTES = 16
 
 NEVER = 1 << 62
@@ -55,10 +57,18 @@ class PageLayout:
     itemsize: int
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
+    state: StateShape | None = None
+    """What other layers keep of a request's past."""
+    state_slots: int = 2
+    """States that a request has pages for; see `StateSlots`."""
     groups: tuple[PageGroup, ...] = field(init=False)
+    states: StateLayout | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Raises ValueError if a page is too small for a part of a state."""
         object.__setattr__(self, "groups", page_groups(self.windows or (None,) * self.num_layers))
+        states = None if self.state is None else StateLayout(self.state, self.page_bytes)
+        object.__setattr__(self, "states", states)
 
     @property
     def page_elems(self) -> int:
@@ -83,6 +93,11 @@ class PageLayout:
         """The index of each layer's group."""
         found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return [found[layer] for layer in range(self.num_layers)]
+
+    @property
+    def state_pages(self) -> int:
+        """Pages of a state."""
+        return 0 if self.states is None else self.states.num_pages
 
     @property
     def has_windows(self) -> bool:
@@ -115,7 +130,11 @@ class PageLayout:
     def pages_for_tokens(self, num_tokens: int, chunk: int = 1) -> int:
         """Pages of a request with so many tokens while it computes the last `chunk` of them."""
         blocks = self.blocks_for_tokens(num_tokens)
-        return blocks * self.num_growing + self.pages_in_windows(num_tokens, chunk)
+        return blocks * self.num_growing + self.fixed_pages(num_tokens, chunk)
+
+    def fixed_pages(self, num_tokens: int, chunk: int = 1) -> int:
+        """As `pages_for_tokens`, those alone that do not grow without end: in windows, and of states."""
+        return self.pages_in_windows(num_tokens, chunk) + self.state_pages * self.state_slots
 
     def pages_in_windows(self, num_tokens: int, chunk: int = 1) -> int:
         """As `pages_for_tokens`, of groups with a window, wherever in a block the window begins."""

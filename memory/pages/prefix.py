@@ -14,6 +14,7 @@ from typing import Protocol
 
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
+from .states import StateSlots
 
 #: Version of the base model's trie; adapter versions count from 1.
 BASE_VERSION = 0
@@ -22,7 +23,7 @@ BASE_VERSION = 0
 class Block:
     """A full block in the trie: its pages hold the KV of `tokens`, computed after its ancestors' tokens."""
 
-    __slots__ = ("children", "depth", "in_windows", "is_known", "pages", "parent", "tokens", "uses")
+    __slots__ = ("checkpoint", "children", "depth", "in_windows", "is_known", "pages", "parent", "tokens", "uses")
 
     def __init__(self, parent: Block | None, tokens: tuple[int, ...], pages: Sequence[int]) -> None:
         self.parent = parent
@@ -35,6 +36,8 @@ class Block:
         self.is_known = True
         self.in_windows: WindowPages | None = None
         """The item that stands for its pages in windows in the eviction order, if the model has windows."""
+        self.checkpoint: Checkpoint | None = None
+        """The state after its tokens, if it is kept."""
 
     @property
     def page(self) -> int:
@@ -49,6 +52,16 @@ class WindowPages:
 
     def __init__(self, block: Block) -> None:
         self.block = block
+
+
+class Checkpoint:
+    """The state after a block's tokens: evictable by itself."""
+
+    __slots__ = ("block", "pages")
+
+    def __init__(self, block: Block, pages: Sequence[int]) -> None:
+        self.block = block
+        self.pages = list(pages)
 
 
 class Root(Block):
@@ -85,8 +98,11 @@ class PrefixCache:
         costs: RestoreCosts,
         block_tokens: int,
         windows: Sequence[int | None] = (None,),
+        *,
+        has_states: bool = False,
     ) -> None:
-        """windows: of each page group."""
+        """windows: of each page group. has_states: requests can only begin where there is a checkpoint."""
+        self._has_states = has_states
         self._pool = pool
         self._order = order
         self._costs = costs
@@ -124,15 +140,19 @@ class PrefixCache:
             if block is None:
                 break
             found.append(block)
-        return self._usable(found) if self._windowed else found
+        return self._usable(found) if self._windowed or self._has_states else found
 
     def _usable(self, blocks: list[Block]) -> list[Block]:
-        """The most of a run's first blocks of which the last ones have all pages in their windows."""
+        """The most of a run's first blocks of which the last ones have all pages in their windows, and the last a
+        checkpoint if it needs one.
+        """
         longest = 0
         runs = dict.fromkeys(self._windowed, 0)  # blocks in a row that have the group's page
         for count, block in enumerate(blocks, 1):
             for group in self._windowed:
                 runs[group] = runs[group] + 1 if block.pages[group] else 0
+            if self._has_states and block.checkpoint is None:
+                continue
             if all(runs[group] >= min(count, self._reach[group]) for group in self._windowed):
                 longest = count
         return blocks[:longest]
@@ -141,7 +161,10 @@ class PrefixCache:
         """Number of unused pages among those that `take` would take: taking them reduces the pages that can be
         reclaimed.
         """
-        return sum(self._pool.kind(page) is PageKind.CACHED for page in self.pages_of(blocks) if page)
+        pages = [page for page in self.pages_of(blocks) if page]
+        if blocks and (checkpoint := blocks[-1].checkpoint) is not None:
+            pages += checkpoint.pages
+        return sum(self._pool.kind(page) is PageKind.CACHED for page in pages)
 
     def pages_of(self, blocks: Sequence[Block]) -> list[int]:
         """The pages that a request takes which begins with `blocks`, block by block; DUMMY behind a window."""
@@ -179,6 +202,25 @@ class PrefixCache:
             for block in dict.fromkeys(map(self.by_page.get, pages)):
                 if block is not None:
                     self._offer(block)
+                    self._offer_checkpoint(block)
+
+    def take_checkpoint(self, block: Block) -> list[int]:
+        """Add a reference to the pages of a block's checkpoint, which there is; return them."""
+        checkpoint = block.checkpoint
+        assert checkpoint is not None
+        self._order.discard(checkpoint)
+        self._pool.retain(checkpoint.pages)
+        return list(checkpoint.pages)
+
+    def keep_checkpoint(self, block: Block, pages: Sequence[int]) -> bool:
+        """Keep the state after a block's tokens, whose pages the caller uses; False if that is impossible, or done."""
+        if block.checkpoint is not None or not block.is_known:
+            return False
+        block.checkpoint = Checkpoint(block, pages)
+        for page in pages:
+            self.by_page[page] = block
+            self._pool.keep(page)
+        return True
 
     def insert(
         self, version: int, parent: Block | None, tokens: Sequence[int], pages: Sequence[int], scope: Hashable = None
@@ -230,10 +272,13 @@ class PrefixCache:
         self._offer(block)
         return block
 
-    def evict(self, item: Block | WindowPages) -> None:
+    def evict(self, item: Block | WindowPages | Checkpoint) -> None:
         """Forget an unused leaf and free its pages, so that its parent may become evictable; or free the unused pages
-        of a block in windows.
+        of a block in windows, or its checkpoint.
         """
+        if isinstance(item, Checkpoint):
+            self._forget_checkpoint(item.block)
+            return
         if isinstance(item, WindowPages):
             pages = item.block.pages
             self._forget(item.block, [group for group in self._windowed if self._is_unused(pages[group])])
@@ -241,6 +286,7 @@ class PrefixCache:
         if item.in_windows is not None:
             self._order.discard(item.in_windows)
         self._forget(item, range(len(item.pages)))
+        self._forget_checkpoint(item)
         item.is_known = False
         if (parent := item.parent) is None:  # the root of a trie has no page and is never offered
             return
@@ -253,9 +299,12 @@ class PrefixCache:
 
     def evict_page(self, page: int) -> None:
         """Free an unused page, and what is useless without it: the block's other pages in windows if it is one of
-        them, else its block with all descendants.
+        them, the checkpoint that it is of, or else its block with all descendants.
         """
         block = self.by_page[page]
+        if page not in block.pages:
+            self._forget_checkpoint(block)
+            return
         if block.in_windows is not None and block.pages.index(page) in self._windowed:
             self._order.discard(block.in_windows)
             self.evict(block.in_windows)
@@ -284,6 +333,7 @@ class PrefixCache:
             if block.in_windows is not None:
                 self._order.discard(block.in_windows)
             self._forget(block, range(len(block.pages)))
+            self._forget_checkpoint(block)
             block.is_known = False
 
     def _drop(self, root: Root) -> None:
@@ -305,6 +355,22 @@ class PrefixCache:
                 block.pages[group] = PagePool.DUMMY
             del self.by_page[page]
             self._pool.forget(page)
+
+    def _forget_checkpoint(self, block: Block) -> None:
+        if (checkpoint := block.checkpoint) is None:
+            return
+        block.checkpoint = None
+        self._order.discard(checkpoint)
+        for page in checkpoint.pages:
+            del self.by_page[page]
+            self._pool.forget(page)
+
+    def _offer_checkpoint(self, block: Block) -> None:
+        """Make a block's checkpoint evictable if it is unused."""
+        checkpoint = block.checkpoint
+        if checkpoint is not None and self._is_unused(checkpoint.pages[0]):
+            count = len(checkpoint.pages)
+            self._order.add(checkpoint, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
 
     def _is_unused(self, page: int) -> bool:
         return page != PagePool.DUMMY and self._pool.kind(page) is PageKind.CACHED
@@ -339,10 +405,11 @@ class BlockTable:
     """A request's KV pages, block by block in the order of its tokens, one page of each page group.
 
     It starts with the pages of a matched prefix, grows by whole blocks, and frees all of them at once. Pages that no
-    later token sees leave earlier (`leave`): in their place stands `PagePool.DUMMY`.
+    later token sees leave earlier (`leave`): in their place stands `PagePool.DUMMY`. It also holds the pages of the
+    request's states.
     """
 
-    __slots__ = ("_block_tokens", "_left", "_pool", "_prefix", "_windows", "pages")
+    __slots__ = ("_block_tokens", "_left", "_pool", "_prefix", "_windows", "pages", "states")
 
     def __init__(
         self,
@@ -351,19 +418,24 @@ class BlockTable:
         block_tokens: int,
         pages: list[int] | None = None,
         windows: Sequence[int | None] = (None,),
+        states: StateSlots | None = None,
     ) -> None:
-        """windows: of each page group."""
+        """windows: of each page group. states: None for a model without."""
         self._pool = pool
         self._prefix = prefix
         self._block_tokens = block_tokens
         self._windows = windows
+        self.states = states
         self._left = [0] * len(windows)  # blocks whose page has left, of each group
         self.pages = [] if pages is None else pages
 
     @property
     def held(self) -> list[int]:
         """Its pages, without those that have left."""
-        return [page for page in self.pages if page]
+        held = [page for page in self.pages if page]
+        if self.states is not None:
+            held += self.states.pages()
+        return held
 
     def of_blocks(self, blocks: range) -> list[int]:
         """The pages of some blocks, DUMMY for those that have left."""
@@ -405,9 +477,13 @@ class BlockTable:
     def hand_over(self) -> BlockTable:
         """Move the pages to a new table and return it; this table becomes empty."""
         pages, self.pages = self.pages, []
-        return BlockTable(self._pool, self._prefix, self._block_tokens, pages, self._windows)
+        states, self.states = self.states, None
+        return BlockTable(self._pool, self._prefix, self._block_tokens, pages, self._windows, states)
 
     def free(self) -> None:
         """Drop every page; pages of known blocks stay cached until evicted."""
         pages, self.pages = self.pages, []
         self._prefix.release(pages)
+        if self.states is not None:
+            self._prefix.release(list(self.states.pages()))
+            self.states = None

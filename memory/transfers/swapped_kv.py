@@ -49,7 +49,8 @@ class KvImage:
     num_bytes: int
     blocks: range
     held: list[bool]
-    """For each page of these blocks' page groups: False if it had left its window."""
+    """For each page of these blocks' page groups: False if it had left its window. After them come the pages of the
+    request's state."""
     num_tokens: int
     is_whole: bool = False
     """True if all of it is in host memory."""
@@ -113,10 +114,13 @@ class SwappedKv:
         """
         pages = table.of_blocks(blocks)
         held = [page != PagePool.DUMMY for page in pages]
-        num_bytes = sum(held) * self._page_bytes
+        copied = [page for page in pages if page]
+        if table.states is not None:
+            copied += table.states.current
+        num_bytes = len(copied) * self._page_bytes
         if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
             return None
-        data, transfer = self.backend.copy_out([page for page in pages if page])
+        data, transfer = self.backend.copy_out(copied)
         image = KvImage(data, num_bytes, blocks, held, num_tokens, transfer is None)
         self._images[image] = None
         self.num_bytes += num_bytes
