@@ -1,4 +1,7 @@
-"""The interface of executors, and the part that all executors with a real model share."""
+"""The interface of executors, and the part that all executors with a real model share.
+
+Tests: tests/core/executors/test_cpu_executor.py, tests/core/executors/test_watched.py.
+"""
 
 from __future__ import annotations
 

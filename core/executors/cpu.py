@@ -1,4 +1,7 @@
-"""The CPU executor: a production backend with the same buckets and static buffers as the CUDA executor."""
+"""The CPU executor: a production backend with the same buckets and static buffers as the CUDA executor.
+
+Tests: tests/core/executors/test_cpu_executor.py, tests/core/test_parity.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The CUDA executor: weights, KV cache and adapters on one GPU."""
+"""The CUDA executor: weights, KV cache and adapters on one GPU.
+
+Tests: tests/core/executors/test_cuda_executor.py, tests/core/executors/test_cuda_interpreted.py.
+"""
 
 from __future__ import annotations
 
