@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
 from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
+from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.read_config import read_model_config
@@ -23,8 +24,6 @@ from ..requests.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch
-
-    from ..cold_start import ColdStarts
 
 logger = logging.getLogger(__name__)
 
@@ -136,27 +135,29 @@ class Executor(Protocol):
         """
         ...
 
+    @property
+    def cold_starts(self) -> ColdStarts:
+        """Counts how prompts start while their adapter is being loaded."""
+        ...
+
+    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Register `on_lost`, which is called, from any thread, when the executor is lost while no step runs."""
+        ...
+
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class Watchable(Protocol):
-    """An executor that can be lost while no step runs."""
+class ExecutorBase:
+    """Defaults for executors that are never lost between steps."""
+
+    def __init__(self) -> None:
+        self.cold_starts = ColdStarts()
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Register `on_lost`, which is called when the executor is lost, from any thread."""
-        ...
+        """Nothing: only a step can fail, and `execute` raises."""
 
 
-@runtime_checkable
-class Assisted(Protocol):
-    """An executor that chooses how prompts start while their adapter is being loaded."""
-
-    @property
-    def cold_starts(self) -> ColdStarts: ...
-
-
-class ModelExecutor:
+class ModelExecutor(ExecutorBase):
     """The shapes of the configured checkpoint: everything that an executor knows before it reads weights."""
 
     within_window = False
@@ -166,6 +167,7 @@ class ModelExecutor:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
+        super().__init__()
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)

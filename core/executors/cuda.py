@@ -20,7 +20,6 @@ from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
-from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of
@@ -127,7 +126,6 @@ class CudaExecutor(ModelExecutor):
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
-            self.cold_starts = ColdStarts()
             if self._offload is not None:
                 self._offload.join()
                 self.cold_starts = self._offload.starts
