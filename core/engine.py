@@ -23,12 +23,11 @@ from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .async_steps import AsyncSteps
-from .cold_start import ColdStarts
 from .config import EngineConfig
 from .cpus import reading_threads
-from .engine_stats import EngineStats, TenantStats, stats_of, tenants_of
+from .engine_stats import EngineStats, stats_of
 from .executors.alone import run_rows_alone
-from .executors.base import Assisted, Executor, ModelInfo, Watchable
+from .executors.base import Executor, ModelInfo
 from .kv_events import KvEvents
 from .merging.merging import Merging
 from .merging.mode_policy import ModePolicy
@@ -89,7 +88,9 @@ class Engine:
             page_bytes=layout.page_bytes,
             clock=clock,
         )
-        self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens, layout.group_windows)
+        self.prefix = PrefixCache(
+            self.pool, order, costs, self.block_tokens, layout.group_windows, has_states=layout.states is not None
+        )
         self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
         self._servable = Servable(self.model, config, self.pool, self.store, layout)
@@ -116,7 +117,7 @@ class Engine:
             swapped=self.swapped,
             may_swap=lambda: swaps(config.preemption, costs),
         )
-        self.starts = executor.cold_starts if isinstance(executor, Assisted) else ColdStarts()
+        self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
         policies = policies or Policies()
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, queue=policies.queue)
@@ -300,18 +301,6 @@ class Engine:
     def stats(self) -> EngineStats:
         return stats_of(self)
 
-    def tenants(self) -> list[TenantStats]:
-        """Return the tenants (or adapters, by `fair_by`) with requests in progress, most requests first."""
-        return tenants_of(self.scheduler)
-
-    def adapter_load(self) -> tuple[list[str], list[str]]:
-        """Return the sorted adapter names of running and of waiting requests."""
-        running, waiting = (
-            {request.adapter_name for request in requests if request.adapter_name is not None}
-            for requests in (self.scheduler.running, self.scheduler.waiting)
-        )
-        return sorted(running), sorted(waiting)
-
     def merge(self, name: str) -> None:
         """Merge an adapter into shadow weights, a part between any two steps, and use them once they are complete.
 
@@ -330,15 +319,6 @@ class Engine:
         """Record the blocks that enter and leave the prefix cache from now on. The cache must be empty."""
         self.kv_events = self.prefix.listener = KvEvents(self.store)
         return self.kv_events
-
-    def watch_executor(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Call `on_lost`, from any thread, if an executor that can tell is lost between two steps."""
-        if isinstance(self.executor, Watchable):
-            self.executor.watch(on_lost)
-
-    def reclaim_idle(self) -> int:
-        """Evict every idle adapter and unused prefix block; returns the pages freed."""
-        return self.reclaimer.reclaim_all()
 
     def close(self) -> None:
         self.store.close()

@@ -206,3 +206,12 @@ def tenants_of(scheduler: Any) -> list[TenantStats]:
     standing = scheduler.lifecycle.service.policy.standing
     names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
     return [TenantStats(name, running[name], waiting[name], standing(name)) for name in names]
+
+
+def adapter_names_of(scheduler: Any) -> tuple[list[str], list[str]]:
+    """Return the sorted adapter names of running and of waiting requests."""
+    running, waiting = (
+        {request.adapter_name for request in requests if request.adapter_name is not None}
+        for requests in (scheduler.running, scheduler.waiting)
+    )
+    return sorted(running), sorted(waiting)

@@ -1,4 +1,7 @@
-"""Chooses the attention backend: FlashInfer if it can serve, else the Triton decode kernel, else PyTorch."""
+"""Chooses the attention backend: FlashInfer if it can serve, else the Triton decode kernel, else PyTorch.
+
+Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Schedules of SGMV launches. They depend on the bucket, never on data that is on a device."""
+"""Schedules of SGMV launches. They depend on the bucket, never on data that is on a device.
+
+Tests: tests/ops/test_sgmv_triton.py, tests/ops/test_sgmv_tables.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Schedule of a GEMM of a few rows, by the weight's shape and the tile that holds the rows."""
+"""Schedule of a GEMM of a few rows, by the weight's shape and the tile that holds the rows.
+
+Tests: tests/ops/test_small_gemm_triton.py, tests/core/executors/test_cuda_gemm_backends.py.
+"""
 
 from __future__ import annotations
 

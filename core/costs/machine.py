@@ -17,7 +17,7 @@ from statistics import median
 from ..config import EngineConfig
 from ..cpus import processor_name
 from ..engine import Engine
-from ..executors.base import Executor
+from ..executors.base import Executor, ExecutorBase
 from ..model.config import ModelConfig
 from ..model.read_config import read_model_config
 from ..quarantine import adapter_directories
@@ -56,10 +56,11 @@ class Measured:
         return max(abs(median(map(truediv, now.seconds, then.seconds)) - 1.0) for now, then in pairs)
 
 
-class TimedExecutor:
+class TimedExecutor(ExecutorBase):
     """Another executor, with the seconds that its steps took."""
 
     def __init__(self, inner: Executor, clock: Clock = time.perf_counter) -> None:
+        super().__init__()
         self._inner, self._clock = inner, clock
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model,

@@ -1,4 +1,7 @@
-"""Adapter backends of the executors: they read adapter files and move adapters into the arena."""
+"""Adapter backends of the executors: they read adapter files and move adapters into the arena.
+
+Tests: tests/core/executors/test_cuda_interpreted.py, tests/core/executors/test_host_waits.py.
+"""
 
 from __future__ import annotations
 

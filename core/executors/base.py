@@ -1,18 +1,25 @@
-"""The interface of executors, and the part that all executors with a real model share."""
+"""The interface of executors, and the part that all executors with a real model share.
+
+Tests: tests/core/executors/test_cpu_executor.py, tests/core/executors/test_watched.py.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
+from ...memory.pages.states import StateShape
 from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
+from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.layers import GatedDeltaSpec
 from ..model.read_config import read_model_config
 from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
@@ -20,8 +27,6 @@ from ..requests.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch
-
-    from ..cold_start import ColdStarts
 
 logger = logging.getLogger(__name__)
 
@@ -133,28 +138,33 @@ class Executor(Protocol):
         """
         ...
 
+    @property
+    def cold_starts(self) -> ColdStarts:
+        """Counts how prompts start while their adapter is being loaded."""
+        ...
+
+    def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
+        """Register `on_lost`, which is called, from any thread, when the executor is lost while no step runs."""
+        ...
+
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class Watchable(Protocol):
-    """An executor that can be lost while no step runs."""
+class ExecutorBase:
+    """Defaults for executors that are never lost between steps."""
+
+    def __init__(self) -> None:
+        self.cold_starts = ColdStarts()
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
-        """Register `on_lost`, which is called when the executor is lost, from any thread."""
-        ...
+        """Nothing: only a step can fail, and `execute` raises."""
 
 
-@runtime_checkable
-class Assisted(Protocol):
-    """An executor that chooses how prompts start while their adapter is being loaded."""
-
-    @property
-    def cold_starts(self) -> ColdStarts: ...
-
-
-class ModelExecutor:
+class ModelExecutor(ExecutorBase):
     """The shapes of the configured checkpoint: everything that an executor knows before it reads weights."""
+
+    state_slots = 2
+    """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
     within_window = False
     """Whether requests are by default no longer than the model's attention window."""
@@ -163,13 +173,9 @@ class ModelExecutor:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
+        super().__init__()
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
-        if self.whole.delta is not None:
-            raise UnsupportedModel(
-                f"{config.model}: {self.whole.architecture} has layers of Gated DeltaNet, whose states have no memory "
-                "yet; choose another model"
-            )
         self.config = model = shard.config(self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
@@ -182,8 +188,21 @@ class ModelExecutor:
             head_dim=model.head_dim,
             block_tokens=config.block_tokens,
             itemsize=self._dtype.itemsize,
+            state_slots=self.state_slots,
+            state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
             windows=tuple(mixer.window_within(limit) for mixer in model.attention_layers),
         )
+
+
+def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | None:
+    if delta is None:
+        return None
+    return StateShape(
+        num_layers,
+        conv_elems=math.prod(delta.conv_shape),
+        num_heads=delta.num_v_heads,
+        head_elems=delta.k_dim * delta.v_dim,
+    )
 
 
 def max_model_len_of(config: EngineConfig, model: ModelConfig, *, within_window: bool = False) -> int:

@@ -1,35 +1,30 @@
-"""The CPU executor: a production backend with the same buckets and static buffers as the CUDA executor."""
+"""The CPU executor: a production backend with the same buckets and static buffers as the CUDA executor.
+
+Tests: tests/core/executors/test_cpu_executor.py, tests/core/test_parity.py.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
-from ...graphs.buffers import DecodeBuffers
-from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
+from ...graphs.runner import DecodeBuckets
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.pool import PagePool
 from ...ops.ranks import Ranks
-from ...ops.sampling import TorchSampling, greedy
-from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
-from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
+from ..model.batch import LoraState, RowPlan
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.open_weights import open_weights
 from ..model.sampler import (
     RowLogits,
-    Sampling,
     add_prompt_logprobs,
-    needs_logits,
-    plain_row_params,
     prompt_logprob_slices,
     sample_tokens,
 )
@@ -39,6 +34,7 @@ from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
 from .base import ModelExecutor
+from .cpu_steps import CpuSteps, NativeSteps, TorchSteps
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
 from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
@@ -82,50 +78,27 @@ class CpuExecutor(ModelExecutor):
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
+        self.steps: CpuSteps
         with open_weights(config.model, self.whole, dtype, load_format=config.load_format, shard=shard) as weights:
             if native:
-                self.decoder = NativeDecoderModel(
+                self.decoder = decoder = NativeDecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, threads=threads, ranks=ranks
                 )
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would only spin
-                self._sampling: Sampling = self.decoder.sampling
-                self.steps = _Steps(self.decoder, *setup)
+                if self._offload is not None:
+                    self._offload.join()
+                    self.cold_starts = self._offload.starts
+                self.steps = NativeSteps(decoder, *setup, samples=shard.size == 1, offload=self._offload)
             else:
-                self.decoder = DecoderModel(
+                self.decoder = decoder = DecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks
                 )
-                self._sampling = TorchSampling()
-                self.steps = _Steps(self.decoder, *setup)
+                self.steps = TorchSteps(decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
-        self._forward: Callable[[StepPlan], torch.Tensor] = self.steps.forward
-        self.cold_starts = ColdStarts()
-        if self._offload is not None and isinstance(self.decoder, NativeDecoderModel):
-            self._offload.join()
-            self.decoder.offload(self._offload)
-            self.cold_starts = self._offload.starts
-            self._forward = partial(self._offload.run, self.steps.forward)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        model, rows = self.decoder, plan.sequences
         self._check(plan)
-        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
-        if not isinstance(model, NativeDecoderModel):
-            with torch.inference_mode():
-                logits = model.gathered(self.steps.forward(plan))
-                return self._sample(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
-        plain = (
-            asking if self.shard.size == 1 else []
-        )  # each TP rank has only some columns of the logits, so none can sample within a step
-        sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
-        kept = [
-            index
-            for index in asking
-            if index not in sampled or sampled[index].cuts or rows[index].params.logprobs is not None
-        ]
-        model.keep_logits(kept, sampled)
-        logits = self._forward(plan)
-        at = {index: place for place, index in enumerate(kept)}
-        return self._sample(plan, model.best, RowLogits(logits, at), sampled)
+        return self.steps.execute(plan, self._sample)
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> list[str]:
         """Compute a step as a rank other than the first, which samples; return the requests with void entries.
@@ -133,15 +106,10 @@ class CpuExecutor(ModelExecutor):
         kept: entries for which the first rank wants more logits than the largest.
         """
         self._check(plan)
-        model = self.decoder
-        if isinstance(model, NativeDecoderModel):
-            model.keep_logits(kept)
         with torch.inference_mode():
-            logits = self.steps.forward(plan)
-            if isinstance(model, DecoderModel):
-                model.gathered(logits)
+            self.steps.compute(plan, kept)
             for begin, end in prompt_logprob_slices(plan.sequences, self.model.vocab_size):
-                model.prompt_logits(begin, end)
+                self.decoder.prompt_logits(begin, end)
         return self._lora.late_requests(plan.sequences) if plan.adapters else []
 
     def _check(self, plan: StepPlan) -> None:
@@ -158,10 +126,10 @@ class CpuExecutor(ModelExecutor):
         rows = plan.sequences
         ends, grammars = self.model.eos_token_ids, self.model.grammars
         result = sample_tokens(
-            rows, argmax, logits, sampling=self._sampling, eos_token_ids=ends, chosen=chosen, grammars=grammars
+            rows, argmax, logits, sampling=self.steps.sampling, eos_token_ids=ends, chosen=chosen, grammars=grammars
         )
         if any(row.wants_prompt_logprobs for row in rows):
-            add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, self.model.vocab_size, result)
+            add_prompt_logprobs(rows, self.decoder.prompt_logits, self.steps.sampling, self.model.vocab_size, result)
         if plan.adapters:
             for request_id in self._lora.late_requests(rows):
                 result.retract(request_id)
@@ -172,83 +140,6 @@ class CpuExecutor(ModelExecutor):
         self.decoder.close()
         if self._offload is not None:
             self._offload.close()
-
-
-class _Model(Protocol[A]):
-    """A model, with its own form of attention."""
-
-    def new_attention(self) -> A: ...
-
-    def forward(self, batch: StepBatch[A, LoraState], /) -> torch.Tensor: ...
-
-
-class _Steps(Generic[A]):
-    """Computes the steps of a model: ragged steps directly, decode steps in the static buffers of their bucket."""
-
-    def __init__(
-        self, model: _Model[A], lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
-    ) -> None:
-        self._model = model
-        self._lora = lora
-        self._layout = layout
-        self._eager_attention = model.new_attention()
-        self._buffers = DecodeBuffers(
-            sizes, layout.table_width(max_model_len), layout.block_tokens, PagePool.DUMMY, layout.pages_per_block
-        )
-        self._bucket_attention = {size: model.new_attention() for size in sizes}
-        self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
-
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Logits of a step's entries."""
-        return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-
-    def close(self) -> None:
-        self.graphs.close()
-
-    def _ragged(self, plan: StepPlan) -> torch.Tensor:
-        lora = None
-        if plan.mode is not StepMode.BASE:
-            lora_indices, lengths = (
-                [row.lora_index for row in plan.sequences],
-                [len(row.tokens) for row in plan.sequences],
-            )
-            self._lora.set_step(plan.adapters, lora_indices, lengths, plan.merged)
-            lora = self._lora
-        batch = ragged_batch(
-            plan.sequences,
-            self._layout,
-            PagePool.DUMMY,
-            attention=self._eager_attention,
-            lora=lora,
-            merged=plan.merged is not None,
-        )
-        return self._model.forward(batch)
-
-    def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
-        """Fill the bucket's static buffers, then replay its captured step."""
-        rows = plan.sequences
-        views = self._buffers.fill(
-            bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
-        )
-        self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
-        if plan.mode is StepMode.BASE:
-            return self.graphs.replay(bucket, StepMode.BASE)
-        self._lora.set_step(plan.adapters, [row.lora_index for row in rows], [1] * len(rows), plan.merged)
-        return self.graphs.replay(bucket, plan.mode)
-
-    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:
-        views = self._buffers.views[bucket]
-        batch = StepBatch(
-            token_ids=views.token_ids,
-            positions=views.positions,
-            offset=views.offset,
-            page=views.page,
-            attention=self._bucket_attention[bucket],
-            lora=None if mode is StepMode.BASE else self._lora,
-            merged=mode is StepMode.MERGED,
-        )
-        model = self._model
-        return lambda: model.forward(batch)
 
 
 class RankContext(Protocol):

@@ -1,4 +1,7 @@
-"""The CUDA executor: weights, KV cache and adapters on one GPU."""
+"""The CUDA executor: weights, KV cache and adapters on one GPU.
+
+Tests: tests/core/executors/test_cuda_executor.py, tests/core/executors/test_cuda_interpreted.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ...ops.attention_groups import GroupedBackend
-from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of
@@ -71,6 +73,7 @@ class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
 
     within_window = True
+    state_slots = 3
 
     def __init__(
         self,
@@ -125,7 +128,6 @@ class CudaExecutor(ModelExecutor):
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
-            self.cold_starts = ColdStarts()
             if self._offload is not None:
                 self._offload.join()
                 self.cold_starts = self._offload.starts

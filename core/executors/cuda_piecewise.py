@@ -1,4 +1,7 @@
-"""Piecewise CUDA graphs: steps with prompts, and decoding sequences among them, captured by number of tokens."""
+"""Piecewise CUDA graphs: steps with prompts, and decoding sequences among them, captured by number of tokens.
+
+Tests: tests/core/executors/test_cuda_interpreted.py.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from ...graphs.device import DeviceError
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops.device_ranks import RanksUnavailable, check_nccl
 from ...ops.ranks import RanksLost
-from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..requests.plan_wire import plan_to_wire
 from ..requests.types import StepPlan, StepResult
@@ -89,7 +88,6 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
             self._folder.cleanup()
             raise
         self._serve(self._beside)
-        self.cold_starts = ColdStarts()
         threading.Thread(target=self._watch_waits, name="chorus-ranks", daemon=True).start()
 
     def execute(self, plan: StepPlan) -> StepResult:

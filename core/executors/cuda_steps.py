@@ -1,4 +1,7 @@
-"""Steps on a GPU: ragged steps run eagerly or in pieces, decode steps in static buffers, captured once per bucket."""
+"""Steps on a GPU: ragged steps run eagerly or in pieces, decode steps in static buffers, captured once per bucket.
+
+Tests: tests/core/executors/test_cuda_interpreted.py, tests/core/executors/test_cuda_executor_gpu.py.
+"""
 
 from __future__ import annotations
 

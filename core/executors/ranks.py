@@ -31,7 +31,7 @@ from ..model.shard import Shard
 from ..model.weights import num_weights
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
-from .base import ModelExecutor
+from .base import ExecutorBase, ModelExecutor
 from .cpu import CpuExecutor, cpu_pages
 from .rank import CpuRankContext, CpuTpWorker, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
@@ -55,7 +55,7 @@ _ROW_ROOM = 32
 _MIB = 1 << 20
 
 
-class RanksExecutorBase(Generic[First]):
+class RanksExecutorBase(ExecutorBase, Generic[First]):
     """One executor made of several ranks; `first` computes the first rank's share in this process."""
 
     first: First
@@ -63,6 +63,7 @@ class RanksExecutorBase(Generic[First]):
 
     def __init__(self, config: EngineConfig, patience: float) -> None:
         """patience: seconds that ranks wait for each other. Raises UnsupportedModel."""
+        super().__init__()
         self._config, self._patience, self._size = config, patience, config.tensor_parallel_size
         self.shapes = ModelExecutor(config, Shard(0, self._size))
         """Shapes of the first rank's share."""

@@ -27,6 +27,7 @@ from .sampler import following_tokens
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
+    from .paged_states import PagedStates
 
 T = TypeVar("T")
 
@@ -328,6 +329,7 @@ def ragged_batch(
     attention: P,
     lora: L | None,
     merged: bool = False,
+    states: PagedStates | None = None,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
     token_ids, positions, qo_indptr, prompt_logprob_tokens = [], [], [0], []
@@ -347,6 +349,8 @@ def ragged_batch(
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
     for row, pages in zip(rows, table, strict=True):
         pages[: len(row.pages)] = row.pages
+    if states is not None:
+        states.set_step(rows, qo_indptr)
     attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows])
     return StepBatch(
         *split_columns(columns),
@@ -355,4 +359,5 @@ def ragged_batch(
         logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
         prompt_logprob_tokens=torch.tensor(prompt_logprob_tokens, dtype=torch.long) if prompt_logprob_tokens else None,
         merged=merged,
+        states=states,
     )

@@ -23,6 +23,7 @@ from .config import ModelConfig
 from .layer import HEAD, Layer, Residual, multiply
 from .layers import AttentionSpec, NormSpec
 from .nvtx_spans import span
+from .paged_states import PagedStates
 from .rope_config import RopeConfig
 from .weights import LayerWeights, Pack, Weights
 
@@ -131,6 +132,10 @@ class DecoderModel:
         config, arena = self.config, self._arena
         shape = config.num_heads, config.num_kv_heads, config.head_dim, arena.layout.block_tokens, arena.pages.device
         return GroupedAttention([PagedAttention(*shape, window) for window in arena.layout.group_windows])
+
+    def new_states(self) -> PagedStates | None:
+        """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""
+        return None if self.config.delta is None else PagedStates(self.config, self._arena)
 
     def close(self) -> None:
         """Nothing outlives the object."""

@@ -82,6 +82,9 @@ class NativeDecoderModel:
     def new_attention(self) -> native.NativeRows:
         return native.NativeRows()
 
+    def new_states(self) -> None:
+        """It has no layers with a state."""
+
     @property
     def best(self) -> list[int]:
         """For each row of the last step's logits its argmax or sampled token, -1 where the logits are not finite."""

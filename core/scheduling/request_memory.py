@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 class RequestMemory:
     """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    max_chunk: the most tokens of a request in a step. checkpoint_tokens: see `EngineConfig.state_checkpoint_tokens`. share_prefix_cache: also between tenants.
+    max_chunk: the most tokens of a request in a step. checkpoint_tokens: see
+    `EngineConfig.state_checkpoint_tokens`. share_prefix_cache: also between tenants.
     may_swap: whether to keep a preempted request's KV in host memory.
     arriving: requests with KV being copied back.
     """
@@ -151,10 +152,10 @@ class RequestMemory:
         following = (computed // every + 1) * every
         return prompt if computed < prompt < following else following
 
-    def keep_state(self, request: Request) -> None:
+    def _keep_state(self, request: Request, states: StateSlots) -> None:
         """Keep the request's state as a checkpoint if it is after the last block that it knows, and one is due."""
-        computed, states, block = request.num_computed_tokens, request.block_table.states, request.last_block
-        if states is None or block is None or not request.caching or states.spare or not self.checkpoint_tokens:
+        computed, block = request.num_computed_tokens, request.last_block
+        if block is None or not request.caching or not self.checkpoint_tokens:
             return
         is_due = computed == self._next_checkpoint(request, computed - 1)
         if not is_due or computed != request.num_known_blocks * self.block_tokens or block.checkpoint is not None:
@@ -162,12 +163,6 @@ class RequestMemory:
         size = self.layout.state_pages
         if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current):
             states.share(self.pool.allocate(size, PageKind.KV))
-
-    def advance_state(self, request: Request) -> None:
-        """Count a computed step of a request with states."""
-        states = request.block_table.states
-        if states is not None and (left := states.advance()):
-            self.prefix.release(left)
 
     def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
         """Return the number of tokens with KV when a request starts: in `blocks`, its cached prefix, or on the host."""
@@ -238,6 +233,7 @@ class RequestMemory:
         request.room = image.blocks.stop * self.block_tokens
         pages = [page for page in table.pages[num_blocks * step :] if page]
         if table.states is not None:
+            self.prefix.release(table.states.leave_checkpoint())
             pages += table.states.current
         try:
             request.restoring = self.swapped.restore(image, pages, sum(image.held[:skip]))
@@ -295,11 +291,18 @@ class RequestMemory:
             request.room += block
         return True
 
-    def leave(self, request: Request) -> None:
-        """Release the request's pages that no later token sees; those of known blocks stay cached."""
-        computed = request.num_computed_tokens
-        request.block_table.leave(computed)
-        request.leaves_at = self.layout.first_leaving(computed)
+    def move_on(self, request: Request) -> None:
+        """Release the request's pages that no later token sees, and let its state follow its computed tokens; what the
+        prefix cache knows stays cached.
+        """
+        computed, table = request.num_computed_tokens, request.block_table
+        if computed >= request.leaves_at:
+            table.leave(computed)
+            request.leaves_at = self.layout.first_leaving(computed)
+        if table.states is not None:
+            if left := table.states.advance():
+                self.prefix.release(left)
+            self._keep_state(request, table.states)
 
     def remember(self, request: Request) -> None:
         """Insert the blocks that the request has completed into the prefix cache."""

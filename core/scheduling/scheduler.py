@@ -447,11 +447,8 @@ class Scheduler:
         computed = request.num_computed_tokens = request.num_computed_tokens + len(sequence.tokens)
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
-        if computed >= request.leaves_at:
-            self._memory.leave(request)
-        if sequence.states is not None:
-            self._memory.advance_state(request)
-            self._memory.keep_state(request)
+        if computed >= request.leaves_at or sequence.states is not None:
+            self._memory.move_on(request)
         if not sequence.samples:
             return None
         token = result.tokens[sequence.request_id]

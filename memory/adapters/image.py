@@ -1,4 +1,7 @@
-"""An adapter's weights in the layout of its device pages, and the jobs that read them from its file."""
+"""An adapter's weights in the layout of its device pages, and the jobs that read them from its file.
+
+Tests: tests/memory/adapters/test_row_jobs.py, tests/memory/files/test_adapter_files.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adapter loads: reads from disk into host memory, and copies from host memory into pages."""
+"""Adapter loads: reads from disk into host memory, and copies from host memory into pages.
+
+Tests: tests/memory/adapters/test_adapter_store.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 An adapter name points at its current version. Requests hold a version, so a reload never changes the weights that a
 running request uses. Idle resident adapters stay in the pool until their pages are wanted.
+
+Tests: tests/memory/adapters/test_adapter_store.py, tests/memory/adapters/test_reclaim.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """`adapter_config.json`: the modules that an adapter changes, with their ranks and scales, exactly as PEFT computes
 them.
+
+Tests: tests/memory/files/test_adapter_files.py, tests/memory/files/test_name_pattern.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""An adapter's directory, held open: its files are looked up only in it, and read as they were found."""
+"""An adapter's directory, held open: its files are looked up only in it, and read as they were found.
+
+Tests: tests/memory/files/test_adapter_directory.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 `inspect_adapter` reads the configuration and the safetensors header only, so that thousands of adapters can be
 registered for the price of their headers. What the configuration targets and what the file holds must be the same.
+
+Tests: tests/memory/files/test_adapter_format.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A mapped file that gets truncated kills the process that touches it; a read only fails. The header is checked as
 strictly as by the safetensors library: every byte of the file belongs to exactly one tensor.
+
+Tests: tests/memory/files/test_adapter_files.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Reads from disk run in the background. Images are kept up to a number of bytes, and the least recently used are dropped
 first.
+
+Tests: tests/memory/host/test_host_images.py.
 """
 
 from __future__ import annotations

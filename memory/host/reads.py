@@ -1,4 +1,7 @@
-"""Reads of adapters: the threads that run them, of which a hanging file blocks only one, and their progress."""
+"""Reads of adapters: the threads that run them, of which a hanging file blocks only one, and their progress.
+
+Tests: tests/memory/host/test_read_threads.py, tests/memory/host/test_host_images.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 One pool serves the KV cache and the adapters, so memory moves between them page by page with no fixed split (S-LoRA's
 unified paging, papers/004).
+
+Tests: tests/memory/pages/test_pages.py.
 """
 
 from __future__ import annotations

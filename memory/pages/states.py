@@ -87,11 +87,16 @@ class StateSlots:
 
     def advance(self) -> list[int]:
         """Count a step; return the pages of a checkpoint that it read, which are not the request's any more."""
+        left = self.leave_checkpoint()
+        self.steps += 1
+        return left
+
+    def leave_checkpoint(self) -> list[int]:
+        """Replace a checkpoint that the request begins with by its own pages; return the checkpoint's pages."""
         left: list[int] = []
         if self.spare:
             place = self.steps % len(self.slots)
             left, self.slots[place], self.spare = self.slots[place], self.spare, []
-        self.steps += 1
         return left
 
     def share(self, pages: list[int]) -> None:

@@ -24,6 +24,8 @@ fires after all work enqueued before it. A stream that waits for an event runs w
 Only `fence` and `join` use the current compute stream, which is a property of the calling thread. A reader's thread
 issues copies but calls neither. A step must not wait for transfers while it is being captured into a graph, because
 their events belong to no capture.
+
+Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_streams.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The few CUDA calls that copies need, as an object that tests can replace."""
+"""The few CUDA calls that copies need, as an object that tests can replace.
+
+Tests: tests/memory/transfers/test_dma.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A transfer of one image between the host and a GPU's arena: the plan of its copies, and their progress."""
+"""A transfer of one image between the host and a GPU's arena: the plan of its copies, and their progress.
+
+Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.executors.base import ModelInfo
+from ...core.executors.base import ExecutorBase, ModelInfo
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import StepPlan, StepResult
@@ -137,10 +137,11 @@ def _max_tokens(steps: int) -> int:
     return steps + 256
 
 
-class FakeExecutor:
+class FakeExecutor(ExecutorBase):
     """Samples token 1 for every sequence that asks for one."""
 
     def __init__(self, num_pages: int) -> None:
+        super().__init__()
         self.model = ModelInfo(vocab_size=256, max_model_len=1 << 24, eos_token_ids=())
         self.layout = PageLayout(_LAYERS, kv_heads=2, head_dim=64, block_tokens=16, itemsize=2)
         self.num_pages = num_pages

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.cold_start import ColdStart, ColdStarts, stalls
+from ...core.cold_start import ColdStart, stalls
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import step_work
 from ...core.engine import Engine
-from ...core.executors.base import ModelInfo
+from ...core.executors.base import ExecutorBase, ModelInfo
 from ...core.policies import Policies
 from ...core.requests.types import StepPlan, StepResult
 from .adapters import SimAdapterBackend, SimAdapters
@@ -59,7 +59,7 @@ class StepPrice:
         return min(most, 1 + bisect_left(range(1, most + 1), seconds, key=self.total))
 
 
-class SimExecutor:
+class SimExecutor(ExecutorBase):
     """Advances a virtual clock by the cost of each step.
 
     horizon: virtual time of the next event that the engine doesn't know of: no repeated step begins at or after it.
@@ -82,6 +82,7 @@ class SimExecutor:
 
         The page pool has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
+        super().__init__()
         geometry = profile.geometry
         limit = min(config.max_model_len or geometry.max_model_len, geometry.max_model_len)
         self.costs = profile.costs()
@@ -91,7 +92,6 @@ class SimExecutor:
         memory_bytes = (config.memory_bytes if given else None) or profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
-        self.cold_starts = ColdStarts()
         self._assist = assist
         self._product_bytes = geometry.product_bytes(adapters.targets)  # cost of a token's x·A·B in all layers
         self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)

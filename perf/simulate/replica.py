@@ -199,7 +199,7 @@ class Replica:
         self._inbox.clear()
         self.executor.horizon = math.inf
         if not self._keep_idle:
-            engine.reclaim_idle()
+            engine.reclaimer.reclaim_all()
         self._plan = plan = engine.begin_step()
         self._tell(plan)
         if plan is not None:

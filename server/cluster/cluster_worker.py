@@ -49,6 +49,7 @@ from .router import Estimates, Policy
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
     from ...core.executors.base import ModelInfo
+    from ...core.kv_events import KvEvents
     from ...core.requests.request import Request
     from ...memory.host.image import HostImage
     from ..settings import Settings
@@ -100,8 +101,10 @@ class ClusterWorker:
         """Called every `LOOK_SECONDS` on the loop; append to it before `start`."""
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(self.dispatcher, self.soon, self._call, self._learn, lambda: self.stats)
-        self._registry = registry
-        self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
+        self.adapters, self._follow = Catalog(cluster), None
+        if registry is not None:
+            self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter)
+            self._follow = partial(registered.follow, registry)
         self._has_copy = registry is None  # names in the registry
         self._config = read_model_config(settings.model)
         self._base_names = names_of(settings.model, settings.base_name)
@@ -181,11 +184,11 @@ class ClusterWorker:
             task.cancel()
 
     async def _follow_registry(self) -> None:
-        if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):
+        if self._follow is None:
             return
         while not self._num_up():  # a replica must check the adapters that have names
             await asyncio.sleep(UP_POLL_SECONDS)
-        client = self.adapters.follow(self._registry, self.links[0].secret)
+        client = self._follow(self.links[0].secret)
         try:
             await client.wait_for_copy()
             self._has_copy = True
@@ -256,6 +259,9 @@ class ClusterWorker:
         unstarted = self.dispatcher.in_flight.unstarted
         own = unstarted[tenant] + count - 1 if tenant else 0
         check_bounds(sum(unstarted.copy().values()) + count - 1, own, most, lambda: 1.0)
+
+    def record_kv_events(self) -> Future[tuple[KvEvents, int]]:
+        return failed(RuntimeError("kv_events_endpoint is for one engine: a cluster routes by itself; leave it out"))
 
     def freeze(self, *, frozen: bool) -> Future[None]:
         return failed(InvalidRequest("mode", "a cluster can't be paused; pause adapters, with PATCH /v1/adapters/NAME"))

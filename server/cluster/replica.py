@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.engine_stats import adapter_names_of, tenants_of
 from ...core.requests.grammar import Grammar
 from ...core.requests.record import NotHere
 from ...core.requests.sampling_params import InvalidRequest
@@ -369,12 +370,12 @@ def _about(costs: LearnedCosts, engine: Engine) -> dict[str, Any]:
     """Fields of a report in addition to the counters, read on the engine's thread."""
     store = engine.store
     near = [one for _, one in store.cached()]
-    running, waiting = engine.adapter_load()
+    running, waiting = adapter_names_of(engine.scheduler)
     return {
         "tiers": {one.name: store.tier(one).value for one in near},
         "overflowing": [one.name for one in near if (one.num_overflows or 0) >= MOST_OVERFLOWS],
         "running": running,
         "waiting": waiting,
-        "tenants": engine.tenants(),
+        "tenants": tenants_of(engine.scheduler),
         "costs": costs.observe(engine),
     }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ...core.engine_stats import EngineStats
     from ...core.executors.base import ModelInfo
+    from ...core.kv_events import KvEvents
     from ...core.requests.request import Request
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
@@ -80,6 +81,13 @@ class Backend(Protocol):
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
         """Raise Overloaded when `count` more requests would not be accepted now."""
+        ...
+
+    def record_kv_events(self) -> Future[tuple[KvEvents, int]]:
+        """Record the blocks that enter and leave the prefix cache; the result has the tokens per block, too.
+
+        The future fails with RuntimeError if the backend has no prefix cache of its own.
+        """
         ...
 
     def freeze(self, *, frozen: bool) -> Future[None]:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...core.engine_stats import adapter_names_of, tenants_of
 from ...core.requests.request import RequestState
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.versions import HasLabel, versioned
@@ -119,7 +120,7 @@ class EngineView:
         counts = Counter(tier for *_, tier in cached)
         counts[Tier.DISK] += len(store) - len(cached)
         shown = [each for wanted in _SHOWN for each in cached if each[-1] is wanted]
-        running, waiting = engine.adapter_load()
+        running, waiting = adapter_names_of(engine.scheduler)
         return cls(
             registered=store.registered(),
             adapters=[AdapterState.of(engine, name, adapter) for name, adapter, _ in shown[:MAX_TIER_SERIES]],
@@ -130,7 +131,7 @@ class EngineView:
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
             num_quarantined=len(engine.adapters.quarantine),
-            tenants=engine.tenants(),
+            tenants=tenants_of(engine.scheduler),
         )
 
     def labels(self) -> frozenset[str]:

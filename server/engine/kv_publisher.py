@@ -19,7 +19,6 @@ import msgpack
 
 from ...core.kv_events import KvEvents, Stored
 from ..executors import Repeating
-from .worker import EngineWorker
 
 if TYPE_CHECKING:
     import zmq
@@ -225,9 +224,7 @@ def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
     """Return the publisher of an engine's KV events, or None if the settings name no address. Raises RuntimeError."""
     if settings.kv_events_endpoint is None:
         return None
-    if not isinstance(worker, EngineWorker):
-        raise RuntimeError("kv_events_endpoint is for one engine: a cluster routes by itself; leave it out")
-    events, block_tokens = worker.call(lambda engine: (engine.record_kv_events(), engine.block_tokens)).result()
+    events, block_tokens = worker.record_kv_events().result()
     batches = KvBatches(settings.base_name, block_tokens)
     return KvPublisher(
         events, batches, settings.kv_events_endpoint, settings.kv_events_replay_endpoint, settings.kv_events_topic

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ...core.engine import Engine
     from ...core.engine_stats import EngineStats
     from ...core.executors.base import ModelInfo
+    from ...core.kv_events import KvEvents
     from ...core.requests.request import Request
     from ...memory.files.format import AdapterManifest
     from ...memory.host.image import HostImage
@@ -182,6 +183,9 @@ class EngineWorker:
         """Runs `function(engine)` between two steps; the future holds its result."""
         return self._enqueue(lambda: function(self._engine))
 
+    def record_kv_events(self) -> Future[tuple[KvEvents, int]]:
+        return self.call(lambda engine: (engine.record_kv_events(), engine.block_tokens))
+
     def freeze(self, *, frozen: bool) -> Future[None]:
         """Stop stepping, or continue. While stopped, requests in progress keep their resources, and new ones wait."""
         return self._enqueue(partial(self._freeze, frozen))
@@ -256,7 +260,7 @@ class EngineWorker:
             self._state = WorkerState.ENDED
             self._started.set_exception(error)
             return
-        self._engine.watch_executor(self._executor_lost)
+        self._engine.executor.watch(self._executor_lost)
         with self._wake:
             if self._state is WorkerState.STARTING:  # else it was stopped meanwhile
                 self._state = WorkerState.RUNNING

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from chorus.core.cold_start import ColdStarts
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors.base import Executor, ModelExecutor, StartedStep
+from chorus.core.executors.base import Executor, ExecutorBase, ModelExecutor, StartedStep
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
@@ -43,16 +42,17 @@ KERNELS = ["torch", "native"]
 RANKS = int(os.environ.get("CHORUS_TEST_RANKS", "1"))
 
 
-class RecordingExecutor:
+class RecordingExecutor(ExecutorBase):
     """A CPU executor that keeps the plans it ran. `before` sees each plan first and may raise."""
 
     def __init__(self, inner: Executor, before: Callable[[StepPlan], None] | None = None) -> None:
+        super().__init__()
         self.inner = inner
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
         self.shadow, self.swaps = inner.shadow, inner.swaps
-        self.cold_starts = getattr(inner, "cold_starts", ColdStarts())
+        self.cold_starts = inner.cold_starts
         self.start = None if inner.start is None else self._start
         self.before = before
         self.plans: list[StepPlan] = []

@@ -105,7 +105,7 @@ def test_a_request_aborted_while_its_step_is_under_way_leaves_no_trace(gqa, driv
     assert under_way.sources is not None
     assert "ends" in {row.request_id for row in under_way.sequences}
     assert driver.engine.abort("ends")
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     driver.add("ends", "r2-qv", PROMPT[::-1], max_tokens=6)
     answers = driver.drain()
     assert answers["ends"].tokens == gqa.greedy("r2-qv", PROMPT[::-1], 6)

@@ -34,7 +34,7 @@ def held_pages(driver):
 
 def all_pages_are_free(driver):
     """Once what is cached and idle is given up, nothing is held by anybody."""
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     stats = driver.engine.stats()
     return stats.num_free_pages == stats.num_pages
 
@@ -272,7 +272,7 @@ def test_abort_of_an_adapters_last_request_leaves_it_idle(gqa, drive):
     assert driver.engine.store.get("r1-all").references == 1
     driver.engine.abort("a")
     assert driver.engine.store.get("r1-all").references == 0
-    assert driver.engine.reclaim_idle()
+    assert driver.engine.reclaimer.reclaim_all()
     assert held_pages(driver) == 0
 
 
@@ -471,7 +471,7 @@ def test_adapter_that_breaks_after_registration_fails_its_requests_alone(gqa, dr
         assert answers[name].tokens == []
     for name in ("before", "after"):
         assert answers[name].tokens == gqa.greedy("r1-all", prompt, 8)
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     assert held_pages(driver) == 0
     assert all_pages_are_free(driver)
 
@@ -676,7 +676,7 @@ def test_reload_while_a_request_waits(gqa, drive, two_versions):
     answers = driver.drain()
     assert answers["waiting"].tokens == gqa.greedy("r8-attention", prompt, 16)
     assert answers["later"].tokens == gqa.greedy("r1-all", prompt, 16)
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     assert held_pages(driver) == 0
     assert all_pages_are_free(driver)
 

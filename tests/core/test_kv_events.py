@@ -77,7 +77,7 @@ def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
     assert mirror.blocks == cached(engine) and "r1-all" not in {name for name, _ in mirror.blocks.values()}
     know_contents(engine)
     driver.run("last", "r1-all", PROMPT, max_tokens=2)
-    engine.reclaim_idle()
+    engine.reclaimer.reclaim_all()
     mirror.follow()
     assert mirror.blocks == cached(engine) == {}
 
@@ -119,9 +119,9 @@ def test_a_held_block_that_is_forgotten_is_never_told_of(gqa, drive):
     engine, mirror = driver.engine, Mirror(driver.engine.record_kv_events())
     driver.run("a", "r2-qv", PROMPT, max_tokens=2)
     assert not mirror.follow() and mirror.blocks == {}
-    engine.reclaim_idle()
+    engine.reclaimer.reclaim_all()
     driver.run("again", "r2-qv", PROMPT, max_tokens=2)
-    engine.reclaim_idle()
+    engine.reclaimer.reclaim_all()
     know_contents(engine)
     assert not mirror.follow() and mirror.blocks == cached(engine) == {}
     driver.run("after", "r2-qv", PROMPT, max_tokens=2)

@@ -295,7 +295,7 @@ def test_eviction_before_every_step(subject, drive, families, what, chunked):
                 if adapter.pages and not adapter.references:
                     engine.store.evict(adapter)
         else:
-            engine.reclaim_idle()
+            engine.reclaimer.reclaim_all()
             assert engine.stats().num_cached_pages == 0
         assert engine.store.num_idle_pages == 0
 
@@ -338,7 +338,7 @@ def test_threads_read_beside_random_preemption_and_eviction(subject, drive, fami
 
     def disturb():
         if rng.random() < 0.2:
-            engine.reclaim_idle()
+            engine.reclaimer.reclaim_all()
         for request in list(engine.scheduler.running):
             if rng.random() < 0.05:
                 engine.scheduler.lifecycle.preempt(request)

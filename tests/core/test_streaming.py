@@ -198,7 +198,7 @@ def test_a_read_that_fails_on_the_way_fails_its_requests_alone(gqa, start, layer
     assert answers["x"].finish_reason is FinishReason.ERROR
     assert "so-and-so holds NaN" in answers["x"].error
     assert answers["base"].tokens == gqa.greedy(None, [5] * 9, 40)
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     assert driver.held_pages() == 0
 
 
@@ -214,7 +214,7 @@ def test_a_request_that_is_aborted_on_the_way_leaves_nothing(gqa, start):
     driver.add("y", ADAPTER, [7] * 20, max_tokens=8)
     assert driver.drain()["y"].tokens == gqa.greedy(ADAPTER, [7] * 20, 8)
     assert driver.engine.stats().num_adapter_loads == 1
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     assert driver.held_pages() == 0
 
 

@@ -220,7 +220,7 @@ def test_a_restored_request_computes_only_what_is_missing(subject, drive):
     assert driver.engine.stats().swapped_bytes == -(-computed // driver.engine.block_tokens) * (
         driver.executor.layout.page_bytes
     )
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     driver.step()
     assert [(row.start, len(row.tokens)) for row in driver.plans[-1].sequences] == [(computed, 1)]
     driver.drain()

@@ -92,7 +92,7 @@ class Life:
         self.register("a", "third")
         self.ask("a2", "a")
         self.drain()
-        self.engine.reclaim_idle()
+        self.engine.reclaimer.reclaim_all()
         self.ask("b2", "b")
         self.ask("base", None)
         self.drain()
@@ -129,7 +129,7 @@ class Life:
         """Nothing is lost: every page is free, and so is every buffer, without any help by the collector."""
         for name in self.engine.store.names():
             self.engine.store.unregister(name)
-        self.engine.reclaim_idle()
+        self.engine.reclaimer.reclaim_all()
         self.engine.check_integrity()
         stats = self.engine.stats()
         assert stats.num_free_pages == stats.num_pages

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from chorus.core.engine_stats import EngineStats, TenantStats
+from chorus.core.engine_stats import EngineStats
+from chorus.core.executors.base import ExecutorBase
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -120,6 +121,7 @@ class FakeEngine:
     POISON = 0
     config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None)
     block_tokens = 16
+    executor = ExecutorBase()
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,), window=None)
@@ -186,9 +188,6 @@ class FakeEngine:
 
     def wake(self) -> None:
         self.woken.set()
-
-    def watch_executor(self, on_lost: Callable[[Any], None]) -> None:
-        """Nothing: there is no other process."""
 
     def check_when_idle(self) -> None:
         if not self.accounts_match and not self.running:
@@ -257,19 +256,15 @@ class FakeEngine:
     def score(token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(count)))
 
-    def tenants(self) -> list[TenantStats]:
-        return []
-
     @property
     def scheduler(self) -> SimpleNamespace:
         """Its running requests, without pages of their own."""
         running = Running()
         for request, _ in list(self.running.values()):
             running.append(request)
-        return SimpleNamespace(running=running, waiting=[], eligible_adapters=None)
-
-    def adapter_load(self) -> tuple[list[str], list[str]]:
-        return sorted({request.adapter_name for request, _ in self.running.values()} - {None}), []
+        policy = SimpleNamespace(standing=lambda tenant: 0.0)
+        lifecycle = SimpleNamespace(service=SimpleNamespace(policy=policy))
+        return SimpleNamespace(running=running, waiting=[], eligible_adapters=None, lifecycle=lifecycle)
 
     def stats(self) -> EngineStats:
         busy = len(self.running)

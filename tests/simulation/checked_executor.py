@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from chorus.core.config import EngineConfig
-from chorus.core.executors.base import ModelInfo
+from chorus.core.executors.base import ExecutorBase, ModelInfo
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
@@ -23,7 +23,7 @@ from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of,
 from .virtual_reads import VirtualClock
 
 
-class CheckedExecutor:
+class CheckedExecutor(ExecutorBase):
     """Executes plans on the memory of contents. What a plan has wrong raises Violation; the engine makes a request's
     error of it, so it is kept in `violations`, too.
 
@@ -45,6 +45,7 @@ class CheckedExecutor:
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """windows: of the layers of the made-up model."""
+        super().__init__()
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)

@@ -411,7 +411,7 @@ class EngineRun(ABC):
         if self.rng.random() < 0.7:
             return
         before = self.engine.stats()
-        freed = self.engine.reclaim_idle()
+        freed = self.engine.reclaimer.reclaim_all()
         after, store = self.engine.stats(), self.engine.store
         promise(after.num_free_pages == before.num_free_pages + freed, "other pages were freed than it says")
         promise(after.num_kv_pages == before.num_kv_pages, "pages of running requests were freed")
@@ -455,7 +455,7 @@ class EngineRun(ABC):
             promise(asked.ended, f"{asked.request.id} was forgotten")
         self.engine.step()
         self.engine.check_when_idle()
-        self.engine.reclaim_idle()
+        self.engine.reclaimer.reclaim_all()
         self.engine.check_integrity()
         stats = self.engine.stats()
         promise(stats.num_free_pages == stats.num_pages, f"pages were lost: {stats}")

@@ -264,7 +264,7 @@ def test_adapters_that_come_while_others_decode(drive):
     asked = list(zip(itertools.cycle(names(warm)), prompts(21, seed=5), strict=False))
     for index, (adapter, prompt) in enumerate(asked):
         want = warm.run(str(index), adapter, prompt, max_tokens=5).tokens
-        cold.engine.reclaim_idle()
+        cold.engine.reclaimer.reclaim_all()
         assert cold.run(str(index), adapter, prompt, max_tokens=5).tokens == want, f"request {index} on {adapter}"
     add_all(cold, [(adapter, prompt) for adapter, prompt in asked], 8)
     answers = cold.drain()
@@ -285,7 +285,7 @@ def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
     same = offloaded = 0
     for index, (adapter, prompt) in enumerate(asked):
         want = warm.run(str(index), adapter, prompt, max_tokens=4).tokens
-        cold.engine.reclaim_idle()
+        cold.engine.reclaimer.reclaim_all()
         offload.offloaded = None
         with torch.cuda.stream(copies):
             torch.cuda._sleep(_HELD_UP_CYCLES)  # noqa: SLF001
@@ -360,7 +360,7 @@ def test_merged_bfloat16_logits_are_as_close_to_float32_as_unmerged_ones(drive):
             answer = driver.run(str(index), adapter, prompt, max_tokens=1, prompt_logprobs=0)
             found += [entry.logprob for entry in answer.prompt_logprobs or ()]
         driver.answers.clear()
-        driver.engine.reclaim_idle()
+        driver.engine.reclaimer.reclaim_all()
         return torch.tensor(found)
 
     want = scores(exact)

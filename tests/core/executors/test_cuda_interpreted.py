@@ -259,7 +259,7 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     places = [id(executor.steps.lora.tables), executor.steps.lora.tables.pages.data_ptr()]
     store.register("r5-o-down", tiny.adapters["r5-o-down"])
     check(driver, ask(driver, tiny, ("r5-o-down", 4, 2), (None, 2, 2)))
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     store.register("r1-qv", tiny.adapters["r5-o-down"])
     want = ask(driver, tiny, ("r5-o-down", 2, 2))
     prompt = tiny.prompt("r5-o-down", 3, 2, seed=50)
@@ -364,7 +364,7 @@ def test_a_shadow_elsewhere_has_graphs_of_its_own(drive, tiny):
     graphs = driver.executor.inner.steps.merged_graphs
     first = graphs.places[0]
     driver.engine.unmerge()
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     driver.engine.pool.take([run for *_, run in first], PageKind.ADAPTER)  # without the engine's knowledge
     driver.engine.check_integrity = lambda: None
     merge(driver, "r1-qv")

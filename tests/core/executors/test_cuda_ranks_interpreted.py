@@ -221,7 +221,7 @@ def test_swapped_requests_come_back(drive, tiny, monkeypatch):  # noqa: F811
     driver = drive(adapters=["r1-qv"], num_pages=22, memory_bytes=None, preemption="swap", prefix_cache=False)
     check(driver, ask(driver, tiny, (None, 9, 16), ("r1-qv", 9, 16), (None, 10, 16), ("r1-qv", 11, 16)))
     assert driver.engine.stats().num_swaps_in > 0
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     check(driver, ask(driver, tiny, ("r1-qv", 4, 2)))
 
 
@@ -248,7 +248,7 @@ def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
     check(driver, want)
     stats = driver.engine.stats()
     assert min(stats.num_swaps_in, stats.num_async_steps) > 0
-    driver.engine.reclaim_idle()
+    driver.engine.reclaimer.reclaim_all()
     load_and_merge(driver, "r1-qv")
     driver.plans.clear()
     check(driver, ask(driver, four, ("r1-qv", 7, 2), (None, 2, 3)))

@@ -113,7 +113,7 @@ def switching(driver, rng, names):
     """Something happens to the mode before nearly every step."""
     what = rng.random()
     if what < 0.1:
-        driver.engine.reclaim_idle()
+        driver.engine.reclaimer.reclaim_all()
     elif driver.engine.merging.is_under_way:  # a pause makes a matrix here, of up to twelve
         return
     elif what < 0.5 and driver.engine.stats().merged_adapter:

@@ -132,7 +132,7 @@ def test_a_running_version_outlives_its_directory(gqa, drive, tmp_path):
     for _ in range(3):
         for request in list(driver.engine.scheduler.running):
             driver.engine.scheduler.lifecycle.preempt(request)
-        driver.engine.reclaim_idle()
+        driver.engine.reclaimer.reclaim_all()
         driver.add(f"other-{driver.engine.stats().num_steps}", "other", [9] * 4, max_tokens=2)
         driver.step()
     answers = driver.drain()

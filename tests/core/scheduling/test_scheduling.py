@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
+from chorus.core.engine_stats import tenants_of
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
@@ -569,9 +570,9 @@ class TestPreemption:
             checked.step()
         checked.engine.scheduler.lifecycle.preempt(checked.asked["preempted"].request)
         checked.step()
-        assert [tenant.num_running for tenant in checked.engine.tenants()] == [1, 1]
+        assert [tenant.num_running for tenant in tenants_of(checked.engine.scheduler)] == [1, 1]
         checked.engine.scheduler.lifecycle.preempt(checked.asked["preempted"].request)
-        standing = {tenant.name: tenant.standing for tenant in checked.engine.tenants()}
+        standing = {tenant.name: tenant.standing for tenant in tenants_of(checked.engine.scheduler)}
         assert standing["preempted"] <= 12 + 2 * 3 < standing["spared"]
         checked.drain()
 
@@ -617,10 +618,10 @@ def test_tenants_are_told_with_their_requests():
     for name, adapter in (("a", "one"), ("b", "one"), ("c", "other"), ("d", None)):
         checked.add(name, adapter, tenant="same")
     checked.step()
-    told = [(each.name, each.num_running, each.num_waiting) for each in checked.engine.tenants()]
+    told = [(each.name, each.num_running, each.num_waiting) for each in tenants_of(checked.engine.scheduler)]
     assert told == [("one", 1, 1), ("", 0, 1), ("other", 0, 1)]
     checked.drain()
-    assert checked.engine.tenants() == []
+    assert tenants_of(checked.engine.scheduler) == []
 
 
 # -- counts

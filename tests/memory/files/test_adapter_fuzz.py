@@ -332,7 +332,7 @@ def test_damaged_adapters_are_read_right_or_refused(adapter_draft, tiny_engine, 
         engine.store.register(f"good-{path.name}", path)
     answers = {name: generate(engine, name) for name in engine.store.names()}
     free = engine.stats().num_pages
-    engine.reclaim_idle()
+    engine.reclaimer.reclaim_all()
     loaded = refused = 0
     for number in range(EXAMPLES // BATCHES):
         path = tmp_path / "bad" / str(number)
@@ -357,7 +357,7 @@ def test_damaged_adapters_are_read_right_or_refused(adapter_draft, tiny_engine, 
         if number % 50 == 0:
             name = rng.choice(sorted(answers))
             assert generate(engine, name) == answers[name]
-        engine.reclaim_idle()
+        engine.reclaimer.reclaim_all()
         engine.check_integrity()
         assert engine.stats().num_free_pages == free, f"{damage.__name__} lost pages"
         shutil.rmtree(path)

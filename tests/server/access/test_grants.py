@@ -14,6 +14,7 @@ from chorus.server.access.grants import ALL, Grant, InvalidKey
 from chorus.server.access.keys import Keys, NamedKey, new_key, read_keys
 from chorus.server.access.shared_bounds import TokenBudgets
 from chorus.server.cli.command import main
+from chorus.server.engine import engine_view
 from chorus.server.engine.metrics import Metrics
 from chorus.server.errors import ApiError
 
@@ -71,15 +72,17 @@ def tenants(tmp_path_factory, start_one, make_engine):
     engine = make_engine([])
     for name in NAMES:
         engine.store.tiers[name] = Tier.DEVICE
-    engine.tenants = lambda: [TenantStats(name, 1, 1, 2.0) for name in NAMES]
-    engine.adapter_load = lambda: (NAMES, NAMES)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(engine_view, "tenants_of", lambda _: [TenantStats(name, 1, 1, 2.0) for name in NAMES])
+    patch.setattr(engine_view, "adapter_names_of", lambda _: (NAMES, NAMES))
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("sk-limited-key limited adapters=absent\nsk-everything-key all\nsk-the-admin-key ops admin=yes\n")
     live = start_one(engine, settings={"api_key_file": path, "fair_by": "adapter"})
     for name in NAMES:
         body, headers = {"model": name, "prompt": "hi"}, {"authorization": "Bearer sk-everything-key"}
         assert live.client.post("/v1/completions", json=body, headers=headers).status_code == 200
-    return live
+    yield live
+    patch.undo()
 
 
 def keys_of(live):

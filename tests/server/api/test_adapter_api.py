@@ -273,10 +273,10 @@ class TestPins:
         assert (body["pinned"], body["tier"], body["references"]) == (True, "device", 0)
         assert live.client.get("/v1/adapters").json()["data"][0]["pinned"]
         assert 'chorus_adapter_pinned{adapter="first"} 1.0' in live.client.get("/metrics").text
-        live.engine.reclaim_idle()
+        live.engine.reclaimer.reclaim_all()
         assert live.client.get("/v1/adapters/first").json()["tier"] == "device"
         assert not self.pin(live, "first", False).json()["pinned"]
-        live.engine.reclaim_idle()
+        live.engine.reclaimer.reclaim_all()
         assert live.client.get("/v1/adapters/first").json()["pages"] == 0
 
     def test_a_new_version_of_a_pinned_adapter_is_pinned(self, live, reference):

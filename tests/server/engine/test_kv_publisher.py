@@ -8,6 +8,7 @@ import msgpack
 import pytest
 
 from chorus.core.kv_events import KvEvents, Stored
+from chorus.server.cluster.cluster_worker import ClusterWorker
 from chorus.server.engine.kv_publisher import END, KvBatches, KvPublisher, is_local, kv_publisher_of
 from chorus.server.settings import Settings
 
@@ -177,7 +178,7 @@ def test_addresses(caplog):
 def test_replicas_behind_one_address_publish_nothing():
     settings = Settings(model="/models/base", kv_events_endpoint="tcp://127.0.0.1:5557")
     with pytest.raises(RuntimeError, match="a cluster routes by itself"):
-        kv_publisher_of(SimpleNamespace(), settings)
+        kv_publisher_of(ClusterWorker.__new__(ClusterWorker), settings)
     assert kv_publisher_of(SimpleNamespace(), Settings(model="/models/base")) is None
 
 

@@ -14,11 +14,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.engine_stats import EngineStats
+from chorus.core.engine_stats import EngineStats, adapter_names_of
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.cluster_view import ClusterCollector
+from chorus.server.engine import engine_view
 from chorus.server.engine.engine_view import EngineView
 
 
@@ -283,8 +284,8 @@ def test_credits_of_adapters(start, fake_engine):
     ]
 
 
-def test_lora_requests_info_as_gateways_read_it(start, fake_engine):
-    fake_engine.adapter_load = lambda: (["alice", "bob"], ["carol"])
+def test_lora_requests_info_as_gateways_read_it(monkeypatch, start, fake_engine):
+    monkeypatch.setattr(engine_view, "adapter_names_of", lambda _: (["alice", "bob"], ["carol"]))
     live = start(fake_engine)
     (line,) = (line for line in live.client.get("/metrics").text.splitlines() if line.startswith("vllm:lora_requests"))
     labels, _, value = line.rpartition(" ")
@@ -315,9 +316,9 @@ def test_residency_is_told_before_any_adapter_is_loaded(start, make_engine):
     assert 'vllm:num_gpu_loaded_lora_adapters{engine="0",model_name="base"} 0.0' in lines
 
 
-def test_a_comma_in_a_name_does_not_split_what_gateways_read(start, fake_engine):
+def test_a_comma_in_a_name_does_not_split_what_gateways_read(monkeypatch, start, fake_engine):
     names = ["a,b", "c=d", 'e"f', "g%h", "i\nj", "k\udce9"]
-    fake_engine.adapter_load = lambda: (names, [])
+    monkeypatch.setattr(engine_view, "adapter_names_of", lambda _: (names, []))
     (line,) = (
         one for one in start(fake_engine).client.get("/metrics").text.split("\n") if "lora_requests_info{" in one
     )
@@ -430,14 +431,14 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     for number, name in enumerate([None, *names, names[2]]):
         engine.add_request(Request(str(number), [5, 6, 7], params, name))
-    assert engine.adapter_load() == ([], names)
+    assert adapter_names_of(engine.scheduler) == ([], names)
     while {each.tier for each in EngineView.of(engine).adapters} != {
         Tier.HOST
     }:  # one may run while its adapter is still being read
         engine.store.images.wait(1)
     while engine.stats().num_running < 2:
         engine.step()
-    running, waiting = engine.adapter_load()
+    running, waiting = adapter_names_of(engine.scheduler)
     view = EngineView.of(engine)
     assert (view.running, view.waiting, view.max_adapters) == (running, waiting, 2)
     assert set(running) | set(waiting) == set(names)
@@ -447,5 +448,5 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     assert view.tier_counts["device"] == len(running) and sum(view.tier_counts.values()) == 3
     while engine.has_work():
         engine.step()
-    assert engine.adapter_load() == ([], [])
+    assert adapter_names_of(engine.scheduler) == ([], [])
     engine.close()

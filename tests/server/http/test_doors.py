@@ -13,6 +13,7 @@ from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
 from chorus.server.api.absent import ABSENT
 from chorus.server.api.generation_api import ROUTES
+from chorus.server.engine import engine_view
 from chorus.server.errors import GENERATES, ApiError
 from chorus.server.http.doors import Doors
 from chorus.server.http.gate import GENERATING, Gate
@@ -418,7 +419,7 @@ def tenants_of(live, headers):
 def test_metrics_name_other_tenants_to_admins_alone(start, fake_engine, tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(f"{KEY} support\n{OTHER} batch\n")
     standing = [TenantStats(name, 1, 0, 2.0) for name in ("support", "batch", "other")]
-    monkeypatch.setattr(fake_engine, "tenants", lambda: standing)
+    monkeypatch.setattr(engine_view, "tenants_of", lambda _: standing)
     live = start(fake_engine, settings={"api_key_file": tmp_path / "keys", "admin_key": [ADMIN]})
     assert tenants_of(live, bearer(KEY)) == {"support"}
     assert tenants_of(live, bearer(OTHER)) == {"batch"}
