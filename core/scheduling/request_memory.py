@@ -61,7 +61,10 @@ class RequestMemory:
         """Return the cached blocks of the request's prefix; none if it asks for its prompt's log-probabilities."""
         if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
-        return self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+        blocks = self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+        if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
+            return []  # beside a checkpoint there is no room for the request's own states
+        return blocks
 
     def scope(self, request: Request) -> tuple[str, str]:
         """Return the key within which blocks are shared: the request's tenant and its salt."""

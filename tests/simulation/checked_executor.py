@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ExecutorBase, ModelInfo
@@ -14,6 +15,7 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.states import StateShape
 
 from .asked import Asked, Violation, promise
 from .checked_adapters import CheckedAdapters
@@ -43,13 +45,18 @@ class CheckedExecutor(ExecutorBase):
         shadow: CheckedShadow | None = None,
         swaps: CheckedSwaps | None = None,
         windows: tuple[int | None, ...] = (None,),
+        state_pages: int = 0,
     ) -> None:
-        """windows: of the layers of the made-up model."""
+        """windows: of the layers of the made-up model. state_pages: of a state of its other layers."""
         super().__init__()
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
         self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows)
+        if state_pages:
+            floats = self.layout.page_elems
+            shape = StateShape(num_layers=1, conv_elems=floats, num_heads=state_pages - 1, head_elems=floats)
+            self.layout = replace(self.layout, state=shape, state_slots=3)
         self.num_pages = config.num_pages
         self.shadow, self.swaps = shadow, swaps
         self.start = None
@@ -155,6 +162,7 @@ class CheckedExecutor(ExecutorBase):
             promise(len(set(held)) == len(held), "{} has a page twice", row.request_id)
             first = row.start // block * step  # the first page written
             self._reached["page that left"] += len(held) < len(row.pages)
+            self._claim_states(row, owner)
             for index, page in enumerate(row.pages):
                 if not page and index < first:
                     continue
@@ -170,6 +178,18 @@ class CheckedExecutor(ExecutorBase):
                     raise Violation(f"{row.request_id} reads page {page}, which {owner[page]} writes")
                 self._reached["shared page"] += page not in owner and pool.references(page) > 1
 
+    def _claim_states(self, row: ScheduledSequence, owner: dict[int, str]) -> None:
+        """Check that the pages of a row's next state are its own."""
+        promise(
+            (row.states is not None) == bool(self.layout.state_pages), "{} has no states, or has some", row.request_id
+        )
+        if row.states is None:
+            return
+        for page in row.states.written_by(row.state_step):
+            is_own = self.pool.references(page) == 1 and page not in self.prefix.by_page
+            if not is_own or owner.setdefault(page, row.request_id) != row.request_id:
+                raise Violation(f"{row.request_id} writes page {page} of a state, which is shared or cached")
+
     def _run(self, plan: StepPlan) -> StepResult:
         result = StepResult()
         late = self._late(plan)
@@ -181,9 +201,12 @@ class CheckedExecutor(ExecutorBase):
             if row.lora_index in late:
                 self._reached["computed in vain"] += 1
                 self._write(row, ["void"] * row.kv_len)
+                for page in row.states.written_by(row.state_step) if row.states else ():
+                    self.memory[page][:] = ["void"] * self.config.block_tokens
                 result.retract(row.request_id)
                 continue
             content = content_of(adapter)
+            self._check_state(row, content)
             want = kv_of(content, row.token_ids[: row.kv_len])
             self._write(row, want)
             self._check_seen(row, want)
@@ -202,6 +225,17 @@ class CheckedExecutor(ExecutorBase):
             seen = list(itertools.islice(held, begin, begin + row.kv_len - first))
             if seen != [of_group(group, value) for value in want[first:]]:
                 raise Violation(f"KV of {row.request_id} is not its own")
+
+    def _check_state(self, row: ScheduledSequence, content: int) -> None:
+        """Check the state that a row reads, and write the next."""
+        if row.states is None:
+            return
+        kv = kv_of(content, row.token_ids[: row.kv_len])
+        read, written = row.states.read_by(row.state_step), row.states.written_by(row.state_step)
+        if row.start and [self.memory[page][0] for page in read] != state_of(kv[row.start - 1], len(read)):
+            raise Violation(f"the state of {row.request_id} is not its own, or of another token")
+        for page, value in zip(written, state_of(kv[-1], len(written)), strict=True):
+            self.memory[page][:] = [value] * self.config.block_tokens
 
     def _write(self, row: ScheduledSequence, values: Sequence[object]) -> None:
         """Write what a row computes, out of the values of all its positions."""
@@ -249,6 +283,11 @@ class CheckedExecutor(ExecutorBase):
         token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
+
+
+def state_of(kv: object, num_pages: int) -> list[object]:
+    """A state after a token with this KV, page by page."""
+    return [("state", page, kv) for page in range(num_pages)]
 
 
 def of_group(group: int, value: object) -> object:

@@ -18,7 +18,7 @@ from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked, Told, Violation, promise
 from .checked_adapters import CheckedAdapters, Disk
-from .checked_executor import CheckedExecutor, of_group
+from .checked_executor import CheckedExecutor, of_group, state_of
 from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
@@ -46,6 +46,7 @@ class CheckedRun(EngineRun):
         own = random.Random(rng.getrandbits(32))  # of what happens beside the acts, on threads that read
         self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
         self._windows = rng.choice([(None,), (None,), (3,), (None, 1), (None, 5, 5), (7, None, 7, 2), (9, None)])
+        self._state_pages = rng.choice([0, 0, 2, 3])
         config = self._draw_config()
         self.seeds = Seeds(config.seed)
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
@@ -61,7 +62,16 @@ class CheckedRun(EngineRun):
         swaps = CheckedSwaps(memory, self.clock, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
         self.executor = CheckedExecutor(
-            config, adapters, self.clock, memory, self.asked, self.reached, shadow, swaps, self._windows
+            config,
+            adapters,
+            self.clock,
+            memory,
+            self.asked,
+            self.reached,
+            shadow,
+            swaps,
+            self._windows,
+            self._state_pages,
         )
         self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
@@ -102,13 +112,17 @@ class CheckedRun(EngineRun):
         return EngineConfig(
             model=Path("made-up"),
             block_tokens=block,
-            num_pages=2 - (-tokens // block) * len(page_groups(self._windows)) + rng.randint(1, 12),
+            num_pages=2
+            - (-tokens // block) * len(page_groups(self._windows))
+            + 3 * self._state_pages
+            + rng.randint(1, 12),
             max_num_seqs=seqs,
             max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
             chunked_prefill=rng.random() < 0.8,
             host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
             eviction=rng.choice(["cost", "lru"]),
             prefix_cache=rng.random() < 0.7,
+            state_checkpoint_tokens=rng.choice([0, 4, 8, 1024]),
             lookahead=rng.choice([1, 2, 8]),
             prefetch=rng.choice([0, 1, 3]),
             max_adapters_per_step=rng.choice([None, None, 1, 2]),
@@ -294,6 +308,7 @@ class CheckedRun(EngineRun):
         if pages.intersection(kinds) or not {PageKind.KV, PageKind.CACHED}.issuperset(kinds.values()):
             raise Violation(f"pages {kinds} of a known block are others', too, or of other kinds")
         pages.update(kinds)
+        unused_state = self._check_checkpoint(block, want[-1], pages)
         order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
         anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
         is_unused = not block.children and set(anchors) <= set(unused)
@@ -301,7 +316,21 @@ class CheckedRun(EngineRun):
         in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
         if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
             raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
-        return len(unused)
+        return len(unused) + unused_state
+
+    def _check_checkpoint(self, block: Block, kv: int, pages: set[int]) -> int:
+        """Check the state that is kept after a block, as `_check_block`."""
+        if (checkpoint := block.checkpoint) is None:
+            return 0
+        held, kinds = checkpoint.pages, {self.engine.pool.kind(page) for page in checkpoint.pages}
+        self.reached["checkpoint"] += 1
+        promise([self.executor.memory[page][0] for page in held] == state_of(kv, len(held)), "another state is kept")
+        promise(len(kinds) == 1 and kinds <= {PageKind.KV, PageKind.CACHED}, "a checkpoint's pages are of other kinds")
+        promise(not pages.intersection(held), "a checkpoint's pages are a block's, too")
+        pages.update(held)
+        is_unused = kinds == {PageKind.CACHED}
+        promise((checkpoint in self.engine.reclaimer.order) == is_unused, "a checkpoint can be evicted, or can't")
+        return len(held) * is_unused
 
     def _check_cached_blocks(self) -> None:
         """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""

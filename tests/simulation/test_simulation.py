@@ -14,6 +14,7 @@ EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
     "page that left",
+    "checkpoint",
     "shared page",
     "preempted",
     "overtaken",
