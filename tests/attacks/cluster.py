@@ -145,9 +145,15 @@ class Chaos:
     # --- during ---
 
     def run(
-        self, seconds: float, clients: int, kill_seconds: float, api_server_kill_seconds: float, reload_seconds: float,
-        registry_kill_seconds: float = 1e9, full_disk_seconds: float = 1e9,
-    ) -> None:  # fmt: skip
+        self,
+        seconds: float,
+        clients: int,
+        kill_seconds: float,
+        api_server_kill_seconds: float,
+        reload_seconds: float,
+        registry_kill_seconds: float = 1e9,
+        full_disk_seconds: float = 1e9,
+    ) -> None:
         with ThreadPoolExecutor(clients + 6) as threads:
             tasks = [threads.submit(self._load, index) for index in range(clients)]
             tasks.append(threads.submit(self._every, kill_seconds, partial(self._kill, "replica")))
@@ -407,9 +413,14 @@ def main() -> int:
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")
             chaos.run(
-                args.seconds, args.clients, args.kill_seconds, args.api_server_kill_seconds, args.reload_seconds,
-                args.registry_kill_seconds, args.full_disk_seconds,
-            )  # fmt: skip
+                args.seconds,
+                args.clients,
+                args.kill_seconds,
+                args.api_server_kill_seconds,
+                args.reload_seconds,
+                args.registry_kill_seconds,
+                args.full_disk_seconds,
+            )
             held = chaos.held()
             chaos.check_last_content()
             counts = {

@@ -49,8 +49,11 @@ class RecordingExecutor:
     def __init__(self, inner: Executor, before: Callable[[StepPlan], None] | None = None) -> None:
         self.inner = inner
         self.model, self.layout, self.num_pages, self.adapters = (
-            inner.model, inner.layout, inner.num_pages, inner.adapters,
-        )  # fmt: skip
+            inner.model,
+            inner.layout,
+            inner.num_pages,
+            inner.adapters,
+        )
         self.shadow, self.swaps = inner.shadow, inner.swaps
         self.cold_starts = getattr(inner, "cold_starts", ColdStarts())
         self.start = None if inner.start is None else self._start
@@ -137,8 +140,11 @@ class Driver:
             assert answer.finish_reason is None, f"{output.request_id} goes on after its end"
             answer.tokens += output.token_ids
             answer.finish_reason, answer.stop_token_id, answer.error, answer.failure = (
-                output.finish_reason, output.stop_token_id, output.error, output.failure,
-            )  # fmt: skip
+                output.finish_reason,
+                output.stop_token_id,
+                output.error,
+                output.failure,
+            )
             if len(answer.tokens) == len(output.token_ids):
                 answer.num_cached_tokens = output.num_cached_tokens
             else:
@@ -247,9 +253,12 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         **config: Any,
     ) -> Driver:
         defaults = {
-            "dtype": "float32", "memory_bytes": RANKS * (8 << 20), "cpu_kernels": kernels, "threads": 1,
+            "dtype": "float32",
+            "memory_bytes": RANKS * (8 << 20),
+            "cpu_kernels": kernels,
+            "threads": 1,
             "device": "cpu",
-        }  # fmt: skip
+        }
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
         paths = subject.adapters if adapters is None else adapters
         if RANKS > 1 and "tensor_parallel_size" not in config:

@@ -185,11 +185,15 @@ def test_where_pages_run_short_the_step_under_way_is_read_first(gqa, drive, crow
 
 def test_log_probabilities_seeds_and_what_does_not_look_back(both):
     ways = [
-        {"logprobs": 2}, {"temperature": 1.0, "seed": 3, "logprobs": 0}, {"temperature": 0.9, "seed": 4, "top_p": 0.7},
-        {"logit_bias": {7: 2.0}, "temperature": 1.0, "seed": 5}, {"min_tokens": 4, "stop_token_ids": tuple(range(80))},
-        {"allowed_token_ids": tuple(range(9, 60)), "temperature": 1.0, "seed": 6}, {"bad_words": ((9,), (11,))},
+        {"logprobs": 2},
+        {"temperature": 1.0, "seed": 3, "logprobs": 0},
+        {"temperature": 0.9, "seed": 4, "top_p": 0.7},
+        {"logit_bias": {7: 2.0}, "temperature": 1.0, "seed": 5},
+        {"min_tokens": 4, "stop_token_ids": tuple(range(80))},
+        {"allowed_token_ids": tuple(range(9, 60)), "temperature": 1.0, "seed": 6},
+        {"bad_words": ((9,), (11,))},
         {"prompt_logprobs": 1},
-    ]  # fmt: skip
+    ]
 
     def ask(driver):
         for index, way in enumerate(ways):

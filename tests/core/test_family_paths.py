@@ -17,9 +17,24 @@ pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.parametrize(
 
 #: A geometry of each family; windows are shorter than most prompts.
 SHORT = [
-    "mistral-window", "qwen2-window", "ministral", "granite", "granite-4", "phi-3", "phi-4-mini", "smollm3-untied",
-    "olmo-2", "olmo-3-yarn", "glm", "glm-4", "gemma", "gemma-2", "gemma-3", "exaone-4", "cohere-2",
-]  # fmt: skip
+    "mistral-window",
+    "qwen2-window",
+    "ministral",
+    "granite",
+    "granite-4",
+    "phi-3",
+    "phi-4-mini",
+    "smollm3-untied",
+    "olmo-2",
+    "olmo-3-yarn",
+    "glm",
+    "glm-4",
+    "gemma",
+    "gemma-2",
+    "gemma-3",
+    "exaone-4",
+    "cohere-2",
+]
 
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
@@ -61,9 +76,15 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     it = tiny(family)
     driver = drive(
-        it, block_tokens=8, num_pages=46, max_num_seqs=8, max_num_batched_tokens=64,
-        preemption="swap", prefix_cache=False, max_model_len=128,
-    )  # fmt: skip
+        it,
+        block_tokens=8,
+        num_pages=46,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        preemption="swap",
+        prefix_cache=False,
+        max_model_len=128,
+    )
     want = answers(it, driver, 12, seed=4, lengths=(20, 50), tokens=24)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0

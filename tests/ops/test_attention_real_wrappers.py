@@ -78,9 +78,17 @@ def kernels(monkeypatch):
 
 def backend(heads, kv_heads, head_dim=8):
     return FlashInferBackend(
-        heads, kv_heads, head_dim, 4, torch.float16, "cpu", max_rows=8, max_pages_per_row=16, num_sms=2,
+        heads,
+        kv_heads,
+        head_dim,
+        4,
+        torch.float16,
+        "cpu",
+        max_rows=8,
+        max_pages_per_row=16,
+        num_sms=2,
         new_event=lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
-    )  # fmt: skip
+    )
 
 
 def half(step):

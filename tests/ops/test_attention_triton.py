@@ -106,7 +106,7 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
     pages = -(-max(case.lens) // case.block_tokens) + 1
     return TritonBackend(
         *case.shape, dtype, device, max_rows=16, max_pages_per_row=pages, num_sms=num_sms, reason="", **more
-    )  # fmt: skip
+    )
 
 
 def check_values(case: Case, dtype: torch.dtype, device: str) -> str:

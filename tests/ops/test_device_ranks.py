@@ -27,10 +27,16 @@ class Group:
 def ended(monkeypatch):
     """Calls of `destroy_process_group`."""
     calls = []
-    monkeypatch.setattr(device_ranks, "dist", SimpleNamespace(
-        get_rank=lambda group: 0, get_world_size=lambda group: 2, broadcast=None,
-        destroy_process_group=lambda: calls.append(True),
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        device_ranks,
+        "dist",
+        SimpleNamespace(
+            get_rank=lambda group: 0,
+            get_world_size=lambda group: 2,
+            broadcast=None,
+            destroy_process_group=lambda: calls.append(True),
+        ),
+    )
     return calls
 
 

@@ -56,9 +56,7 @@ def test_captured_launches_follow_their_inputs():
     arena = torch.zeros(8, 2, 2, 4, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
 
     def step():
-        return rotate_and_write(
-            qkv, embeddings[1].at(positions), None, arena[:, 1, 0], arena[:, 1, 1], page, offset
-        )  # fmt: skip
+        return rotate_and_write(qkv, embeddings[1].at(positions), None, arena[:, 1, 0], arena[:, 1, 1], page, offset)
 
     step()
     graph = torch.cuda.CUDAGraph()

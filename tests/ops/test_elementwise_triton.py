@@ -57,9 +57,14 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     for index in range(count):
         draw = torch.randint(0, 1 << 30, (4,), generator=generator).tolist()
         yield Case(
-            draw[0], (1, 5, 2, 0)[draw[1] % 4] if index else 3, WIDTHS[index % len(WIDTHS)], HEADS[index % len(HEADS)],
-            HEAD_DIMS[index % len(HEAD_DIMS)], (0, 3, 16)[draw[2] % 3], (0, -3, 2)[draw[3] % 3],
-        )  # fmt: skip
+            draw[0],
+            (1, 5, 2, 0)[draw[1] % 4] if index else 3,
+            WIDTHS[index % len(WIDTHS)],
+            HEADS[index % len(HEADS)],
+            HEAD_DIMS[index % len(HEAD_DIMS)],
+            (0, 3, 16)[draw[2] % 3],
+            (0, -3, 2)[draw[3] % 3],
+        )
 
 
 class Inputs:

@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 #: (inputs, outputs per module, if the activation stands behind them): grouped-query attention's qkv, one whose modules
 #: end within a program's columns, gate and up, o or down, one that a warp's share of the inputs does not hold.
 GROUPS = (
-    (40, (64, 16, 16), False), (24, (33, 12, 8), False), (56, (36, 36), True), (72, (50,), False), (264, (40,), False),
-)  # fmt: skip
+    (40, (64, 16, 16), False),
+    (24, (33, 12, 8), False),
+    (56, (36, 36), True),
+    (72, (50,), False),
+    (264, (40,), False),
+)
 
 #: Ranks of three adapters; a page is a vector, less than a row, or as many as records of places hold.
 RANKS = ((4, 8, 16), (64, 1, 17), (3, 33, 65), (8, 5, 100))
@@ -53,10 +57,15 @@ class World:
         every = tuple(range(len(self.widths)))
         vector = 16 // dtype.itemsize
         case = Case(
-            seed=index, ranks=RANKS[index % len(RANKS)], targets=(every, every[-1:], every[: 1 + index % len(every)]),
-            layers=((0, 1, 2), (1,), (0, 1) if index % 2 else (1, 2)), skipped=(0, 3, 1), segments=(),
-            page_vectors=PAGE_VECTORS[(index // 2) % 4], group=0,
-        )  # fmt: skip
+            seed=index,
+            ranks=RANKS[index % len(RANKS)],
+            targets=(every, every[-1:], every[: 1 + index % len(every)]),
+            layers=((0, 1, 2), (1,), (0, 1) if index % 2 else (1, 2)),
+            skipped=(0, 3, 1),
+            segments=(),
+            page_vectors=PAGE_VECTORS[(index // 2) % 4],
+            group=0,
+        )
         page_elems = case.page_vectors * vector
         self.arena, self.adapters = _adapters(case, self.d_in, self.widths, page_elems, vector, dtype, generator)
         rows = sum(self.widths)
@@ -64,10 +73,16 @@ class World:
         self.bias = torch.randn(rows, generator=generator).to(dtype) if index % 3 else None
         self.x = torch.randn(MAX_EXPANDED_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
         self.tables = SgmvTables(
-            table_rows=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
-            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK), page_elems=page_elems,
-            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)), device=device,
-        )  # fmt: skip
+            table_rows=9,
+            layers=LAYERS,
+            max_pages=1 << 15,
+            max_rank=MAX_RANK,
+            max_tiles=64,
+            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK),
+            page_elems=page_elems,
+            slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)),
+            device=device,
+        )
 
     def segments(self, used: Sequence[int]) -> Segments:
         segments = Segments()

@@ -36,10 +36,22 @@ class TestChecks:
     """Two prefill rows of 3 and 2 tokens, over 6 positions and 5 pages of 4 tokens."""
 
     MODEL = native.NativeModel(
-        hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=9, block_tokens=4, eps=1e-6, layers=[],
-        embed=torch.zeros(9, 2), lm_head=torch.zeros(1), norm=torch.zeros(2),
-        values=[], positions=6, arena=torch.zeros(5, 64),
-    )  # fmt: skip
+        hidden=2,
+        ffn=2,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        vocab=9,
+        block_tokens=4,
+        eps=1e-6,
+        layers=[],
+        embed=torch.zeros(9, 2),
+        lm_head=torch.zeros(1),
+        norm=torch.zeros(2),
+        values=[],
+        positions=6,
+        arena=torch.zeros(5, 64),
+    )
     STEP = {
         "token_ids": [8, 0, 1, 2, 3],
         "positions": [3, 4, 5, 0, 1],

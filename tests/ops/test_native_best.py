@@ -11,6 +11,8 @@ from chorus.ops import native
 from chorus.ops.sampling import RowSamplingParams, TorchSampling
 from chorus.ops.sgmv import Segments
 
+from .layerless import layerless_model
+
 pytestmark = [pytest.mark.native, pytest.mark.pairs]
 
 HIDDEN, NAN, INF = 32, math.nan, math.inf
@@ -20,12 +22,8 @@ class Head:
     """A model without layers: row i's logits are the products of the head with normalised embedding i."""
 
     def __init__(self, head, embed, dtype, threads):
-        vocab, count = len(head), len(embed)
-        model = native.NativeModel(
-            hidden=HIDDEN, ffn=HIDDEN, heads=1, kv_heads=1, head_dim=HIDDEN, vocab=vocab, block_tokens=4, eps=1e-6,
-            layers=[], embed=embed.to(dtype), lm_head=native.pack(head.to(dtype)), norm=torch.ones(HIDDEN),
-            values=[], positions=1, arena=torch.zeros(2, 64, dtype=dtype),
-        )  # fmt: skip
+        count = len(embed)
+        model = layerless_model(head.to(dtype), embed.to(dtype))
         self.decoder = native.NativeDecoder(model, threads)
         self.rows = native.NativeRows()
         self.rows.plan(range(count + 1), torch.zeros(count, 1, dtype=torch.long), [1] * count)

@@ -23,9 +23,11 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 VOCABS = [1, 2, 7, 33, 600, 9001]
 
 shapes = st.tuples(
-    st.sampled_from(VOCABS), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
+    st.sampled_from(VOCABS),
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
     st.sampled_from(["plain", "ties", "holes", "one"]),
-)  # fmt: skip
+)
 limits = st.builds(
     RowSamplingParams,
     temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 1.0, 2.0, 100.0]),

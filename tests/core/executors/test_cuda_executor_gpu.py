@@ -128,7 +128,7 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
         assert {size: set(of) for size, of in backends.items() if size > 16} == {
             size: {GemmBackend.SMALL} if small_gemm == "on" or size > 32 else {GemmBackend.SMALL, GemmBackend.EXPANDED}
             for size in (24, 32, 40, 48, 56, 64)
-        }  # fmt: skip
+        }
     asked = list(zip(itertools.cycle(names(captured)), prompts(64, longest=8), strict=False))
     add_all(captured, asked, 6)
     add_all(eager, asked, 6)
@@ -145,8 +145,9 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
     assert captured.drain() == eager.drain()
 
 
-@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"},
-                                    {"attention": "triton"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"}, {"attention": "triton"}], ids=str
+)
 def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     """The same plans, captured and not: every step's logits are the same bits, of decode rows and of prompts."""
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
@@ -373,8 +374,17 @@ def test_merged_bfloat16_logits_are_as_close_to_float32_as_unmerged_ones(drive):
 
 
 def test_draws_and_logprobs_come_from_device_logits(drive):
-    params = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 3, "seed": 5,
-              "presence_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": {9: 1.0}}  # fmt: skip
+    params = {
+        "temperature": 0.9,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "logprobs": 3,
+        "seed": 5,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "logit_bias": {9: 1.0},
+    }
     cpu, gpu = drive("float32", device="cpu", cpu_kernels="torch"), drive("float32")
     mine, its = (driver.run("x", "a02-r16", [5, 6, 7], max_tokens=6, **params) for driver in (gpu, cpu))
     assert mine.tokens == its.tokens

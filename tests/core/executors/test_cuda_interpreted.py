@@ -100,9 +100,16 @@ def drive(tiny):
 
 def make_config(tiny: Subject, **config) -> EngineConfig:
     defaults = {
-        "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 12, "block_tokens": 4,
-        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0,
-    }  # fmt: skip
+        "dtype": "float32",
+        "device": "cuda",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 12,
+        "block_tokens": 4,
+        "memory_bytes": 2 << 20,
+        "max_lora_rank": 32,
+        "threads": 1,
+        "mixed_graph_tokens": 0,
+    }
     return EngineConfig(model=tiny.model, **{**defaults, **config})
 
 
@@ -238,10 +245,18 @@ def test_merged_mixed_steps_are_computed_as_they_are(drive, tiny):
     assert driver.executor.inner.steps.mixed.graphs.keys == captured
 
 
-@pytest.mark.parametrize(("most", "sizes"), [
-    (0, ()), (1, (1,)), (32, (32,)), (50, (32, 50)), (64, (32, 64)), (200, (32, 64, 128, 192, 200)),
-    (512, (32, *range(64, 513, 64))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (0, ()),
+        (1, (1,)),
+        (32, (32,)),
+        (50, (32, 50)),
+        (64, (32, 64)),
+        (200, (32, 64, 128, 192, 200)),
+        (512, (32, *range(64, 513, 64))),
+    ],
+)
 def test_buckets_of_tokens(most, sizes):
     assert token_buckets(most) == sizes
 
@@ -536,8 +551,11 @@ def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):
         got = gpu.answers[name]
         assert got.tokens == answer.tokens
         assert len(got.logprobs) == len(answer.logprobs)
-        for mine, other in zip(got.logprobs + list(got.prompt_logprobs or ()),
-                               answer.logprobs + list(answer.prompt_logprobs or ()), strict=True):  # fmt: skip
+        for mine, other in zip(
+            got.logprobs + list(got.prompt_logprobs or ()),
+            answer.logprobs + list(answer.prompt_logprobs or ()),
+            strict=True,
+        ):
             assert mine.token_id == other.token_id
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
     engine.close()
@@ -561,10 +579,14 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
 @pytest.mark.usefixtures("drawing_kernels")
 def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     asked = [
-        {"temperature": 0.8, "top_k": 5, "logprobs": 1}, {"temperature": 1.2, "top_p": 0.8},
-        {"temperature": 1.0, "logit_bias": {7: 2.0}}, {"max_tokens": 5}, {"max_tokens": 3, "logprobs": 2},
-        {"frequency_penalty": 1.5, "max_tokens": 6}, {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1},
-    ]  # fmt: skip
+        {"temperature": 0.8, "top_k": 5, "logprobs": 1},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 1.0, "logit_bias": {7: 2.0}},
+        {"max_tokens": 5},
+        {"max_tokens": 3, "logprobs": 2},
+        {"frequency_penalty": 1.5, "max_tokens": 6},
+        {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1},
+    ]
     answers, drivers = [], [drive(adapters=[]), drive(adapters=[], async_scheduling=False)]
     for driver in drivers:
         for index, params in enumerate(asked):
@@ -708,11 +730,12 @@ class TimedDevice(LateDevice):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                DecoderModel, "run_gemms",
+                DecoderModel,
+                "run_gemms",
                 lambda self, group, backend, x, residual, layers, lora: seen.append(
                     (group, backend, len(x), lora is not None)
                 ),
-            )  # fmt: skip
+            )
             work()
         (asked,) = seen
         self.asked.append((*asked, self.num_captures))
@@ -766,7 +789,7 @@ def test_products_are_by_what_takes_least_time_with_adapters_and_without(tiny, f
         for backend in GemmBackend
         for lora in (False, True)
         if group < HEAD or not (lora or backend is GemmBackend.EXPANDED)
-    }  # fmt: skip
+    }
     times = "qkv expanded (µs: library 1.5 + 3.0, small 1.0 + 2.5, expanded 1.0 + 2.0), o library"
     assert f"base products of 1 rows: {times}" in caplog.text
     executor.close()
@@ -786,9 +809,12 @@ def test_our_products_give_the_references_tokens(drive, tiny, float32_products, 
 def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float32_products):
     """Of rows that the larger tile holds, which are more than are expanded at once."""
     driver = drive(
-        small_gemm="fused", adapters=["r17-all", "r5-o-down"], max_num_seqs=18, max_num_batched_tokens=40,
+        small_gemm="fused",
+        adapters=["r17-all", "r5-o-down"],
+        max_num_seqs=18,
+        max_num_batched_tokens=40,
         graph_capture="lazy",
-    )  # fmt: skip
+    )
     names = [("r17-all", None, "r5-o-down")[index % 3] for index in range(18)]
     check(driver, ask(driver, tiny, *((name, 2, 3 + index % 2) for index, name in enumerate(names))))
     assert driver.executor.inner.steps.backends[18] == ((GemmBackend.EXPANDED,) * 4) + (GemmBackend.SMALL,)

@@ -98,9 +98,10 @@ def unread_arena(monkeypatch):
     """Adapters are copied into pages of the host's."""
     inner = adapters.open_dma
     monkeypatch.setattr(
-        adapters, "open_dma",
+        adapters,
+        "open_dma",
         lambda pages, *args, **kwargs: inner(torch.zeros(pages.shape, dtype=pages.dtype), *args, **kwargs),
-    )  # fmt: skip
+    )
 
 
 def _draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:

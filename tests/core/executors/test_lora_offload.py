@@ -253,10 +253,13 @@ def test_offload_workers_leave_the_first_processor(monkeypatch):
     assert offload_worker_cpus(2) == [None, None]
 
 
-@pytest.mark.parametrize(("options", "why"), [
-    ({"cpu_kernels": "torch"}, "offload_workers is 1, but steps run on torch's operators"),
-    ({"tensor_parallel_size": 2}, "offload_workers is 1 and tensor_parallel_size is 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"cpu_kernels": "torch"}, "offload_workers is 1, but steps run on torch's operators"),
+        ({"tensor_parallel_size": 2}, "offload_workers is 1 and tensor_parallel_size is 2"),
+    ],
+)
 def test_what_can_not_be_offloaded_is_refused(subject, options, why):
     config = {"model": subject("gqa").model, "dtype": "float32", "memory_bytes": 8 << 20, "device": "cpu", **options}
     with pytest.raises((UnsupportedModel, DeviceError), match=why):

@@ -87,10 +87,9 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         )
     )
     plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp", "mlp.gate_up", "mlp.down"]
-    full = [
-        "layer.{}", "wait.{}", "attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}",
-        "mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}",
-    ]  # fmt: skip
+    attention = ["attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}"]
+    mlp = ["mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}"]
+    full = ["layer.{}", "wait.{}", *attention, *mlp]
     layers = decoder.config.num_layers
     want = [name.format(layer) for layer in range(layers) for name in (full if lora else plain)]
     assert log == [*want, "logits"]

@@ -36,11 +36,17 @@ def row(name, prompt, output=(), *, tokens=None, samples=True, seed=0, **params)
     known = [*prompt, *output]
     count = tokens or 1
     return ScheduledSequence(
-        request_id=name, lora_index=BASE_LORA_INDEX,
-        tokens=known[len(known) - count :], start=len(known) - count, pages=[],
-        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}), seed=seed, samples=samples,
-        token_ids=known, num_prompt_tokens=len(prompt),
-    )  # fmt: skip
+        request_id=name,
+        lora_index=BASE_LORA_INDEX,
+        tokens=known[len(known) - count :],
+        start=len(known) - count,
+        pages=[],
+        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}),
+        seed=seed,
+        samples=samples,
+        token_ids=known,
+        num_prompt_tokens=len(prompt),
+    )
 
 
 def logits_of(seed, rows=1, vocab=VOCAB):
@@ -137,8 +143,9 @@ def test_logit_bias_is_that_of_transformers(seed, bias):
     assert tokens_of([row("a", [3], logit_bias=bias)], logits) == want.tolist()
 
 
-@given(seed=st.integers(0, 10_000), prompt=prompts, output=outputs, presence=st.floats(-2, 2),
-       frequency=st.floats(-2, 2))  # fmt: skip
+@given(
+    seed=st.integers(0, 10_000), prompt=prompts, output=outputs, presence=st.floats(-2, 2), frequency=st.floats(-2, 2)
+)
 def test_presence_and_frequency_count_generated_tokens_only(seed, prompt, output, presence, frequency):
     logits = logits_of(seed)
     counts = torch.tensor([output.count(token) for token in range(VOCAB)])
@@ -151,9 +158,13 @@ def test_presence_and_frequency_count_generated_tokens_only(seed, prompt, output
 def test_everything_at_once_is_applied_in_the_documented_order(seed, prompt, output):
     logits = logits_of(seed)
     params = {
-        "min_tokens": 3, "bad_words": ((4,), (3, 6)), "logit_bias": {2: 2.5, 7: -3.0, 0: 9.0},
-        "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25,
-    }  # fmt: skip
+        "min_tokens": 3,
+        "bad_words": ((4,), (3, 6)),
+        "logit_bias": {2: 2.5, 7: -3.0, 0: 9.0},
+        "repetition_penalty": 1.7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
     ids, scores = torch.tensor([prompt + output]), logits.clone()
     scores = MinNewTokensLengthLogitsProcessor(len(prompt), 3, list(EOS), device="cpu")(ids, scores)
     scores = NoBadWordsLogitsProcessor([[4], [3, 6]])(torch.tensor([[99, *output]]), scores)
@@ -341,9 +352,12 @@ def test_when_every_token_is_banned_the_row_fails_alone(params, temperature):
 
 
 @given(
-    seed=st.integers(0, 1000), allowed=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), prompt=prompts,
-    output=outputs, temperature=st.sampled_from([0.0, 1.0]),
-)  # fmt: skip
+    seed=st.integers(0, 1000),
+    allowed=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+    prompt=prompts,
+    output=outputs,
+    temperature=st.sampled_from([0.0, 1.0]),
+)
 def test_only_allowed_tokens_are_drawn(seed, allowed, prompt, output, temperature):
     """As if the model knew no others: all else that is asked for applies to what is left."""
     logits = logits_of(seed)
@@ -356,16 +370,24 @@ def test_only_allowed_tokens_are_drawn(seed, allowed, prompt, output, temperatur
 
 
 @given(
-    steps=st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=40), prompt=prompts, seed=st.integers(0, 99),
-    repetition=st.sampled_from([1.0, 1.4]), presence=st.sampled_from([0.0, 0.8]), frequency=st.sampled_from([0.0, 0.3]),
+    steps=st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=40),
+    prompt=prompts,
+    seed=st.integers(0, 99),
+    repetition=st.sampled_from([1.0, 1.4]),
+    presence=st.sampled_from([0.0, 0.8]),
+    frequency=st.sampled_from([0.0, 0.3]),
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4),
-)  # fmt: skip
+)
 def test_counts_that_are_kept_are_those_of_all_tokens(steps, prompt, seed, repetition, presence, frequency, bias):
     """A row that goes on from step to step draws what a new one of the same tokens does."""
     params = {
-        "repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency,
-        "logit_bias": bias, "bad_words": ((2, 3), (5, 6, 7), (5, 6, 8), (9,)), "temperature": 1.0,
-    }  # fmt: skip
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "logit_bias": bias,
+        "bad_words": ((2, 3), (5, 6, 7), (5, 6, 8), (9,)),
+        "temperature": 1.0,
+    }
     going = row("a", prompt, **params)
     going.token_ids = list(prompt)
     for index, token in enumerate(steps):
@@ -509,16 +531,28 @@ class TestEngine:
             model = gqa.use(adapter)
             with torch.inference_mode():
                 output = model.generate(
-                    input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, repetition_penalty=1.3,
-                    bad_words_ids=words, eos_token_id=2, min_new_tokens=12, pad_token_id=0,
+                    input_ids=torch.tensor([prompt]),
+                    max_new_tokens=12,
+                    do_sample=False,
+                    repetition_penalty=1.3,
+                    bad_words_ids=words,
+                    eos_token_id=2,
+                    min_new_tokens=12,
+                    pad_token_id=0,
                     attention_mask=torch.ones(1, 12, dtype=torch.long),
-                )  # fmt: skip
+                )
             want[str(adapter)] = output[0, 12:].tolist()
             assert want[str(adapter)] != plain
             driver.add(
-                str(adapter), adapter, prompt, max_tokens=12, repetition_penalty=1.3, min_tokens=12, ignore_eos=False,
+                str(adapter),
+                adapter,
+                prompt,
+                max_tokens=12,
+                repetition_penalty=1.3,
+                min_tokens=12,
+                ignore_eos=False,
                 bad_words=tuple(map(tuple, words)),
-            )  # fmt: skip
+            )
         answers = driver.drain()
         assert {name: answer.tokens for name, answer in answers.items()} == want
 

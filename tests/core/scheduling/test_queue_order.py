@@ -334,10 +334,18 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     nobody who came later starts before a cold one. Where adapters take turns, nobody of its own adapter does.
     """
     checked = CheckedEngine(
-        None, "0123", num_pages=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefix_cache=True,
-        max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
+        None,
+        "0123",
+        num_pages=60,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=40,
+        prefix_cache=True,
+        max_adapters_per_step=max_adapters,
+        max_overtake_seconds=max_overtake,
+        lookahead=1,
+        seed=1,
         host_cache_bytes=host_pages * 256,
-    )  # fmt: skip
+    )
     engine, clock, asked = checked.engine, checked.clock, checked.asked
     started: dict[str, float] = {}
     here: dict[str, float] = {}  # since when each one's adapter has been in memory
@@ -366,8 +374,11 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
         arrival = it.request.arrival_time
         since = max(arrival + max_overtake, here[name])
         rivals = [other for other, e in asked.items() if max_adapters is None or e.adapter is it.adapter]
-        overtakers = [other for other in rivals if asked[other].request.arrival_time > arrival and
-                      since < started[other] < started[name]]  # fmt: skip
+        overtakers = [
+            other
+            for other in rivals
+            if asked[other].request.arrival_time > arrival and since < started[other] < started[name]
+        ]
         assert not overtakers, name
 
 

@@ -532,9 +532,11 @@ WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.25, 0.5,
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1), st.integers(1, 200), WEIGHTS,
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1),
+    st.integers(1, 200),
+    WEIGHTS,
     st.sampled_from([0.0, 1.0, 3.5]),
-)  # fmt: skip
+)
 def test_a_split_is_max_min_fair_by_weight(wanted, amount, weights, others):
     """A tenant gets all that it wants, or for its weight no less than any; and nothing is left that is wanted."""
     level = max_min_level(amount, wanted, weights, others)
@@ -627,11 +629,9 @@ def test_tenants_are_told_with_their_requests():
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["add", "add", "step", "abort", "preempt"]), st.integers(0, 99)), max_size=60
-    ),
+    st.lists(st.tuples(st.sampled_from(["add", "add", "step", "abort", "preempt"]), st.integers(0, 99)), max_size=60),
     st.integers(1, 12),
-)  # fmt: skip
+)
 def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
     checked = CheckedEngine(adapters="abc", max_num_seqs=3, num_pages=40)
     scheduler = checked.engine.scheduler

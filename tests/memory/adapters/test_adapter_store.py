@@ -775,9 +775,15 @@ def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backe
 
 @pytest.mark.parametrize(
     ("quiet", "layer_seconds", "left"),
-    [(0.0, 0.0, 3 * 0.02), (0.07, 0.0, 3 * 0.02), (0.09, 0.0, math.inf), (0.0, 0.5, 3 * 0.5), (1.5, 0.5, 3 * 0.5),
-     (1.6, 0.5, math.inf)],
-)  # fmt: skip
+    [
+        (0.0, 0.0, 3 * 0.02),
+        (0.07, 0.0, 3 * 0.02),
+        (0.09, 0.0, math.inf),
+        (0.0, 0.5, 3 * 0.5),
+        (1.5, 0.5, 3 * 0.5),
+        (1.6, 0.5, math.inf),
+    ],
+)
 def test_the_rest_of_a_read_is_expected_by_what_reads_take_and_by_its_own_pace(
     pool, backend, monkeypatch, quiet, layer_seconds, left
 ):

@@ -110,7 +110,8 @@ CORRUPT = {
     "many dimensions": (edited(lambda h: h[Q0_A].update(shape=[1] * 9)), WEIGHTS, Q0_A, "shape"),
     "many tensors": (
         edited(lambda h: {str(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(8193)}),
-        WEIGHTS, "8193 tensors",
+        WEIGHTS,
+        "8193 tensors",
     ),
     "header of two MiB": (lambda path: put_header(path, "{" + " " * (2 << 20) + "}", b""), WEIGHTS, "at most 1048576"),
     "weights a device": (made(WEIGHTS, lambda file: file.symlink_to("/dev/zero")), WEIGHTS, "not a regular file"),
@@ -141,7 +142,7 @@ CORRUPT = {
     "config a directory": (made(CONFIG, Path.mkdir), CONFIG, "not a regular file"),
     "config a pipe": (made(CONFIG, os.mkfifo), CONFIG, "not a regular file"),
     "config a loop": (looped(CONFIG), CONFIG, "cannot be read", "symbolic links"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CORRUPT)

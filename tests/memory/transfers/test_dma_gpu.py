@@ -32,8 +32,11 @@ LAYOUT = AdapterLayout.build(
         AdapterPart(16, 1.0, tuple(range(NUM_LAYERS)), ("q_proj", "down_proj")),
         AdapterPart(5, 1.0, (2, 3, 6), ("q_proj",)),
     ],
-    DIMS, NUM_LAYERS, PAGE_ELEMS, 2,
-)  # fmt: skip
+    DIMS,
+    NUM_LAYERS,
+    PAGE_ELEMS,
+    2,
+)
 PAGES = [(37 * i + 11) % NUM_PAGES for i in range(LAYOUT.num_pages)]
 
 
