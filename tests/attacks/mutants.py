@@ -1,4 +1,4 @@
-"""Requests to every route, valid ones and what becomes of them when their JSON, bytes or framing are damaged."""
+"""Requests to every route: valid ones, and their mutants with damaged JSON, bytes or framing."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def questions(prompts: dict[str | None, list[str]], seed: int, count: int) -> It
 
 
 def structured_calls() -> list[Call]:
-    """Valid requests with tools, of what an answer shall match, and of the other APIs."""
+    """Valid requests with tools, with grammars, and of the other APIs."""
     user = [{"role": "user", "content": "abc"}]
     used = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     turns = [*user, {"role": "assistant", "tool_calls": [used]}, {"role": "tool", "tool_call_id": "1", "content": "5"}]
