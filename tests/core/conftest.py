@@ -62,7 +62,7 @@ class RecordingExecutor:
 
     @property
     def rank(self) -> CpuExecutor:
-        """What computes in this process: all of the model, or of several ranks the first one's share."""
+        """The part of the model that this process computes: all of it, or the first rank's shard."""
         return getattr(self.inner, "first", self.inner)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -104,7 +104,7 @@ def exported(engine: Engine, request_id: str) -> dict[str, Any]:
 
 
 class Driver:
-    """Adds requests to an engine and steps it; the pool's books are checked after every step.
+    """Adds requests to an engine and steps it; the pool's accounting is checked after every step.
 
     has_stalled_link: adapters' copies may never end, so that requests alone are waited for.
     """
@@ -157,7 +157,7 @@ class Driver:
         return outputs
 
     def held_pages(self) -> int:
-        """Pages that requests and resident adapters hold; what is cached and unused can be had at any time."""
+        """Pages that requests and resident adapters hold, without unused cached pages, which can be freed at any time."""
         stats = self.engine.stats()
         return stats.num_pages - stats.num_free_pages - stats.num_cached_pages
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.numerics
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
-#: name → what `LoraConfig` is given. Patterns that overlap are in sorted order, in which peft saves them.
+#: name → arguments of `LoraConfig`. Patterns that overlap are in sorted order, in which peft saves them.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION + MLP},
     "ranks": {
@@ -95,7 +95,7 @@ class PatternSubject:
                 tokens += inputs
         return tokens, margin
 
-    @cache  # noqa: B019 - a subject lives as long as its module
+    @cache  # noqa: B019 - a subject is freed with its module
     def case(self, adapter: str, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
         """A prompt whose greedy continuation is clear, and the continuation."""
         generator = torch.Generator().manual_seed(seed)
@@ -142,7 +142,7 @@ def pattern_subject(tmp_path_factory: pytest.TempPathFactory) -> PatternSubject:
 
 
 def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], int]], **config: Any) -> list[list[int]]:
-    """All requests at once; the pool's books are checked after every step."""
+    """All requests at once; the pool's accounting is checked after every step."""
     defaults = {"dtype": "float32", "threads": 1, "memory_bytes": 8 << 20, "cpu_kernels": kernels}
     # The test that counts evictions does not leave it to the disk which adapters are read in time.
     reads = InlineReads() if config.get("num_pages") else None

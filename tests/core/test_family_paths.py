@@ -38,7 +38,7 @@ SHORT = [
 
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
-    """Have requests of the base model and of all adapters answered; what transformers and peft answer."""
+    """Add requests of the base model and of all adapters; return the answers of transformers and peft."""
     rng, want = random.Random(seed), {}
     for index in range(count):
         adapter = [None, *ADAPTERS][index % 4]

@@ -1,4 +1,4 @@
-"""Answers that match a grammar: by every backend, in any company, and wherever a request goes on."""
+"""Answers that match a grammar: on every backend, batch-invariant, and wherever a request continues."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-#: Of each kind a grammar, and what tells whether a text matches.
+#: For each kind a grammar, and a check whether a text matches.
 GRAMMARS: dict[str, tuple[Grammar, Callable[[str], bool]]] = {
     "schema": (Grammar("json_schema", json.dumps(SCHEMA)), is_of_schema),
     "regex": (Grammar("regex", r"[a-f]{2,9}-(\d{3}|é+)x"), matches(r"[a-f]{2,9}-(\d{3}|é+)x")),

@@ -1,4 +1,4 @@
-"""JSON schemas that can't be enforced in full: what is told of them, what is dropped, and how large they may be."""
+"""JSON schemas that can't be enforced in full: reported keywords, dropped keywords, and the largest size."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def make_cases(subject, count, *, adapters=None, seed=0, longest=40, tokens=(4, 
 
 
 def make_families(subject, *, adapters, stems, seed=0, tokens=(4, 20)):
-    """For every adapter and every length in `stems`, four requests whose prompts begin with the same tokens, which all
-    adapters share: the first 16 tokens of a stem, half of it, all of it, and all of it with more behind.
+    """For every adapter and every length in `stems`, four requests whose prompts share their first tokens with those of
+    all adapters: the first 16 tokens of a stem, half of it, all of it, and all of it with more tokens.
     """
     rng = random.Random(seed)
     cases = []
@@ -153,7 +153,7 @@ def test_batches_of_every_kind_on_one_engine(subject, drive):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 17, 30])
 def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
-    """Padding rows and what an earlier step left in the static buffers change nothing."""
+    """Padding rows, and values that an earlier step left in the static buffers, change nothing."""
     it = subject("tied")
     driver = drive(it, max_num_seqs=31)
     full = make_cases(it, 31, seed=30, tokens=(3, 6))

@@ -30,7 +30,7 @@ SETTINGS = ["recompute", "swap", "auto"]
 class LateSwaps:
     """Copies of a CPU executor's pages that are made when `end` is called: at random, or by `wait`; some fail.
 
-    Until then, what pages are to hold is wrong, and host memory holds nothing yet.
+    Until then, the destination pages are wrong, and host memory holds nothing yet.
     """
 
     class Copy:

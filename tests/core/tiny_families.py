@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by transformers' own classes, with adapters, and what these make of them."""
+"""Tiny random models of every family, made by transformers' own classes, with adapters and reference answers."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ ADAPTERS = {
 
 @dataclass(eq=False)
 class Tiny:
-    """A model with three adapters, and what transformers + peft make of it."""
+    """A model with three adapters, and the same in transformers + peft."""
 
     model: Path
     adapters: dict[str, Path]
@@ -252,7 +252,7 @@ class Tiny:
             self.reference.set_adapter(adapter)
         return self.reference
 
-    @cache  # noqa: B019 - a subject lives as long as its module
+    @cache  # noqa: B019 - a subject is freed with its module
     def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
         """A random prompt and its `count` greedy tokens, all clear choices."""
         generator = torch.Generator().manual_seed(seed)

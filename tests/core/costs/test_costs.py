@@ -179,7 +179,7 @@ def test_a_prompt_alone():
     kernel=st.sampled_from(Kernel),
 )
 def test_a_queue_is_its_prompts_in_one_step(prompts, kernel):
-    """Prompts of one length and one rank are as in a plan, but for what they attend to and what they share."""
+    """Prompts of one length and one rank cost as in a plan, except for attention and the shared part of a step."""
     costs = CostModel(
         kernel, StepCost(1.0, 0.5, 0.8, 0.01, per_rank=0.03, per_token_rank=1e-4), DiskCost(), TransferCost()
     )

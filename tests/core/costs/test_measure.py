@@ -127,7 +127,7 @@ def test_no_step_is_longer_than_the_model(gqa, seqs):
 
 
 def test_the_steps_tell_the_terms_apart(profiler):
-    """A machine that costs exactly what a model says is found to cost just that."""
+    """If a machine's times follow a cost model exactly, the profiler finds that model."""
     truth = StepCost(
         base=3e-3,
         ragged=1e-3,

@@ -60,7 +60,7 @@ def drive(files) -> Iterator[Callable[..., Driver]]:
 
     def make(dtype: str, *, reads: Reads | None = None, **config) -> Driver:
         model, paths = files(dtype)
-        config.setdefault("small_gemm", "on")  # two engines must agree, and what is measured may not be the same twice
+        config.setdefault("small_gemm", "on")  # two engines must agree, and two measurements may choose differently
         settings = EngineConfig(
             model=model, **{"device": "cuda", "memory_bytes": 64 << 20, "max_num_seqs": 8, "threads": 1, **config}
         )
@@ -260,7 +260,7 @@ def test_loads_and_evictions_between_replays(drive):
 
 
 def test_adapters_that_come_while_others_decode(drive):
-    """Read in threads and copied beside compute: a cold adapter's tokens are a warm one's."""
+    """Read in threads and copied during compute: a cold adapter's tokens are a warm one's."""
     warm, cold = drive("bfloat16"), drive("bfloat16", reads=ThreadReads())
     asked = list(zip(itertools.cycle(names(warm)), prompts(21, seed=5), strict=False))
     for index, (adapter, prompt) in enumerate(asked):
@@ -274,8 +274,8 @@ def test_adapters_that_come_while_others_decode(drive):
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library")
 def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
-    """Handed over and collected by values in the stream, while a kernel holds the copies up for some tenths of a
-    second; in float32, where the two ways differ by rounding alone.
+    """Offloaded and collected by values in the stream, while a kernel delays the copies by some tenths of a second; in
+    float32, where the two paths differ by rounding alone.
     """
     warm, cold = drive("float32"), drive("float32", offload_workers=2, host_cache_bytes=1 << 28)
     executor = cold.executor.inner
@@ -298,7 +298,7 @@ def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
 
 
 def merge(driver: Driver, name: str) -> None:
-    """Have an adapter merged, beside a request of the base model."""
+    """Get an adapter merged while a request of the base model runs."""
     driver.run(f"load {name}", name, [3], max_tokens=1)
     store = driver.engine.store
     while store.tier(store.get(name)) is not Tier.DEVICE:  # its last copies may outlast the step

@@ -145,7 +145,7 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
 
 
 class Launches(LateDevice):
-    """Counts replays, and holds that what is captured is not run otherwise."""
+    """Counts replays, and checks that captured steps are always replayed."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def only_decode_rows(forward):
 
 
 def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
-    """Whatever an earlier, longer step has left behind it in the buffers, NaN among it."""
+    """Whatever an earlier, longer step has left in the buffers, NaN among it."""
     driver = drive(mixed_graph_tokens=12, adapters=["r17-all"], async_scheduling=False)
     check(driver, ask(driver, tiny, ("r17-all", 5, 1)))
     plan = next(plan for plan in driver.plans if plan.bucket is None and plan.num_tokens == 5)
@@ -219,7 +219,7 @@ def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
 
 
 def test_a_mixed_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny, monkeypatch):
-    """More decode rows behind the prompt than the captured tail has tiles for."""
+    """More decode rows after the prompt than the captured tail has tiles for."""
     monkeypatch.setattr(lora_state_cuda, "_MOST_TAIL", 1)
     monkeypatch.setattr(sys.modules[__name__], "LateDevice", Launches)
     driver = drive(mixed_graph_tokens=12, adapters=["r1-qv"], graph_capture="ahead", async_scheduling=False)
@@ -317,7 +317,7 @@ class Addresses(LateDevice):
 
 
 def merge(driver: Driver, name: str) -> None:
-    """Have an adapter merged, beside a request of the base model."""
+    """Get an adapter merged while a request of the base model runs."""
     driver.run(f"load {name} {len(driver.answers)}", name, [3], max_tokens=1)
     driver.engine.merge(name)
     driver.add(beside := f"beside {name} {len(driver.answers)}", None, [5, 6], max_tokens=60)
@@ -419,7 +419,7 @@ class ComingTransfer:
 
 
 def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
-    """A prefill waits layer by layer, a decode step for all layers before it begins; what came too late is void."""
+    """A prefill waits layer by layer, a decode step for all layers before it begins; late results are discarded."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=2)
     check(driver, ask(driver, tiny, ("r1-qv", 3, 2), (None, 2, 3)))
     execute = driver.executor.inner.execute
@@ -501,7 +501,7 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
 
 @pytest.mark.parametrize("capture", ["ahead", "off"])
 def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, caplog, capture):
-    """Captured and eager, of several rows, padding and prompts among them; and what would mend is said."""
+    """Captured and eager, for several rows, padding and prompts; and the message names the fix."""
     stream = Stream()
 
     def choose(*shape, wanted, scores, **sizes):
@@ -562,7 +562,7 @@ def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):
 
 
 def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
-    """On a GPU a replay runs no Python, so that what the step before it kept would be taken for its own."""
+    """On a GPU a replay runs no Python, so values kept by the step before would be taken for its own."""
     driver = drive(adapters=[])
     steps = driver.executor.inner.steps
     monkeypatch.setattr(steps.graphs, "replay", lambda bucket, mode: None)
@@ -601,7 +601,7 @@ def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
 
 @pytest.mark.parametrize("padded", [0, 12])
 def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
-    """Chunks of prompts beside rows that go on from a drawn token, and answers of a call with and without a turn."""
+    """Chunks of prompts in steps with rows that continue from a sampled token; choices with and without a turn."""
     found, plans = [], []
     for is_async in (True, False):
         driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_async, prefix_cache=False)
@@ -706,7 +706,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
 
 @pytest.mark.parametrize(("arrives", "most"), [(False, 21), (True, 34)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
-    """A replay here calls what was captured, so that the kernels' launches are counted too."""
+    """A replay here calls the captured functions, so the kernels' launches are counted, too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)
     ask(driver, tiny, ("r1-qv", 2, 8), (None, 2, 8))
     for _ in range(4):
@@ -719,7 +719,7 @@ def test_a_step_enters_few_files(drive, tiny, arrives, most):
 
 
 class TimedDevice(LateDevice):
-    """Says of every way of a product the time that the test has planted, and notes what was asked for, and when."""
+    """Returns the time that the test has planted for each GEMM backend; records each measurement and its time."""
 
     def __init__(self, planted):
         super().__init__()
@@ -846,8 +846,8 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
 
 
 def test_adapters_in_passes_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
-    """Beside an adapter in the weights, another one's rows take that one off and add their own: in launches behind the
-    product, one after the other.
+    """With one adapter in the weights, rows of another subtract it and add their own, in one launch after the other
+    that follow the GEMM.
     """
     driver = drive(small_gemm="fused", adapters=["r17-all", "r1-qv"], graph_capture="off")
     merge(driver, "r17-all")

@@ -145,7 +145,7 @@ def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa
 
 
 def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
-    """Sampled tokens by seed, penalties, log-probabilities of answers and of prompts, beside a plain row, and ahead."""
+    """Sampling by seed, penalties, log-probabilities of answers and of prompts, next to a plain row, and ahead."""
     asked = [
         {"temperature": 0.8, "top_k": 5, "logprobs": 1},
         {"temperature": 1.2, "top_p": 0.8},
@@ -200,7 +200,7 @@ def test_the_likeliest_token_is_of_all_ranks_shares(drive, monkeypatch, bad):
 
 def load_and_merge(driver: Driver, name: str) -> None:
     driver.run("load", name, [3], max_tokens=1)
-    while driver.engine.store.get(name).transfer is not None:  # another rank's copy may be behind this one's
+    while driver.engine.store.get(name).transfer is not None:  # another rank's copy may end later than this one's
         driver.step()
     merge(driver, name)
 
@@ -235,7 +235,7 @@ def four(tmp_path_factory) -> Subject:
 
 
 def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
-    """Beside a request that is aborted; then mixed steps with one adapter in the weights."""
+    """While a request is aborted; then mixed steps with one adapter in the weights."""
     monkeypatch.setattr(
         "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
     )
@@ -335,7 +335,7 @@ def gloo_collectives(shard, device, store, seconds):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, again):  # noqa: F811
-    """As on GPUs, but for the backend; a process may have others behind them."""
+    """As on GPUs, except for the backend; a process may run a second group of ranks after the first."""
     monkeypatch.setattr(worker_processes, "Popen", subprocess.Popen)
     settings = config_of(tiny, max_num_seqs=2, max_num_batched_tokens=16)
     executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_collectives)))

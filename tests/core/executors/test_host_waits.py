@@ -67,7 +67,7 @@ class _Event:
 
 
 class Copies(TorchDispatchMode):
-    """Copies from the host that torch makes itself: of `pinned` memory beside the host, and any others."""
+    """Copies from the host that torch makes itself: of `pinned` memory, and of any other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
             for _ in range(5):
                 engine.step()
         assert copies.pageable == []
-        assert copies.num_pinned >= 5 * (1 if kind == "greedy" else 2)  # the plan's, and what is drawn by
+        assert copies.num_pinned >= 5 * (1 if kind == "greedy" else 2)  # the plan's and the sampling parameters
         assert device.num_waits - waits == 5 * 3  # pinned memory of two steps ago, and of the last plan; the tokens
 
 

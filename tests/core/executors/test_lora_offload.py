@@ -157,7 +157,8 @@ def test_what_a_worse_choice_has_cost_is_counted(subject, with_offload, cold_sta
     driver.engine.end_step(plan)
     regret = driver.engine.stats().cold_start_regret
     assert regret == offload.starts.regret_seconds
-    # a layer was lent for 40 s, and all would have come after 9 s; or they came 3 s late, and exchanges take no time
+    # a layer was offloaded for 40 s, and all layers had come after 9 s; or they came 3 s late, and exchanges take no
+    # time
     assert 20.0 < regret < 40.0 if cold_start is ColdStart.OFFLOAD else 0.5 < regret < 60.0
 
 

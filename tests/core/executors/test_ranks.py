@@ -95,7 +95,7 @@ def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeyp
 
 @pytest.mark.parametrize("model", ["gqa", "tied"])
 def test_async_steps_on_ranks(subject, drive, kernels, model, monkeypatch):
-    """Plans of async steps go to the ranks in rank 0's order, beside swapped requests."""
+    """Plans of async steps go to the ranks in rank 0's order, also while requests are swapped."""
     monkeypatch.setattr(
         "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
     )
@@ -140,7 +140,7 @@ def test_the_likeliest_token_is_of_all_ranks_shares(subject, drive, bad, monkeyp
 
 
 def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
-    """Sampled tokens by seed, log-probabilities of answers and of prompts, beside a row of which no logits are kept."""
+    """Sampled tokens by seed, log-probabilities of answers and of prompts, next to a row whose logits are not kept."""
     it = subject("tied")
     found = []
     for size in (1, 2):
@@ -183,8 +183,8 @@ def test_merged_adapter_beside_others(subject, drive, kernels, model, is_async):
 
 @pytest.mark.parametrize(("size", "tokens"), [(2, 56), (4, 56), (2, 4)])
 def test_parts_of_other_layers_on_the_same_tokens(subject, drive, tmp_path, size, tokens):
-    """Parts without a layer in common lie in the same place of what ranks exchange; and where a decode step may have as
-    many tokens as any step, there is no room to exchange them.
+    """Parts without a layer in common share a place in the exchanged memory. If a decode step may have as many tokens
+    as any step, there is no room to exchange them.
     """
     model = subject("gqa").model
     patterns = {"rank_pattern": {"layers.1.self_attn.q_proj": 3}, "alpha_pattern": {"v_proj": 5}}
@@ -395,7 +395,7 @@ def test_a_rank_that_has_ended_before_it_is_watched_is_told_of(opened):
 
 
 def test_bytes_of_each_rank_are_said_beside_the_formulas(subject, opened, caplog):
-    """The formula of docs/explanation/memory.md; what a rank keeps is counted by the tensors that it reads."""
+    """The formula of docs/explanation/memory.md; a rank's memory is counted by the tensors that it reads."""
     with caplog.at_level(logging.INFO, "chorus"):
         opened()
     found = re.search(r"2 ranks: weights of ([\d.]+) \+ ([\d.]+) MiB \(V·h \+ h .*: ([\d.]+)\)", caplog.text)

@@ -124,7 +124,7 @@ OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
 
 @pytest.mark.parametrize("architecture", TEXT_ONLY)
 def test_defaults_are_those_of_transformers(tmp_path, architecture):
-    """Shapes alone mean what the same shapes and every field of transformers' configuration mean."""
+    """Shapes alone describe the same model as these shapes with all other fields of transformers' configuration."""
     import transformers
 
     is_internlm = architecture == "InternLM3ForCausalLM"  # which transformers computes by Llama's class

@@ -1,4 +1,4 @@
-"""A model's layer specifications as the native decoder takes them, and what it refuses."""
+"""A model's layer specifications as the native decoder takes them, and its refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_library = pytest.mark.skipif(not native_library.levels(), reason="needs th
 
 @dataclass
 class Config:
-    """Has of `ModelConfig` what the native decoder reads."""
+    """The part of `ModelConfig` that the native decoder reads."""
 
     layers: tuple[LayerSpec, ...]
     kind: Kind = field(default_factory=Kind)
@@ -130,7 +130,7 @@ class TestValues:
 
 
 class GivenWeights:
-    """Has of `Weights` what the native decoder asks for."""
+    """The part of `Weights` that the native decoder asks for."""
 
     def __init__(self, model: Model) -> None:
         self._model = model

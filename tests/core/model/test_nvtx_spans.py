@@ -1,4 +1,4 @@
-"""Spans of a step: off by default, named stably, and around what they name."""
+"""Spans of a step: off by default, with stable names, and around the operations that they name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_marks_with_nvtx(monkeypatch):
 
 
 class Lora:
-    """Notes what the model asks of a step's adapters."""
+    """Records the model's calls for a step's adapters."""
 
     def __init__(self, log):
         self._log = log

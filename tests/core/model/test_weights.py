@@ -1,4 +1,4 @@
-"""Reading checkpoints: any dtype, any number of files, no second copy, and clear words for what is wrong."""
+"""Reading checkpoints: any dtype, any number of files, no second copy, and clear errors."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_async, count
         checked.clock.now += STEP
     checked.add("b", "b", max_tokens=LONG, tenant=tenant)
     first_token(checked, "b", stream, within=OVERTAKE + 0.2)
-    checked.add("a again", "a", tenant=tenant or "another")  # behind none of its own
+    checked.add("a again", "a", tenant=tenant or "another")  # it waits for none of its own adapter
     first_token(checked, "a again", stream, within=OVERTAKE + 0.2)
     checked.drain()
 

@@ -412,7 +412,7 @@ def test_where_no_adapter_may_run_no_tenant_is_looked_at(num_tenants):
 
 @given(st.data())
 def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
-    """Among many, some of whom have waited too long, while each is charged for what it begins."""
+    """Among many, some of whom have waited too long, while each is charged for the work that it begins."""
     tiers = data.draw(st.lists(st.sampled_from([None, *Tier]), max_size=20))
     tenants = [data.draw(st.sampled_from("abcdefgh")) for _ in tiers]
     costs = {each: data.draw(st.integers(1, 50)) for each in "abcdefgh"}

@@ -351,7 +351,7 @@ def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(
 
 
 def test_room_that_others_give_back_in_time_is_given_again():
-    """Two are near their end when a third comes: what they hold is what it will grow into."""
+    """Two are near their end when a third comes: the third grows into the pages that they hold now."""
     checked = CheckedEngine(num_pages=1 + 22, max_num_seqs=4)
     for name in "ab":
         checked.add(name, prompt=range(2, 14), max_tokens=21)
@@ -437,7 +437,7 @@ def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
 
 
 def test_a_step_ahead_of_rows_that_go_on_calls_nothing_for_each_though_others_wait():
-    """As the host plans it beside each step of the device, for hundreds of rows; counted, as calls need no quiet."""
+    """The host plans the next step while the device runs one. Counts calls, which need no quiet machine."""
 
     def fewest_calls(rows):
         checked = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_async=True)

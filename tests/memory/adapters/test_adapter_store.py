@@ -88,7 +88,7 @@ def register(store, **sizes):
 
 
 def check(store, pool, kv=()):
-    """The pool agrees with the store, and what the store keeps at hand with all that is registered."""
+    """The pool agrees with the store, and the store's indexes with all registered adapters."""
     pool.check_integrity([*store.holders(), (PageKind.KV, kv)])
     everything = sorted((name, store.get(name)) for name in store.names())
     assert sorted(store.registered()) == everything
@@ -770,7 +770,7 @@ def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backe
     assert slow.store.tier(a) is Tier.DISK
 
 
-# -- what is expected of reads
+# -- expected times of reads
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters read by jobs: what torch reads, whatever the shapes; and never from another file than was inspected."""
+"""Adapters read by jobs: the values that torch reads, for all shapes, and only from the inspected file."""
 
 from __future__ import annotations
 

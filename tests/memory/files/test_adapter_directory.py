@@ -1,4 +1,4 @@
-"""Files of an adapter directory are opened once, stay what they were when looked at, and lie where they may."""
+"""Files of an adapter directory are opened once, stay as they were when inspected, and lie only where they may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapter directories whose files are corrupt, of the wrong kind, or not what they were."""
+"""Adapter directories whose files are corrupt, of the wrong kind, or replaced."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_links_to_a_good_adapter_are_followed(adapter_draft, tmp_path):
     assert load(tmp_path / "link")[0].parts == load(path)[0].parts
 
 
-# -- what changes between registration and reading
+# -- changes between registration and reading
 
 
 def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_path):

@@ -20,7 +20,7 @@ from .loading import CONFIG, DIMS, LAYERS, Q0_A, Q0_B, WEIGHTS, load, refusal
 UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
 
 
-# -- what is read
+# -- accepted adapters
 
 
 @pytest.mark.pairs
@@ -125,7 +125,7 @@ def test_thousands_of_manifests_share_what_is_equal(adapter_draft, tmp_path):
     assert all(other.parts is first.parts for other in others)
 
 
-# -- what is refused: a change to a good adapter → words that the message must have
+# -- refusals: a change to a good adapter → words that the message must have
 
 
 def config(**fields):

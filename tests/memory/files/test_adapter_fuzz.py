@@ -222,7 +222,7 @@ PIECES = [*_NAMES, *_SYNTAX, "(", ")", "[", "\\", "*", "é", ""]
 
 
 def edit_pattern(path, rng):
-    """A pattern that is taken must match what `re` matches; none of these keeps `re` for long."""
+    """An accepted pattern must match as `re` does; none of these keeps `re` for long."""
     config = json.loads((path / CONFIG).read_text())
     for _ in range(rng.choice([1, 1, 2])):
         pattern = "".join(rng.choices(PIECES, k=rng.randrange(1, 7)))
@@ -290,7 +290,7 @@ DAMAGE = [
 ]
 
 
-# -- what it should be
+# -- the expected values
 
 
 def read_with_peft(path: Path) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, float]]:

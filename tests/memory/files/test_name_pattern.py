@@ -1,4 +1,4 @@
-"""Patterns of untrusted files: they match what `re` matches, in a number of steps that is known beforehand."""
+"""Patterns of untrusted files match as `re` does, in a number of steps that is known beforehand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_any_pattern_that_is_taken_matches_what_re_matches():
     rng = random.Random(5)
     taken = 0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # `re` warns of what it may read otherwise one day
+        warnings.simplefilter("error")  # `re` warns of syntax that may change its meaning
         for _ in range(8000):
             text = "".join(rng.choices(PIECES, k=rng.randrange(1, 9)))
             try:
@@ -160,7 +160,7 @@ def test_an_adapter_with_endless_patterns_is_refused_by_the_field(tmp_path, fiel
 
 
 def test_the_patterns_of_a_file_are_never_all_there_at_once(tmp_path):
-    """Else the garbage collector holds up every thread for as long as it looks at what they were parsed into."""
+    """Otherwise the garbage collector would stop every thread while it visits the parsed patterns."""
     patterns = {f"{'.*a' * 20}{number}": 4 for number in range(1000)}
     config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "rank_pattern": patterns}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
