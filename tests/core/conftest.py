@@ -157,7 +157,7 @@ class Driver:
         return outputs
 
     def held_pages(self) -> int:
-        """Pages that requests and resident adapters hold, without unused cached pages, which can be freed at any time."""
+        """Pages that requests and resident adapters hold, without cached pages, which can be freed at any time."""
         stats = self.engine.stats()
         return stats.num_pages - stats.num_free_pages - stats.num_cached_pages
 

@@ -1,4 +1,4 @@
-"""FlashInfer's interface without a GPU: checks what a plan is given, and computes from just that.
+"""FlashInfer's interface without a GPU: checks a plan's arguments, and computes from these alone.
 
 Copies from page-locked memory are late, as they may be on a GPU: host tensors are kept as they are and only read when
 the stream is waited for or `run` is called.
@@ -16,7 +16,7 @@ from .attention_ref import paged_attention_ref
 
 
 class Stream:
-    """Copies in flight, done when an event recorded behind them is waited for."""
+    """Copies in flight, done when an event recorded after them is waited for."""
 
     def __init__(self):
         self.pending = []

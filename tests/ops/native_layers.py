@@ -24,7 +24,7 @@ VOCAB, BLOCK, LAYERS = 97, 16, 3
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model's layers have; layer 1 is one without a window and a rope where `alternating`."""
+    """The geometry of a model's layers; layer 1 has neither window nor rope where `alternating`."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -376,7 +376,7 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
 
 
 def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]:
-    """What each of some ranks has of a model, with pages of its own."""
+    """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
     head_dim = kind.head_dim
     q, kv = kind.heads * head_dim, kind.kv_heads * head_dim

@@ -1,4 +1,4 @@
-"""FlashInfer attention without a GPU: what its wrappers are told, and what they would compute from it."""
+"""FlashInfer attention without a GPU: the arguments of its wrappers, and the results that they imply."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ragged_steps_equal_the_definition(seed, steps, heads, block_tokens, spa
     heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
 )
 def test_buckets_share_buffers_and_replay_after_any_plan(seed, steps, heads):
-    """A replay reads what the last plan wrote, whichever bucket ran before and however long the rows were."""
+    """A replay reads the buffers of the last plan, whichever bucket ran before and however long the rows were."""
     backend, fake = make(*heads)
     buckets = {size: backend.decode(size) for size in (1, 2, 4, 8)}
     for index, rows in enumerate(steps):
@@ -268,7 +268,7 @@ def hopper(monkeypatch):
 
 
 class OurBackend:
-    """What the choice gives to our own backend."""
+    """Arguments of the choice for our own backend."""
 
     name = "triton"
 

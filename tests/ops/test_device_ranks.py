@@ -1,4 +1,4 @@
-"""Ranks on GPUs are given up from any thread, whatever NCCL still waits for."""
+"""Ranks on GPUs are abandoned from any thread, whatever NCCL still waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of weights for the native decoder, and the check of its steps; what it computes is tested by the engine."""
+"""Packing of weights for the native decoder, and the check of its steps; the engine's tests check its results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestChecks:
         "page": [2, 4, 4, 3, 3],
         "offset": [3, 0, 1, 0, 1],
         "kv_lens": [6, 2],
-        "page_table": [[2, 4], [3, 99]],  # what is behind a row's pages is not read
+        "page_table": [[2, 4], [3, 99]],  # entries after a row's pages are not read
         "logit_tokens": [2, 4],
     }
 

@@ -207,7 +207,7 @@ def test_what_lies_before_the_window_is_not_read(monkeypatch, level, dtype, wind
 
 
 def test_a_window_costs_what_it_sees():
-    """Decoding behind 6,000 tokens with a window of 64 takes a fraction of the time without."""
+    """Decoding after 6,000 tokens with a window of 64 takes a fraction of the time without."""
     length, seconds = 6000, {}
     for window in (None, 64):
         model = Model(Kind(window=window, heads=4, kv_heads=4, head_dim=64), torch.float32, pages=2 + length // BLOCK)

@@ -1,4 +1,4 @@
-"""The native reader writes, bit for bit, what torch's casts and transposes give, and names what it could not read."""
+"""The native reader writes the same bits as torch's casts and transposes, and names unreadable data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.native
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OUT = [torch.float32, torch.float16, torch.bfloat16]
-GAP = 7.0  # what stands between the rows before and after
+GAP = 7.0  # the value between the rows before and after
 
 
 class Layer:

@@ -212,7 +212,7 @@ class Step:
 
 
 def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -> list[LayerWeights]:
-    """The decoder's layers with an adapter in them; what it does not change is the decoder's own."""
+    """The decoder's layers with an adapter in them; unchanged modules are the decoder's own."""
     layers = list(decoder.layers)
     for part in parts:
         part._blocks.clear()  # noqa: SLF001 - found for other pages
@@ -254,7 +254,7 @@ def mixed_step(seed: int, base: Base, lengths: list[int]) -> Step:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root-mean-square of the difference over that of what is expected; NaN counts as infinitely far."""
+    """Root-mean-square of the difference over that of the expected values; NaN counts as infinitely far."""
     value = float((actual.double() - expected.double()).norm() / expected.double().norm())
     return value if value == value else float("inf")
 

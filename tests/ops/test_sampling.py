@@ -180,7 +180,7 @@ def test_uniform_is_even_and_uncorrelated(numbers):
 )
 @settings(max_examples=40)
 def test_min_p_shares_are_those_of_transformers(seed, temperature, min_p, top_k, top_p):
-    """min_p over the tempered distribution, then top_k, then top_p of what is left."""
+    """min_p over the tempered distribution, then top_k, then top_p of the remaining tokens."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(seed)) * 2
     scores = MinPLogitsWarper(min_p)(None, TemperatureLogitsWarper(temperature)(None, logits[None]))
     if top_k:
@@ -211,7 +211,7 @@ def native_sampling(vocab, threads):
     if reason := native_library.why_unavailable(torch.float32):
         pytest.skip(f"no native library: {reason}")
     decoder = native.NativeDecoder(layerless_model(torch.zeros(vocab, 32)), threads)
-    decoder.sampling.keeps = decoder  # as long as what uses its threads
+    decoder.sampling.keeps = decoder  # as long as the threads' users
     return decoder.sampling
 
 
@@ -418,8 +418,8 @@ def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch):
 
 
 class Waits(TorchFunctionMode):
-    """Refuses what makes the host wait for a device. Reading values back is refused by the meta device, which has
-    none.
+    """Refuses operations that make the host wait for a device. Reading values back is refused by the meta device, which
+    has none.
     """
 
     def __init__(self) -> None:
@@ -444,7 +444,7 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("width", [FIRST_WIDTH, 9001])
 def test_the_host_waits_for_nothing_while_it_asks(width):
-    """For all that rows may ask: it is given to the device behind the step, while that still runs."""
+    """For all parameters that rows may have: sampling is launched after the step, while that still runs."""
     logits = torch.empty(8, 9001, device="meta")
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 0.0}]
     row_params = [RowSamplingParams(**{"temperature": 1.0, "u": 0.3, **ways[i % len(ways)]}) for i in range(6)]

@@ -1,4 +1,4 @@
-"""The tables that SGMV launches read, and what a launch costs."""
+"""The tables that SGMV launches read, and the cost of a launch."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_cost_counts_what_a_launch_moves():
 @pytest.mark.parametrize("rule", [decode, prefill])
 @pytest.mark.parametrize("most", [1, 7, 64, 65, 256, 1000, 3000])
 def test_between_limits_there_is_one_schedule(rule, most):
-    """A step may take nothing but what is compiled ahead, one schedule per limit."""
+    """A step may launch only kernels compiled ahead, one schedule per limit."""
     limits = token_limits(rule.__name__, most)
     assert limits == sorted(set(limits))
     assert limits[-1] == most

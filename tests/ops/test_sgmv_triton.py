@@ -101,7 +101,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def check(case: Case, schedule: Schedule, dtype: torch.dtype, name: str, kept: Kept) -> tuple[float, str]:
-    """Run a step. Returns the largest difference as a share of the largest output, and what is wrong, if anything."""
+    """Run a step. Returns the largest difference as a share of the largest output, and a description of each error."""
     generator = torch.Generator().manual_seed(case.seed)
     d_in, widths = GROUPS[case.group]
     vector = 16 // dtype.itemsize
@@ -318,7 +318,7 @@ def interpret_broken_rows() -> None:
 
 
 def interpret_companies() -> None:
-    """A row's bits are the same alone, in a larger bucket, in another order, and behind a prompt."""
+    """A row's bits are the same alone, in a larger bucket, in another order, and after a prompt."""
     from .bf16_interpreter import fix_bf16
 
     fix_bf16()
@@ -440,7 +440,7 @@ def test_bits_of_a_row_do_not_depend_on_its_company():
 
 @needs_triton
 def test_kernels_are_compiled_beside_each_other():
-    """For a GPU that is not there: what a launch takes is compiled on the pool's threads, and nothing is launched."""
+    """For an absent GPU: the kernels are compiled on the pool's threads, and nothing is launched."""
     result = run_python("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")
     assert result.returncode == 0, result.stdout + result.stderr
 

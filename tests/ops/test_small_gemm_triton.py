@@ -31,7 +31,7 @@ SHAPES = ((8, 16), (40, 24), (64, 50), (200, 33), (256, 64), (264, 18), (576, 40
 
 @dataclass(frozen=True)
 class Case:
-    """Random values of a launch. spare: columns behind every row of x. scale: power of ten of the values."""
+    """Random values of a launch. spare: columns after every row of x. scale: power of ten of the values."""
 
     seed: int
     rows: int
@@ -95,14 +95,14 @@ def run(
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> str:
-    """Text that says what is wrong; empty if nothing is."""
+    """Text that names the errors; empty if there are none."""
     inputs = Inputs(case, dtype, device)
     got = run(case, inputs)
     return _differs(got, product(inputs.x, inputs.weight, inputs.bias, case.silu), dtype)
 
 
 def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
-    """A row's bits alone, elsewhere, among fewer that the same tile holds, with the activation behind the launch."""
+    """A row's bits alone, elsewhere, among fewer that the same tile holds, with the activation after the launch."""
     inputs = Inputs(case, dtype, device)
     whole = run(case, inputs)
     order, least = list(range(case.rows))[::-1], fewest_rows(case.rows)

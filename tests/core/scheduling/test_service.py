@@ -208,7 +208,7 @@ class TestNewcomer:
 
 class TestRoom:
     def test_who_sits_out_yields_its_pages(self):
-        """An arena for the flood and one newcomer: a second one takes the pages of the request descheduled for the first."""
+        """Room for the flood and one newcomer: a second one takes the pages of the one descheduled for the first."""
         checked = flooded(num_pages=1 + 4 * 9 + 4)
         for _ in range(20):
             checked.step()

@@ -1,4 +1,4 @@
-"""`chorus models`: the families that are served, and what a checkpoint's configuration says."""
+"""`chorus models`: the supported families, and a summary of a checkpoint's configuration."""
 
 from __future__ import annotations
 
