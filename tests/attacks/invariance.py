@@ -1,11 +1,11 @@
-"""Logits of the native decoder, alone and in company, bit for bit, over random shapes.
+"""Logits of the native decoder are batch-invariant: alone and in batches, bit for bit, over random shapes.
 
     python -m tests.attacks.invariance --cases 10000
 
-A case is one request, computed alone on one thread, its whole prompt at once, and again in company: other requests in
-the same steps, prompts cut into chunks anywhere, single tokens, padding rows, other adapters, one thread or two. Every
-logit of every position must have the same bits. Models, adapters and pages are drawn anew for every few cases: widths
-that fill no tile, odd ranks, adapters of several parts, adapters of which a token has two.
+A case is one request, computed alone on one thread, its whole prompt at once, and again in batches: with other requests
+in the same steps, prompts cut into chunks anywhere, single tokens, padding rows, other adapters, one thread or two.
+Every logit of every position must have the same bits. Models, adapters and pages are generated anew for every few
+cases: widths that fill no tile, odd ranks, adapters of several parts, tokens with two adapters.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class World:
 
 @dataclass
 class Tally:
-    """Counts of what was compared, and of what differed."""
+    """Counts of compared and of different values."""
 
     cases: int = 0
     logits: int = 0
@@ -176,7 +176,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
 
 
 def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerValues:
-    """How a layer computes: a plain one, or with some of what others have."""
+    """How a layer computes: a plain one, or with some features of other families."""
     dim = rng.choice((head_dim, head_dim, head_dim // 4 * 2, 0))
     cos, sin = rotary_table(1e4 ** (-torch.arange(0, dim, 2) / max(dim, 1)), positions) if dim else (None, None)
     return native.LayerValues(
@@ -227,9 +227,9 @@ def _rows(part: AdapterPart, place: Any, pages: list[int]) -> AdapterRows:
 
 
 def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
-    """Make rank-rows large and every second pair take back what the first adds.
+    """Make rank-rows large and every second pair subtract the sum of the first.
 
-    What is left is the error of the additions, so that another order shows, even after it was rounded to bf16.
+    Only the error of the additions remains, so another order shows, even after rounding to bf16.
     """
     run = arena[rows.pages].flatten()
     starts = [first + i * rows.slab_elems for first in rows.first_elem if first >= 0 for i in range(rows.rank)]
@@ -317,7 +317,7 @@ def _close(segments: Segments, world: World, entries: list[int] | None, begin: i
 
 
 def compare(seed: int, dtype: torch.dtype, tally: Tally, runs: int = 4) -> None:
-    """Draw a world; its requests alone, then `runs` times together."""
+    """Build a random case; run its requests alone, then `runs` times together."""
     rng = random.Random(seed)
     world = build(rng, dtype)
     alone = native.NativeDecoder(world.model, 1)

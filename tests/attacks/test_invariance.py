@@ -1,4 +1,4 @@
-"""A request's logits on the native decoder have the same bits alone and in any company."""
+"""A request's logits on the native decoder are batch-invariant."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _Dims:
 
 
 def one_adapter(rank: int, tokens: int) -> World:
-    """A world with one request, whose adapter has `rank` everywhere."""
+    """A case with one request, whose adapter has `rank` everywhere."""
     seed = 0
     while True:
         world = build(random.Random(seed), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Ways to begin a prompt whose adapter is on its way, and what each costs."""
+"""Modes of starting a prompt whose adapter is loading, and the cost of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_stream_waits_for_the_first_or_for_the_last_layer():
 
 
 def test_offload_workers_serve_until_a_layer_is_there():
-    """They take 2 s a layer, the base model 1 s, and all layers come after 5 s: three are lent."""
+    """They take 2 s a layer, the base model 1 s, and all layers come after 5 s: three layers are offloaded."""
     found = stalls(Arrival(10, 5.0, 5.0), prefill=10.0, cpu=20.0)
     assert (found.offloaded_layers, found.offload, found.stream, found.wait) == (3, 3.0, 5.0, 5.0)
     assert found.best is ColdStart.OFFLOAD

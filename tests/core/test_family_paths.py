@@ -17,13 +17,28 @@ pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.parametrize(
 
 #: A geometry of each family; windows are shorter than most prompts.
 SHORT = [
-    "mistral-window", "qwen2-window", "ministral", "granite", "granite-4", "phi-3", "phi-4-mini", "smollm3-untied",
-    "olmo-2", "olmo-3-yarn", "glm", "glm-4", "gemma", "gemma-2", "gemma-3", "exaone-4", "cohere-2",
-]  # fmt: skip
+    "mistral-window",
+    "qwen2-window",
+    "ministral",
+    "granite",
+    "granite-4",
+    "phi-3",
+    "phi-4-mini",
+    "smollm3-untied",
+    "olmo-2",
+    "olmo-3-yarn",
+    "glm",
+    "glm-4",
+    "gemma",
+    "gemma-2",
+    "gemma-3",
+    "exaone-4",
+    "cohere-2",
+]
 
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
-    """Have requests of the base model and of all adapters answered; what transformers and peft answer."""
+    """Add requests of the base model and of all adapters; return the answers of transformers and peft."""
     rng, want = random.Random(seed), {}
     for index in range(count):
         adapter = [None, *ADAPTERS][index % 4]

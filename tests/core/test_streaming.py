@@ -123,7 +123,7 @@ def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
 
 
 def test_a_read_that_brings_nothing_holds_up_no_step(gqa, start):
-    """Its disk may hang: nobody starts beside it, though nothing is known against it."""
+    """Its disk may hang: nobody waits for it, though it has not failed yet."""
     driver, gate = start(max_load_stall_seconds=60.0)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
     for _ in range(10):

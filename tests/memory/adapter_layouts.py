@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES
 
+from ..module_dims import module_dims
+
 NUM_LAYERS = 5
 
-_DIMS = {"q_proj": (12, 8), "k_proj": (12, 4), "v_proj": (12, 4), "o_proj": (8, 12),
-         "gate_proj": (12, 20), "up_proj": (12, 20), "down_proj": (20, 12)}  # fmt: skip
+_DIMS = module_dims(hidden=12, q=8, kv=4, ffn=20)
 
 _parts = st.lists(
     st.builds(

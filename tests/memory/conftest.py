@@ -91,11 +91,22 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama checkpoint that DIMS describes."""
     path = tmp_path_factory.mktemp("tiny-base")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
-        "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "float32", "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "eos_token_id": 2,
+    }
     (path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(7)
 

@@ -17,12 +17,14 @@ from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows, Segments
 
+from ..module_dims import module_dims
+
 VOCAB, BLOCK, LAYERS = 97, 16, 3
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model's layers have; layer 1 is one without a window and a rope where `alternating`."""
+    """The geometry of a model's layers; layer 1 has neither window nor rope where `alternating`."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -54,9 +56,17 @@ class Kind:
         dim = int(self.head_dim * self.rotated) // 2 * 2
         rope = RopeConfig(dim, 1e4, interleaved=self.interleaved, attention_factor=self.attention_factor)
         mixer = AttentionSpec(
-            self.heads, self.kv_heads, self.head_dim, self.scale or self.head_dim**-0.5, rope if dim else None,
-            self.window, self.softcap, self.head_norm, self.biased, self.biased,
-        )  # fmt: skip
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.scale or self.head_dim**-0.5,
+            rope if dim else None,
+            self.window,
+            self.softcap,
+            self.head_norm,
+            self.biased,
+            self.biased,
+        )
         own = LayerSpec(mixer, GatedSpec(self.ffn, self.activation, self.biased), self.norms, self.residual_multiplier)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))
         if self.alternating:
@@ -109,10 +119,7 @@ class Model:
         self._generator = torch.Generator().manual_seed(self.seed)
         self.layout = PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize)
         q, kv, hidden, ffn = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden, kind.ffn
-        self.dims = {
-            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
-            "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-        }  # fmt: skip
+        self.dims = module_dims(hidden, q, kv, ffn)
         self.specs = kind.layers()
         self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
         self.embed = self._matrix(VOCAB, hidden, 1.0)
@@ -125,13 +132,26 @@ class Model:
     def native(self, positions: int) -> native.NativeModel:
         kind = self.kind
         return native.NativeModel(
-            hidden=kind.hidden, ffn=kind.ffn, heads=kind.heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim,
-            vocab=VOCAB, block_tokens=BLOCK, eps=kind.norm.eps, layers=[layer.packed() for layer in self.weights],
-            values=layer_values(self.specs, positions), positions=positions, embed=self.embed,
-            lm_head=native.pack(self.head), norm=self.norm, arena=self.arena, centered=kind.centered,
-            embedding_multiplier=kind.embedding_multiplier, logits_scale=kind.logits_scale,
+            hidden=kind.hidden,
+            ffn=kind.ffn,
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            vocab=VOCAB,
+            block_tokens=BLOCK,
+            eps=kind.norm.eps,
+            layers=[layer.packed() for layer in self.weights],
+            values=layer_values(self.specs, positions),
+            positions=positions,
+            embed=self.embed,
+            lm_head=native.pack(self.head),
+            norm=self.norm,
+            arena=self.arena,
+            centered=kind.centered,
+            embedding_multiplier=kind.embedding_multiplier,
+            logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
-        )  # fmt: skip
+        )
 
     def take(self, tokens: int) -> list[int]:
         """Pages for a sequence."""
@@ -166,15 +186,21 @@ class Model:
         every = kind.head_norm is HeadNorm.ALL
         own = kind.head_norm is not None
         return Weights(
-            self._vector(hidden, 1.0, before), self._vector(hidden, 1.0, after),
-            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL), self._vector(hidden, 1.0, after),
-            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5), self._matrix(hidden, q, q**-0.5),
-            self._matrix(2 * ffn, hidden, hidden**-0.5), self._matrix(hidden, ffn, ffn**-0.5),
-            self._vector(q + 2 * kv, 0.0, kind.biased), self._vector(hidden, 0.0, kind.biased),
-            self._vector(2 * ffn, 0.0, kind.biased), self._vector(hidden, 0.0, kind.biased),
+            self._vector(hidden, 1.0, before),
+            self._vector(hidden, 1.0, after),
+            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL),
+            self._vector(hidden, 1.0, after),
+            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5),
+            self._matrix(hidden, q, q**-0.5),
+            self._matrix(2 * ffn, hidden, hidden**-0.5),
+            self._matrix(hidden, ffn, ffn**-0.5),
+            self._vector(q + 2 * kv, 0.0, kind.biased),
+            self._vector(hidden, 0.0, kind.biased),
+            self._vector(2 * ffn, 0.0, kind.biased),
+            self._vector(hidden, 0.0, kind.biased),
             self._vector(q if every else kind.head_dim, 1.0, own),
             self._vector(kv if every else kind.head_dim, 1.0, own),
-        )  # fmt: skip
+        )
 
     def _matrix(self, rows: int, columns: int, scale: float) -> torch.Tensor:
         return (scale * torch.randn(rows, columns, generator=self._generator)).to(self.dtype)
@@ -224,9 +250,17 @@ def step(
     position = torch.tensor(positions)
     every = torch.arange(at)
     logits = decoder.forward(
-        torch.tensor(ids), position, torch.tensor(pages), position % BLOCK, rows, every, segments, max_stall,
-        every if prompt_logprobs else None, merged,
-    )  # fmt: skip
+        torch.tensor(ids),
+        position,
+        torch.tensor(pages),
+        position % BLOCK,
+        rows,
+        every,
+        segments,
+        max_stall,
+        every if prompt_logprobs else None,
+        merged,
+    )
     assert not segments.late
     counts = [end - begin for _, _, begin, end, _ in parts]
     return list(logits.clone().split(counts)) if len(logits) == at else []
@@ -317,8 +351,9 @@ class _Layer:
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.weights
         gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, MODULES[4:6]).chunk(2, dim=-1)
-        return self.project(ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias,
-                            MODULES[6:])  # fmt: skip
+        return self.project(
+            ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias, MODULES[6:]
+        )
 
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -341,7 +376,7 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
 
 
 def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]:
-    """What each of some ranks has of a model, with pages of its own."""
+    """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
     head_dim = kind.head_dim
     q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
@@ -359,14 +394,17 @@ def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]
         layers = [
             replace(
                 layer,
-                qkv=of(rank, *cut(layer.qkv, q, kv, kv)), qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
+                qkv=of(rank, *cut(layer.qkv, q, kv, kv)),
+                qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
                 gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
                 gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
-                o=layer.o.chunk(ranks, dim=1)[rank].contiguous(), o_bias=None if rank else layer.o_bias,
-                down=layer.down.chunk(ranks, dim=1)[rank].contiguous(), down_bias=None if rank else layer.down_bias,
+                o=layer.o.chunk(ranks, dim=1)[rank].contiguous(),
+                o_bias=None if rank else layer.o_bias,
+                down=layer.down.chunk(ranks, dim=1)[rank].contiguous(),
+                down_bias=None if rank else layer.down_bias,
             ).packed()
             for layer in model.weights
-        ]  # fmt: skip
+        ]
         first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
         arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
         found.append(

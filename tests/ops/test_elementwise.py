@@ -113,9 +113,7 @@ def test_rotate_and_write_is_norm_rotation_and_write(tokens, normed):
     table = Rotation(cos, sin, positions)  # as on a GPU: the table and where to look
     for rotation in (rotary.at(positions), table):
         caches[1].zero_()
-        got = rotate_and_write(
-            qkv, rotation, norms, caches[1][:, 1, 0], caches[1][:, 1, 1], place // 4, place % 4
-        )  # fmt: skip
+        got = rotate_and_write(qkv, rotation, norms, caches[1][:, 1, 0], caches[1][:, 1, 1], place // 4, place % 4)
         assert got.shape == (tokens, heads, head_dim)
         assert torch.equal(got, q)
         assert torch.equal(caches[0], caches[1])

@@ -56,9 +56,7 @@ def test_captured_launches_follow_their_inputs():
     arena = torch.zeros(8, 2, 2, 4, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
 
     def step():
-        return rotate_and_write(
-            qkv, embeddings[1].at(positions), None, arena[:, 1, 0], arena[:, 1, 1], page, offset
-        )  # fmt: skip
+        return rotate_and_write(qkv, embeddings[1].at(positions), None, arena[:, 1, 0], arena[:, 1, 1], page, offset)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -82,8 +80,8 @@ def test_captured_launches_follow_their_inputs():
 
 
 def test_an_early_launch_waits_for_what_its_stream_waits_for():
-    """A kernel that begins before the launch before it has ended comes behind `cudaStreamWaitEvent` here, as steps come
-    behind copies of adapters: it must see all that the other stream has written.
+    """A kernel that begins before the previous launch has ended follows `cudaStreamWaitEvent` here, as steps follow
+    copies of adapters. It must see everything that the other stream has written.
     """
     if not dependent_launch.begins_early(torch.device("cuda", 0)):
         pytest.skip("launches begin early on compute capability 9 and later")

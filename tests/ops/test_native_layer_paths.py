@@ -20,6 +20,7 @@ from chorus.ops.ranks import Ranks
 from chorus.ops.sampling import RowSamplingParams
 from chorus.ops.sgmv import Segments
 
+from .layerless import layerless_model
 from .native_layers import BLOCK, LAYERS, Kind, Model, reference, shares, step
 from .test_native_layers import BOUND, LEVELS
 
@@ -31,15 +32,20 @@ pytestmark = [
 KINDS = {
     "Granite": Kind(residual_multiplier=0.22, embedding_multiplier=6.0, scale=0.1, logits_scale=0.3, biased=True),
     "Gemma 2": Kind(
-        norms=Norms.AROUND, activation=Activation.GELU_TANH, window=16, alternating=True, softcap=5.0,
-        logits_softcap=3.0, embedding_multiplier=7.0,
+        norms=Norms.AROUND,
+        activation=Activation.GELU_TANH,
+        window=16,
+        alternating=True,
+        softcap=5.0,
+        logits_softcap=3.0,
+        embedding_multiplier=7.0,
     ),
     "EXAONE 4": Kind(norms=Norms.AFTER, head_norm=HeadNorm.EACH, window=16, alternating=True),
     "GLM-4": Kind(norms=Norms.AROUND, interleaved=True, rotated=0.5),
     "Cohere 2": Kind(
         norms=Norms.PARALLEL, centered=True, interleaved=True, window=16, alternating=True, logits_scale=0.2
     ),
-}  # fmt: skip
+}
 KINDS = {name: replace(kind, ffn=64) for name, kind in KINDS.items()}
 LENGTH = 75
 
@@ -121,9 +127,16 @@ class Offload:
         exchanges = ctypes.addressof(ctypes.c_char.from_buffer(self._exchanges))
         self._thread = threading.Thread(
             target=self._worker.serve,
-            args=(self._ranks[1], [self._rows], [0, count], (0, count), [self._image.data_ptr()],
-                  self._image.shape[1], exchanges),
-        )  # fmt: skip
+            args=(
+                self._ranks[1],
+                [self._rows],
+                [0, count],
+                (0, count),
+                [self._image.data_ptr()],
+                self._image.shape[1],
+                exchanges,
+            ),
+        )
         self._thread.start()
         ready = [ctypes.addressof(self._layers)]
         self.offloaded = OffloadedSegments(self._ranks[0], [0], [0, count], [0, count], ready, exchanges)
@@ -194,7 +207,7 @@ def test_what_lies_before_the_window_is_not_read(monkeypatch, level, dtype, wind
 
 
 def test_a_window_costs_what_it_sees():
-    """Decoding behind 6,000 tokens with a window of 64 takes a fraction of the time without."""
+    """Decoding after 6,000 tokens with a window of 64 takes a fraction of the time without."""
     length, seconds = 6000, {}
     for window in (None, 64):
         model = Model(Kind(window=window, heads=4, kv_heads=4, head_dim=64), torch.float32, pages=2 + length // BLOCK)
@@ -218,11 +231,7 @@ def test_soft_cap_keeps_the_digits_of_small_logits(monkeypatch, level):
     values = torch.cat((values, -values))
     head = torch.zeros(len(values), 32)
     head[:, 0] = values
-    model = native.NativeModel(
-        hidden=32, ffn=32, heads=1, kv_heads=1, head_dim=32, vocab=len(head), block_tokens=4, eps=0.0, layers=[],
-        values=[], positions=1, embed=torch.ones(1, 32), lm_head=native.pack(head), norm=torch.ones(32),
-        arena=torch.zeros(2, 64), logits_scale=0.5, logits_softcap=30.0,
-    )  # fmt: skip
+    model = layerless_model(head, torch.ones(1, 32), eps=0.0, logits_scale=0.5, logits_softcap=30.0)
     decoder, rows = native.NativeDecoder(model, 1), native.NativeRows()
     rows.plan([0, 1], torch.zeros(1, 1, dtype=torch.long), [1])
     zero = torch.zeros(1, dtype=torch.long)

@@ -33,9 +33,14 @@ class Rows:
     def __init__(self, shape: Geometry, dtype: str, threads: int, work_dir) -> None:
         model = random_model.checkpoint(random_model.RandomModel(shape), work_dir)
         config = EngineConfig(
-            model=model, dtype=dtype, cpu_kernels="native", threads=threads, num_pages=PAGES, block_tokens=BLOCK,
+            model=model,
+            dtype=dtype,
+            cpu_kernels="native",
+            threads=threads,
+            num_pages=PAGES,
+            block_tokens=BLOCK,
             max_num_seqs=8,
-        )  # fmt: skip
+        )
         self._executor = CpuExecutor(config)
         self._pages = self._executor.arena.pages
         self._pages.fill_(float("nan"))

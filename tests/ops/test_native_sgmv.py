@@ -52,11 +52,21 @@ class Base:
         self.path = path
         self._executors: dict[tuple[torch.dtype, str, int], CpuExecutor] = {}
         description = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": hidden,
-            "intermediate_size": ffn, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 97,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        }
         (path / "config.json").write_text(json.dumps(description))
         self.config = read_model_config(path)
         generator = torch.Generator().manual_seed(3)
@@ -78,9 +88,14 @@ class Base:
         key = dtype, kernels, threads
         if key not in self._executors:
             config = EngineConfig(
-                model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=threads,
-                num_pages=NUM_PAGES, block_tokens=self.block_tokens, max_num_seqs=1,
-            )  # fmt: skip
+                model=self.path,
+                dtype=str(dtype).removeprefix("torch."),
+                cpu_kernels=kernels,
+                threads=threads,
+                num_pages=NUM_PAGES,
+                block_tokens=self.block_tokens,
+                max_num_seqs=1,
+            )
             self._executors[key] = CpuExecutor(config)
         return self._executors[key]
 
@@ -147,9 +162,14 @@ class Step:
         for part, place in zip(parts, placed.parts, strict=True):
             slabs = place.slabs
             rows = AdapterRows(
-                pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems,
-                slabs.a_offset, slabs.b_offset, place.first_elem,
-            )  # fmt: skip
+                pages,
+                part.rank,
+                part.scale / part.rank**0.5,
+                slabs.slab_elems,
+                slabs.a_offset,
+                slabs.b_offset,
+                place.first_elem,
+            )
             self.segments.add(begin, end, rows)
 
     def take_off(self, begin: int, end: int, which: int, factor: float = -1.0) -> None:
@@ -192,7 +212,7 @@ class Step:
 
 
 def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -> list[LayerWeights]:
-    """The decoder's layers with an adapter in them; what it does not change is the decoder's own."""
+    """The decoder's layers with an adapter in them; unchanged modules are the decoder's own."""
     layers = list(decoder.layers)
     for part in parts:
         part._blocks.clear()  # noqa: SLF001 - found for other pages
@@ -234,7 +254,7 @@ def mixed_step(seed: int, base: Base, lengths: list[int]) -> Step:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root-mean-square of the difference over that of what is expected; NaN counts as infinitely far."""
+    """Root-mean-square of the difference over that of the expected values; NaN counts as infinitely far."""
     value = float((actual.double() - expected.double()).norm() / expected.double().norm())
     return value if value == value else float("inf")
 

@@ -375,7 +375,7 @@ def live_server(
     defaults: SamplingDefaults | None = None,
     tracer: Tracer | None = None,
 ) -> Iterator[Live]:
-    """settings: those of the server that are not the default. defaults: what requests sample with."""
+    """settings: those of the server that are not the default. defaults: sampling parameters of requests."""
     worker = EngineWorker(lambda: engine)
     worker.start()
     usual = {"model": "/models/base", "max_prompts": 8, "grace_seconds": 2}

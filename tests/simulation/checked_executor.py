@@ -1,4 +1,4 @@
-"""An executor without tensors that remembers what every position of the arena holds and checks each step against it."""
+"""An executor without tensors that remembers the content of each position of the arena and checks every step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .virtual_reads import VirtualClock
 
 
 class CheckedExecutor(ExecutorBase):
-    """Executes plans on the memory of contents. What a plan has wrong raises Violation; the engine makes a request's
-    error of it, so it is kept in `violations`, too.
+    """Executes plans on the memory of contents. A wrong plan raises Violation. The engine turns it into a request's
+    error, so it is kept in `violations`, too.
 
     shadow, swaps: None where it has no merged mode, or KV is only computed again. asked: requests by id. on_plan: is
     called with each new plan, but not with the rows of a failed step that run alone. begins_anew: set before each step
@@ -238,7 +238,7 @@ class CheckedExecutor(ExecutorBase):
             self.memory[page][:] = [value] * self.config.block_tokens
 
     def _write(self, row: ScheduledSequence, values: Sequence[object]) -> None:
-        """Write what a row computes, out of the values of all its positions."""
+        """Write the value that a row computes from the values of all its positions."""
         block, step = self.config.block_tokens, self.layout.pages_per_block
         for position in range(row.start, row.kv_len):
             for group in range(step):

@@ -43,7 +43,7 @@ class CheckedRun(EngineRun):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.clock = VirtualClock()
-        own = random.Random(rng.getrandbits(32))  # of what happens beside the acts, on threads that read
+        own = random.Random(rng.getrandbits(32))  # of events between the acts, on threads that read
         self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
         self._windows = rng.choice([(None,), (None,), (3,), (None, 1), (None, 5, 5), (7, None, 7, 2), (9, None)])
         self._state_pages = rng.choice([0, 0, 2, 3])
@@ -53,7 +53,7 @@ class CheckedRun(EngineRun):
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
         assert config.num_pages is not None
         memory = empty_memory(config.num_pages, config.block_tokens)
-        is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
+        is_inline = rng.random() < 0.1  # reads that a step asks for are there at once
         reads = InlineReads() if is_inline else VirtualReads(self.clock, rng.randint(1, 3))
         pause = reads.pause if isinstance(reads, VirtualReads) else lambda seconds: None
         adapters = CheckedAdapters(self.disk, pause, self.clock, memory, own, self.reached)
@@ -91,7 +91,7 @@ class CheckedRun(EngineRun):
         def checked(timeout: float) -> None:
             counts = images.counts()
             has_reads = counts.num_under_way or self.engine.store.loads.under_way
-            was_changed = (  # in this very step: what is left begins, or fails, in the next one
+            was_changed = (  # in this very step: the rest starts, or fails, in the next one
                 scheduler.lifecycle.num_preemptions > self._num_preemptions
                 or counts.num_given_up > self._num_given_up
                 or images.has_failures  # at once: an earlier read of the same directory hangs
@@ -148,7 +148,7 @@ class CheckedRun(EngineRun):
     # -- requests
 
     def _ask(self) -> None:
-        """One request, several that begin alike, several answers of one call, or what may not fit."""
+        """One request, several with a common prefix, several choices of one request, or one that may not fit."""
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(self.names)
         beginning = self._beginning()
@@ -225,7 +225,7 @@ class CheckedRun(EngineRun):
         self._replace(name, self.engine.store.register(name, manifest, image), old)
 
     def _load_nothing(self) -> None:
-        """What can't be read replaces no adapter."""
+        """An unreadable adapter replaces none."""
         try:
             self.engine.store.register(self.rng.choice(self.names), Path("nowhere"))
         except AdapterFormatError:
@@ -270,7 +270,7 @@ class CheckedRun(EngineRun):
         self._remove_adapters()
         self.clock.advance(1.0)
 
-    # -- what must hold
+    # -- invariants
 
     def _note(self) -> None:
         self.order.note()

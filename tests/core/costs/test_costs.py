@@ -158,8 +158,16 @@ def test_adapters_that_requests_share_are_read_once():
 
 
 def test_a_prompt_alone():
-    step = StepCost(base=1.0, ragged=0.5, weights=0.8, per_token=0.01, per_pair=0.001, per_kv_token=0.002,
-                    per_rank=0.03, per_token_rank=0.0001)  # fmt: skip
+    step = StepCost(
+        base=1.0,
+        ragged=0.5,
+        weights=0.8,
+        per_token=0.01,
+        per_pair=0.001,
+        per_kv_token=0.002,
+        per_rank=0.03,
+        per_token_rank=0.0001,
+    )
     costs = CostModel(Kernel.SGMV, step, DiskCost(), TransferCost())
     expected = 1.0 + 0.5 + 1.0 + 0.001 * 5050 + 0.002 * 100 + 0.03 * 8 + 0.0001 * 800
     assert costs.prefill_seconds(100, 8) == pytest.approx(expected)
@@ -171,7 +179,7 @@ def test_a_prompt_alone():
     kernel=st.sampled_from(Kernel),
 )
 def test_a_queue_is_its_prompts_in_one_step(prompts, kernel):
-    """Prompts of one length and one rank are as in a plan, but for what they attend to and what they share."""
+    """Prompts of one length and one rank cost as in a plan, except for attention and the shared part of a step."""
     costs = CostModel(
         kernel, StepCost(1.0, 0.5, 0.8, 0.01, per_rank=0.03, per_token_rank=1e-4), DiskCost(), TransferCost()
     )

@@ -54,7 +54,7 @@ def model():
 
 
 def test_all_variants_are_compiled_ahead_beside_each_other(model):
-    """No step launches what was not compiled then: base or LoRA, of the first layer and of others, of any rows."""
+    """Steps launch only kernels that were compiled then: base or LoRA, first layer or another, for any rows."""
     threads: list[str] = []
     decoder, lora = model
     with idle_compiler():

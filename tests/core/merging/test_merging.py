@@ -1,4 +1,4 @@
-"""Merging without a model: what its pauses are."""
+"""Merging without a model: its stalls."""
 
 from __future__ import annotations
 

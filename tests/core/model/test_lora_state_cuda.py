@@ -53,10 +53,13 @@ def resident(rank: int) -> Resident:
 @pytest.fixture
 def state() -> CudaLoraState:
     return CudaLoraState(
-        CONFIG, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT,
-        StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512), max_stall=0.0,
+        CONFIG,
+        torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16),
+        LAYOUT,
+        StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512),
+        max_stall=0.0,
         make_copy=lambda num_bytes: torch.Tensor.copy_,
-    )  # fmt: skip
+    )
 
 
 def begin(state: CudaLoraState, *rows: tuple[int, int]):
@@ -101,9 +104,13 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
     """Where a step has fewer adapters than the largest bucket has rows, rows share them, a tile each."""
     limits = StepLimits(MAX_RANK, adapters=1, rows=64, tokens=512)
     state = CudaLoraState(
-        CONFIG, torch.zeros(2, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT, limits, max_stall=0.0,
+        CONFIG,
+        torch.zeros(2, LAYOUT.page_elems, dtype=torch.bfloat16),
+        LAYOUT,
+        limits,
+        max_stall=0.0,
         make_copy=lambda num_bytes: torch.Tensor.copy_,
-    )  # fmt: skip
+    )
     for rows in (1, 16, 64):
         assert state.sample(rows).num_tiles == rows
         tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]

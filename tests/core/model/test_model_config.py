@@ -19,9 +19,15 @@ from chorus.core.model.shard import Shard
 from chorus.core.model.weights import tensor_shapes
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -118,7 +124,7 @@ OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
 
 @pytest.mark.parametrize("architecture", TEXT_ONLY)
 def test_defaults_are_those_of_transformers(tmp_path, architecture):
-    """Shapes alone mean what the same shapes and every field of transformers' configuration mean."""
+    """Shapes alone describe the same model as these shapes with all other fields of transformers' configuration."""
     import transformers
 
     is_internlm = architecture == "InternLM3ForCausalLM"  # which transformers computes by Llama's class
@@ -170,14 +176,36 @@ def test_biases_and_norms_by_architecture(read):
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 100}, None),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, None),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}, None),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True,
-          "max_window_layers": 1}, 100),
-        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 100, "use_sliding_window": True,
-          "layer_types": ["full_attention", "sliding_attention"]}, 100),
-        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 100, "use_sliding_window": True,
-          "layer_types": ["full_attention"] * 2, "max_window_layers": 0}, None),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            100,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            100,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 2,
+                "max_window_layers": 0,
+            },
+            None,
+        ),
     ],
-)  # fmt: skip
+)
 def test_windows_of_layers(read, changes, window):
     config = read(**changes)
     assert config.window == window
@@ -191,8 +219,14 @@ def test_layers_of_several_kinds(read):
             architectures=["Qwen2ForCausalLM"], sliding_window=100, use_sliding_window=True, max_window_layers=1
         ).layers
     ] == [None, 100]
-    gemma = read(architectures=["Gemma3ForCausalLM"], num_hidden_layers=7, sliding_window=9, rope_theta=5e5,
-                 rope_scaling={"rope_type": "linear", "factor": 8.0}, head_dim=16)  # fmt: skip
+    gemma = read(
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=7,
+        sliding_window=9,
+        rope_theta=5e5,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        head_dim=16,
+    )
     assert [layer.mixer.window for layer in gemma.layers] == [9, 9, 9, 9, 9, None, 9]
     assert {layer.mixer.rope for layer in gemma.layers[:5]} == {RopeConfig(16, 10000.0)}
     assert gemma.layers[5].mixer.rope == RopeConfig(16, 5e5, "linear", factor=8.0)
@@ -221,8 +255,11 @@ def test_a_norm_of_all_heads_is_refused_on_several_ranks(read):
 
 def test_longrope_ends_where_its_frequencies_change(read):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    phi = read(architectures=["Phi3ForCausalLM"], original_max_position_embeddings=128,
-               rope_scaling={"type": "longrope", **factors})  # fmt: skip
+    phi = read(
+        architectures=["Phi3ForCausalLM"],
+        original_max_position_embeddings=128,
+        rope_scaling={"type": "longrope", **factors},
+    )
     assert phi.max_context == 128
 
 
@@ -243,8 +280,10 @@ def test_token_ids_come_from_the_generation_configuration_first(read, tmp_path):
 # -- refusals
 
 WRONG = [
-    *(({name: ...}, f"{name} is missing") for name in
-      ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")),
+    *(
+        ({name: ...}, f"{name} is missing")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    ),
     ({"hidden_size": "64"}, "hidden_size is '64': a whole number"),
     ({"hidden_size": 64.0}, "hidden_size is 64.0"),
     ({"hidden_size": True}, "hidden_size is True"),
@@ -288,7 +327,7 @@ WRONG = [
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:40] for _, message in WRONG])

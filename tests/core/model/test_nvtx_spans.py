@@ -1,4 +1,4 @@
-"""Spans of a step: off by default, named stably, and around what they name."""
+"""Spans of a step: off by default, with stable names, and around the operations that they name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_marks_with_nvtx(monkeypatch):
 
 
 class Lora:
-    """Notes what the model asks of a step's adapters."""
+    """Records the model's calls for a step's adapters."""
 
     def __init__(self, log):
         self._log = log
@@ -92,10 +92,9 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         )
     )
     plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp", "mlp.gate_up", "mlp.down"]
-    full = [
-        "layer.{}", "wait.{}", "attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}",
-        "mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}",
-    ]  # fmt: skip
+    attention = ["attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}"]
+    mlp = ["mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}"]
+    full = ["layer.{}", "wait.{}", *attention, *mlp]
     layers = decoder.config.num_layers
     want = [name.format(layer) for layer in range(layers) for name in (full if lora else plain)]
     assert log == [*want, "logits"]

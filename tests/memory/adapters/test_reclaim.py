@@ -1,4 +1,4 @@
-"""Making room: all or nothing, adapters and prefix blocks by one order, and never what is in use."""
+"""Making room: all or nothing, adapters and prefix blocks in one order, and never anything in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..fakes import FakeBackend
 
 
 class FixedCosts(RestoreCosts):
-    """Costs stay what the test says."""
+    """Costs stay as the test sets them."""
 
     def observe(self, name, seconds_per_page):
         pass

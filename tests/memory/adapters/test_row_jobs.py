@@ -1,4 +1,4 @@
-"""Adapters read by jobs: what torch reads, whatever the shapes; and never from another file than was inspected."""
+"""Adapters read by jobs: the values that torch reads, for all shapes, and only from the inspected file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-LAYERS, PAGE_ELEMS = 3, 1024
+from ..files.loading import DIMS, LAYERS, PAGE_ELEMS
+
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = [{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name] for name in ITEM_BYTES]
 

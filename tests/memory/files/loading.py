@@ -13,12 +13,11 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
+from ...module_dims import module_dims
+
 PAGE_ELEMS = 1024
 LAYERS = 3
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
+DIMS = module_dims(hidden=16, q=16, kv=8, ffn=24)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Q0_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"

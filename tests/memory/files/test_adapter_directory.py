@@ -1,4 +1,4 @@
-"""Files of an adapter directory are opened once, stay what they were when looked at, and lie where they may."""
+"""Files of an adapter directory are opened once, stay as they were when inspected, and lie only where they may."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from chorus.memory.files.directory import MAX_PATH_BYTES, AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter, is_adapter_dir
 
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-LAYERS = 3
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+from .loading import CONFIG, DIMS, LAYERS, WEIGHTS
 
 
 def num_open_files() -> int:

@@ -20,7 +20,7 @@ from .loading import CONFIG, DIMS, LAYERS, Q0_A, Q0_B, WEIGHTS, load, refusal
 UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
 
 
-# -- what is read
+# -- accepted adapters
 
 
 @pytest.mark.pairs
@@ -125,7 +125,7 @@ def test_thousands_of_manifests_share_what_is_equal(adapter_draft, tmp_path):
     assert all(other.parts is first.parts for other in others)
 
 
-# -- what is refused: a change to a good adapter → words that the message must have
+# -- refusals: a change to a good adapter → words that the message must have
 
 
 def config(**fields):
@@ -158,7 +158,11 @@ REFUSED = {
     "one dimension": (tensor(Q0_A, lambda t: t.flatten()), WEIGHTS, Q0_A, "[64]"),
     "another base": (
         lambda it: (config(base_model_name_or_path="org/other")(it), tensor(Q0_A, lambda t: torch.ones(4, 99))(it)),
-        WEIGHTS, Q0_A, "[4, 99]", "'org/other'", "base model that it was trained on",
+        WEIGHTS,
+        Q0_A,
+        "[4, 99]",
+        "'org/other'",
+        "base model that it was trained on",
     ),
     "layer beyond": (extra(Q0_A.replace("layers.0", "layers.3"), 4, 16), WEIGHTS, "layer 3", "3 layers"),
     "leading zero": (extra(Q0_A.replace("layers.0", "layers.00"), 4, 16), WEIGHTS, "layers.00", "not supported"),
@@ -170,7 +174,11 @@ REFUSED = {
     "modules_to_save": (config(modules_to_save=["lm_head"]), CONFIG, "modules_to_save", "lm_head"),
     "saved module": (extra("base_model.model.lm_head.weight", 40, 16), WEIGHTS, "lm_head", "modules_to_save"),
     "resized vocabulary": (
-        extra("base_model.model.model.embed_tokens.weight", 44, 16), WEIGHTS, "embed_tokens", "44 rows", "resized",
+        extra("base_model.model.model.embed_tokens.weight", 44, 16),
+        WEIGHTS,
+        "embed_tokens",
+        "44 rows",
+        "resized",
         "save_embedding_layers=False",
     ),
     "trained norm": (extra("base_model.model.model.norm.weight", 16), WEIGHTS, "whole trained", "modules_to_save"),
@@ -178,8 +186,11 @@ REFUSED = {
     "unknown": (extra("base_model.model.something.else", 4), WEIGHTS, "something.else", "unknown", "save_pretrained"),
     "classifier's head": (extra("base_model.model.score.weight", 2, 16), WEIGHTS, "score", "classifier", "CAUSAL_LM"),
     "classifier": (
-        config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"]), CONFIG, "task_type is 'SEQ_CLS'",
-        "'score'", "CAUSAL_LM",
+        config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"]),
+        CONFIG,
+        "task_type is 'SEQ_CLS'",
+        "'score'",
+        "CAUSAL_LM",
     ),
     "embedding": (extra("base_model.model.model.embed_tokens.lora_embedding_A", 4, 40), WEIGHTS, "embedding"),
     "embedding target": (config(target_modules=["q_proj", "embed_tokens"]), CONFIG, "embed_tokens", "exclude_modules"),
@@ -232,7 +243,7 @@ REFUSED = {
     "int8": (tensor(Q0_A, lambda t: t.to(torch.int8)), WEIGHTS, Q0_A, "I8", "convert"),
     "fp8": (tensor(Q0_A, lambda t: t.to(torch.float8_e4m3fn)), WEIGHTS, Q0_A, "F8_E4M3", "convert"),
     "no tensors": (lambda it: it.tensors.clear(), WEIGHTS, "missing"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -22,7 +22,7 @@ class Memory:
         self.step = step
 
     def start(self, version, tokens):
-        """A request that computes `tokens`, using and making known what it can. Returns its block table and hits."""
+        """A request that computes `tokens`, and uses and fills the cache. Returns its block table and hits."""
         blocks = self.prefix.match(version, tokens)
         table = BlockTable(self.pool, self.prefix, self.step, self.prefix.take(blocks, len(tokens)))
         table.grow(len(tokens))

@@ -437,13 +437,17 @@ def test_an_error_after_which_the_device_does_nothing_more_is_final(monkeypatch,
 
     names = "memcpyAsync", "eventRecord", "streamWaitEvent", "eventSynchronize"
     runtime = SimpleNamespace(
-        **dict.fromkeys(names, refuse), eventQuery=lambda ptr: 700, memcpyHostToDevice=1,
+        **dict.fromkeys(names, refuse),
+        eventQuery=lambda ptr: 700,
+        memcpyHostToDevice=1,
         CUDARuntimeError=CUDARuntimeError,
-    )  # fmt: skip
+    )
     cuda = SimpleNamespace(
-        runtime=runtime, Device=lambda index: nullcontext(), Event=lambda disable_timing: refuse(),
+        runtime=runtime,
+        Device=lambda index: nullcontext(),
+        Event=lambda disable_timing: refuse(),
         PinnedMemoryPool=lambda: SimpleNamespace(malloc=refuse, free_all_blocks=refuse),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     driver, memory = CupyDriver(0, lambda: failure), CupyPinnedMemory(0, failure=lambda: failure)
     with pytest.raises(CUDARuntimeError if failure is None else ExecutorLost):

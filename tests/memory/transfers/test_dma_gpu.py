@@ -1,7 +1,7 @@
 """Copies on a real device. Gates hold a stream until the test opens them, so nothing here depends on how fast it is.
 
-What is launched behind a gate is launched once before: the first launch of a kernel and the first allocation of a size
-may wait for the whole device, and so for the gate.
+Everything launched after a gate is launched once before: the first launch of a kernel and the first allocation of a
+size may wait for the whole device, and so for the gate.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ LAYOUT = AdapterLayout.build(
         AdapterPart(16, 1.0, tuple(range(NUM_LAYERS)), ("q_proj", "down_proj")),
         AdapterPart(5, 1.0, (2, 3, 6), ("q_proj",)),
     ],
-    DIMS, NUM_LAYERS, PAGE_ELEMS, 2,
-)  # fmt: skip
+    DIMS,
+    NUM_LAYERS,
+    PAGE_ELEMS,
+    2,
+)
 PAGES = [(37 * i + 11) % NUM_PAGES for i in range(LAYOUT.num_pages)]
 
 
 class Gate:
-    """Holds what a stream is given after it until `open`."""
+    """Holds later work of a stream until `open`."""
 
     def __init__(self, stream: int) -> None:
         from cupy.cuda import ExternalStream
@@ -293,7 +296,7 @@ def test_pages_swap_out_and_in(arena, dma, gate):
     out = dma.copies.copy_pages(image, pages, to_device=False)
     assert not out.is_done()
     assert out.wait()
-    arena.zero_()  # the next owner, behind the copy
+    arena.zero_()  # the next owner, after the copy
     closed.open()
     out.synchronize()
     assert out.is_done()

@@ -1,4 +1,4 @@
-"""Random models and adapters are what their recipe says."""
+"""Random models and adapters follow their recipe."""
 
 from __future__ import annotations
 

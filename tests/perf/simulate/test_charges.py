@@ -1,4 +1,4 @@
-"""Costs that plans imply beside their rows: each is charged when its operation is done, and only then."""
+"""Costs that plans imply in addition to their rows: each is charged when its operation is done, and only then."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def preempting(preemption, per_byte, host_pages=1000):
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_swapped_request_comes_back_over_the_link(slow):
-    """KV of preempted requests is computed again, or swapped out and in, as chosen; auto takes what is faster."""
+    """KV of preempted requests is computed again, or swapped out and in, as chosen; auto takes the faster one."""
     per_byte = 1e-8 if slow else 1e-11
     (again, _), (back, found), (chosen, auto) = (preempting(each, per_byte) for each in ("recompute", "swap", "auto"))
     stats = found.engine.stats()

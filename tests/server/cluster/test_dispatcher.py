@@ -1,4 +1,4 @@
-"""The dispatcher over links without sockets: what it sends, and what the client gets."""
+"""The dispatcher over links without sockets: the messages that it sends, and the client's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica learns what its steps take, and API servers price requests by it."""
+"""A replica learns the times of its steps, and API servers price requests by them."""
 
 from __future__ import annotations
 
