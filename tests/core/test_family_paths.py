@@ -36,6 +36,12 @@ SHORT = [
     "cohere-2",
 ]
 
+#: Those with a window in some layers.
+WINDOWED = [
+    "mistral-window", "qwen2-window", "ministral", "phi-3", "olmo-3-yarn", "gemma-2", "gemma-3",
+    "exaone-4", "cohere-2",
+]  # fmt: skip
+
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
     """Add requests of the base model and of all adapters; return the answers of transformers and peft."""
@@ -86,6 +92,27 @@ def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_eight_windows(tiny, drive, family):
+    """Long prompts, in chunks and from the cache: pages leave as soon as no later token sees them."""
+    it = tiny(family)
+    driver = drive(it, block_tokens=8, max_num_batched_tokens=48, max_num_seqs=4)
+    layout, scheduler, most = driver.engine.executor.layout, driver.engine.scheduler, 0
+    assert layout.has_windows
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=7, lengths=(8 * 24, 8 * 24 + 40), tokens=12)
+        while scheduler.has_work():
+            driver.step()
+            for request in scheduler.running:
+                held, chunk = len(request.block_table.held), request.room - request.num_computed_tokens + 1
+                assert held <= layout.pages_for_tokens(request.room, chunk)
+                most = max(most, held)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert most < layout.table_width(8 * 24)
+    assert driver.engine.stats().num_prefix_hit_tokens > 8 * 24
 
 
 @pytest.mark.parametrize("family", SHORT)
