@@ -19,6 +19,7 @@ from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
+from ...memory.pages.states import StateSlots
 from ...ops.attention_groups import GroupedAttention, GroupedBackend
 from ...ops.ranks import Collectives
 from ...ops.sampling import TorchSampling
@@ -139,7 +140,9 @@ class CudaSteps:
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
         self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)
-        self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
+        self._states = model.new_states()
+        can_capture = self._states is None and (attention.captures or where.type == "cpu")
+        self._captures = config.graph_capture != "off" and can_capture
         # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
         is_ahead = self._captures and config.graph_capture == "ahead" and model.ranks is None
         ahead = sizes[::-1] if is_ahead else ()
@@ -148,6 +151,7 @@ class CudaSteps:
     def use_arena(self, arena: Arena) -> None:
         """Use another arena of the same layout from now on; nothing may have been captured yet."""
         self.decoder.use_arena(arena)
+        self._states = self.decoder.new_states()
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
             self.mixed.allow_captures()
@@ -184,6 +188,7 @@ class CudaSteps:
             attention=self._ragged_attention,
             lora=lora,
             merged=is_merged,
+            states=self._states,
         )
         if sources is not None:
             places = torch.tensor(sources)
@@ -197,7 +202,7 @@ class CudaSteps:
         if bucket is None:
             self.decoder.forward(batch, logits)
         else:
-            self.decoder.compute_logits(self.mixed.run(bucket, num_tokens, lora), batch, logits)
+            self.decoder.compute_logits(self.mixed.run(bucket, num_tokens, lora, self._states), batch, logits)
         self._pick(logits, chosen)
         return logits, chosen
 
@@ -313,6 +318,8 @@ class CudaSteps:
         tokens = [row.tokens[0] for row in rows] if places is None else places
         views = self._buffers.fill(bucket, tokens, [row.start for row in rows], [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
+        if self._states is not None:
+            self._states.set_step(rows, range(bucket + 1))
 
     def _step(self, bucket: int, lora: LoraLaunches | None, merged: bool = False) -> Callable[[], None]:
         """Make a bucket's step, from static buffers to static buffers."""
@@ -326,6 +333,7 @@ class CudaSteps:
             lora=lora,
             merged=merged,
             backends=self.backends[bucket],
+            states=self._states,
         )
         logits, chosen = self._outputs(bucket)
 
@@ -457,6 +465,7 @@ class CudaSteps:
                     samples=True,
                     token_ids=tokens,
                     num_prompt_tokens=length,
+                    states=StateSlots([[PagePool.DUMMY] * self._layout.state_pages]) if self._layout.states else None,
                 )
             )
         logits, chosen = self.ragged(rows, ())
