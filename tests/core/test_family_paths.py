@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 
 import pytest
@@ -11,36 +13,38 @@ from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 
 from .merging.test_merged import merge
-from .tiny_families import ADAPTERS
+from .tiny_families import ADAPTERS, FAMILIES
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.parametrize("kernels", ["native"])]
+EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
+"""Every geometry with every size of chunks on both decoders, as `make families` asks, rather than a choice of them."""
 
-#: A geometry of each family; windows are shorter than most prompts.
-SHORT = [
-    "mistral-window",
-    "qwen2-window",
-    "ministral",
-    "granite",
-    "granite-4",
-    "phi-3",
-    "phi-4-mini",
-    "smollm3-untied",
-    "olmo-2",
-    "olmo-3-yarn",
-    "glm",
-    "glm-4",
-    "gemma",
-    "gemma-2",
-    "gemma-3",
-    "exaone-4",
-    "cohere-2",
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.native,
+    pytest.mark.parametrize("kernels", ["native", "torch"] if EVERY else ["native"]),
 ]
 
-#: Those with a window in some layers.
-WINDOWED = [
-    "mistral-window", "qwen2-window", "ministral", "phi-3", "olmo-3-yarn", "gemma-2", "gemma-3",
-    "exaone-4", "cohere-2",
-]  # fmt: skip
+
+def _window(name: str) -> int | None:
+    return FAMILIES[name][1].get("sliding_window")
+
+
+def _short() -> list[str]:
+    """One geometry of each class of configurations, the last one with a window where there is one."""
+    found: dict[str, str] = {}
+    for name, (config_class, _, _) in FAMILIES.items():
+        if config_class not in found or _window(name) or not _window(found[config_class]):
+            found[config_class] = name
+    return list(found.values())
+
+
+GEOMETRIES = list(FAMILIES) if EVERY else _short()
+"""Windows are shorter than most prompts."""
+
+WINDOWED = [name for name in GEOMETRIES if _window(name)]
+CHUNKS = (
+    list(itertools.product(GEOMETRIES, (1, 7, 64))) if EVERY else list(zip(GEOMETRIES, itertools.cycle((1, 7, 64))))
+)
 
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
@@ -58,7 +62,7 @@ def told(driver, want):
     return {name: answered[name].tokens for name in want}
 
 
-@pytest.mark.parametrize(("family", "chunk"), [(name, (1, 7, 64)[index % 3]) for index, name in enumerate(SHORT)])
+@pytest.mark.parametrize(("family", "chunk"), CHUNKS)
 def test_chunks_of_any_size(tiny, drive, family, chunk):
     it = tiny(family)
     driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
@@ -66,7 +70,7 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_prefixes_from_the_cache(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
@@ -78,7 +82,7 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     it = tiny(family)
     limits = {
@@ -115,7 +119,7 @@ def test_eight_windows(tiny, drive, family):
     assert driver.engine.stats().num_prefix_hit_tokens > 8 * 24
 
 
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_merged_weights_beside_other_adapters(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
@@ -125,7 +129,7 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_two_ranks(tiny, drive, family):
     it = tiny(family)
     if read_model_config(it.model).layers[0].mixer.head_norm is HeadNorm.ALL:
