@@ -95,6 +95,9 @@ class LayerValues:
     page_group: int = 0
     """The page group whose pages have its keys and values."""
 
+    query_factors: torch.Tensor | None = None
+    """`[positions]` float32, factors of queries; None: none."""
+
     page_layer: int | None = None
     """Its place among the layers in these pages; None: its index."""
 
@@ -442,8 +445,9 @@ def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> A
         for name in LAYER_WEIGHTS:
             setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
         for field in fields(own):
-            if field.name not in ("cos", "sin", "page_layer"):
+            if field.name not in ("cos", "sin", "query_factors", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
+        descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]

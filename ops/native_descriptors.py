@@ -75,7 +75,7 @@ class LayerDescriptor(Structure):
     """A layer's weights, and how it computes."""
 
     _fields_ = [
-        *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin")),
+        *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin", "query_factors")),
         *((name, c_float) for name in ("scale", "softcap", "residual_multiplier")),
         *(
             (name, c_int32)

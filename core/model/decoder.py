@@ -123,6 +123,8 @@ class DecoderModel:
             for rope in dict.fromkeys(self._ropes)
             if rope is not None
         }  # fmt: skip
+        growth = config.attention.query_growth
+        self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -365,6 +367,8 @@ class DecoderModel:
                 batch.offset,
                 out,
             )
+            if self._query_factors is not None:
+                q.mul_(self._query_factors[batch.positions])
             return q, gates
 
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from .rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    import torch
 
 #: A projection's path in a layer → its (in, out) features.
 Projections = Mapping[str, tuple[int, int]]
@@ -69,6 +73,20 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries grow with their position p, by `1 + beta · log(1 + floor(p / positions))` (Llama 4, Ministral 3)."""
+
+    beta: float
+    positions: int
+
+    def factors(self, count: int) -> torch.Tensor:
+        """Of positions 0 … count-1, float32."""
+        import torch
+
+        return 1 + self.beta * torch.log(1 + torch.floor(torch.arange(count) / self.positions))
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Causal grouped-query attention."""
 
@@ -89,6 +107,7 @@ class AttentionSpec:
     """Scores s become `softcap · tanh(s / softcap)`."""
 
     head_norm: HeadNorm | None = None
+    query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     o_bias: bool = False
 

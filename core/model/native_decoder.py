@@ -166,7 +166,7 @@ def layer_values(
     places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
     with_kv = [layer for layer in layers if layer.attention]
     return [
-        _layer_values(layer, layer.attention, *tables[layer.attention.rope], *places[index])
+        _layer_values(layer, layer.attention, *tables[layer.attention.rope], *places[index], positions)
         for index, layer in enumerate(with_kv)
         if layer.attention
     ]
@@ -179,6 +179,7 @@ def _layer_values(
     sin: torch.Tensor | None,
     page_group: int,
     page_layer: int,
+    positions: int,
 ) -> native.LayerValues:
     return native.LayerValues(
         _score_scale(mixer),
@@ -191,6 +192,7 @@ def _layer_values(
         parallel=layer.norms is Norms.PARALLEL,
         page_group=page_group,
         page_layer=page_layer,
+        query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
         residual_multiplier=layer.residual_multiplier,
         activation=_ACTIVATIONS[layer.feed_forward.activation],
     )

@@ -196,9 +196,9 @@ class Decoder final : public AnyDecoder {
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const int64_t plane = (int64_t)m_.block_tokens * kv_size();
         T* keys = (T*)m_.arena + 2 * w.page_layer * plane;
-        const PagedCache<T> cache{keys,       keys + plane, m_.page_elems,         m_.block_tokens, m_.page_groups,
-                                  m_.kv_heads, m_.head_dim, m_.heads / m_.kv_heads, w.scale,         w.softcap,
-                                  w.window};
+        const PagedCache<T> cache{keys,           keys + plane, m_.page_elems, m_.block_tokens,
+                                  m_.page_groups, m_.kv_heads,  m_.head_dim,   m_.heads / m_.kv_heads,
+                                  w.scale,        w.softcap,    w.window};
         if (w.norms_all_heads)
             each_part(team_, me, step.tokens, [&](int t, bool) {
                 norm_.run(y[t], w.q_norm, q_size(), y[t]);
@@ -207,7 +207,9 @@ class Decoder final : public AnyDecoder {
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
         };
-        auto row_of = [&](int row) { return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]}; };
+        auto row_of = [&](int row) {
+            return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]};
+        };
         if (decode_) {
             decodes_.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                 const int row = unit.row;
@@ -331,6 +333,8 @@ class Decoder final : public AnyDecoder {
             float* x = y + head * head_dim;
             if (const float* norm = w.norms_all_heads ? nullptr : key ? w.k_norm : w.q_norm)
                 norm_.run(x, norm, head_dim, x);
+            if (!key && w.query_factors)
+                for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
             if (key) rotation.run(x, head_dim, cache.k + place);
             else rotation.run(x, head_dim, q + head * head_dim);
         }

@@ -22,6 +22,7 @@ struct LayerDesc {
     const float* bias[kGroups];  // [outputs]; null where there is none
     const float *q_norm, *k_norm;  // [head_dim], or of all heads; null where there is none
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
+    const float* query_factors;  // [positions]; null: queries have none
     float scale;  // of scores
     float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
     float residual_multiplier;  // of what each part adds to the residual stream

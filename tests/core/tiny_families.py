@@ -90,6 +90,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
         "50GB",
     ),
+    "ministral-3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 24,
+                "llama_4_scaling_beta": 0.4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        "50GB",
+    ),
     "granite": ("GraniteConfig", {**GRANITE, "attention_multiplier": 0.11}, "50GB"),
     "granite-biased": (
         "GraniteConfig",

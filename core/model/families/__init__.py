@@ -9,6 +9,7 @@ ALL: tuple[Family, ...] = (
     llama.LLAMA,
     mistral.MISTRAL,
     mistral.MINISTRAL,
+    mistral.MINISTRAL_3,
     mistral.MISTRAL_3,
     qwen.QWEN2,
     qwen.QWEN3,

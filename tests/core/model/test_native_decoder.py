@@ -123,6 +123,7 @@ class TestValues:
                 softcap=3.0,
                 norms_all_heads=True,
                 parallel=True,
+                page_layer=0,
                 residual_multiplier=0.3,
                 activation=native.Activation.GELU,
             )
