@@ -20,7 +20,7 @@ from .native_descriptors import (
     ELEMENT_OF,
     EXCHANGE,
     MAX_EXCHANGES,
-    MODULES,
+    MAX_MODULES,
     AdapterDescriptor,
     OffloadDescriptor,
     OffloadWorkerDescriptor,
@@ -70,10 +70,17 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
         rank=rows.rank,
         scale=rows.scale,
         slab_elems=rows.slab_elems,
-        a_offset=(c_int32 * MODULES)(*rows.a_offset),
-        b_offset=(c_int32 * MODULES)(*rows.b_offset),
+        a_offset=_offsets(rows.a_offset),
+        b_offset=_offsets(rows.b_offset),
     )
     return descriptor, (pages, first_elem)
+
+
+def _offsets(offsets: Sequence[int]) -> Any:
+    """Offsets of a model's modules, and -1 for the others that the library has room for."""
+    if len(offsets) > MAX_MODULES:
+        raise ValueError(f"an adapter has {len(offsets)} modules, but the native library has room for {MAX_MODULES}")
+    return (c_int32 * MAX_MODULES)(*offsets, *[-1] * (MAX_MODULES - len(offsets)))
 
 
 class OffloadTables:

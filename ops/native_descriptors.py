@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MODULES = 7
-"""Number of projections of a layer that adapters may change."""
+MAX_MODULES = 16
+"""The most projections that a model's table may have: kModules in adapters.h."""
 
 
 class Element(IntEnum):
@@ -39,8 +39,8 @@ class AdapterDescriptor(Structure):
         ("rank", c_int32),
         ("scale", c_float),
         ("slab_elems", c_int64),
-        ("a_offset", c_int32 * MODULES),
-        ("b_offset", c_int32 * MODULES),
+        ("a_offset", c_int32 * MAX_MODULES),
+        ("b_offset", c_int32 * MAX_MODULES),
     ]
 
 

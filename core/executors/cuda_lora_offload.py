@@ -68,7 +68,9 @@ class CudaLoraOffload(LoraOffload):
             pinning=driver,
         )
         self._device = device
-        self._modules = [[module for module, _, _ in group] for group in lora_groups(model)]
+        self._modules = [
+            [[module for module, _, _ in group] for group in layer] for layer in lora_groups(model.projections)
+        ]
         self._exchange = CudaExchange(
             ranks=self._ranks,
             exchanges=self._memory.exchanges,
@@ -147,9 +149,12 @@ class CudaLoraOffload(LoraOffload):
     def _returned_seconds(self, layout: AdapterLayout, tokens: int) -> float:
         targets = {module for part in layout.parts for module, at in enumerate(part.slabs.b_offset) if at >= 0}
         columns = sum(
-            out for (_, out), modules in zip(self._widths, self._modules, strict=True) if targets.intersection(modules)
+            out
+            for layer in self._modules
+            for (_, out), modules in zip(self._widths, layer, strict=True)
+            if targets.intersection(modules)
         )
-        values = tokens * columns * layout.num_layers
+        values = tokens * columns
         return self._per_elem * values * torch.float32.itemsize / self._dtype.itemsize
 
     def _exchange_once(self, x: torch.Tensor, share: Sequence[int]) -> None:
@@ -183,9 +188,12 @@ class CudaStepOffload:
         segments: Segments,
         lora_indices: Sequence[int],
         tables: SgmvTables,
-        modules: Sequence[Sequence[int]],
+        modules: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        """Give each offloaded segment its own descriptor, in which the offloaded layers are left out."""
+        """modules: ids of the projections by layer and group.
+
+        Give each offloaded segment its own descriptor, in which the offloaded layers are left out.
+        """
         self._exchange, self._offloaded, self._tables, self._modules = exchange, offloaded, tables, modules
         self._places = [range(segments.begin[entry], segments.end[entry]) for entry in offloaded.entries]
         self._ready = [segments.ready[entry] for entry in offloaded.entries]
@@ -214,7 +222,9 @@ class CudaStepOffload:
         return True
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
-        self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], group)]
+        self._under_way = [
+            index for index in self._active.get(layer, ()) if self._changes(self._rows[index], layer, group)
+        ]
         if not self._under_way:
             return
         row = self._offloaded.row
@@ -233,8 +243,8 @@ class CudaStepOffload:
             y[tokens.start : tokens.stop].add_(products[row[index] : row[index + 1]])
         self._under_way = []
 
-    def _changes(self, rows: AdapterRows, group: int) -> bool:
-        return any(rows.b_offset[module] >= 0 for module in self._modules[group])
+    def _changes(self, rows: AdapterRows, layer: int, group: int) -> bool:
+        return any(rows.b_offset[module] >= 0 for module in self._modules[layer][group])
 
     def _is_well(self) -> bool:
         try:

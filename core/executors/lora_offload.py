@@ -28,7 +28,6 @@ import torch
 
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
-from ...memory.pages.layout import MODULES
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
@@ -136,6 +135,7 @@ class LoraOffload:
         self._dtype, self._page_elems = dtype, page_elems
         self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
         self._widths = group_widths(self._shapes)
+        self._num_modules = len(model.projections)
         self._most_rows = max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
         layout = MemoryLayout(
             1 + workers,
@@ -355,7 +355,7 @@ class LoraOffload:
         offset = self._memory.offset(image)
         if offset is None:
             raise MemoryError(f"host_cache_bytes leaves no room for the {image.nbytes} bytes of a profile; raise it")
-        others = (-1,) * (len(MODULES) - 1)
+        others = (-1,) * (self._num_modules - 1)
         rows = AdapterRows(
             pages=pages,
             rank=rank,

@@ -17,7 +17,8 @@ import torch
 from ...graphs.buffers import split_columns
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout
-from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import Group, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.gated_delta import DeltaState
 from ...ops.sgmv import AdapterRows, Segments, sgmv
@@ -35,8 +36,8 @@ T = TypeVar("T")
 #: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
 RowAdapters = int | tuple[tuple[int, float], ...]
 
-#: Groups of projections that share an input, in `lora_groups`' order.
-QKV, ATTN_O, GATE_UP, DOWN = range(4)
+#: Groups of projections that share an input.
+QKV, ATTN_O, GATE_UP, DOWN = map(int, Group)
 
 #: The page list that rows were made for, and the rows of each part.
 _Resident = tuple[list[int], list[AdapterRows]]
@@ -75,7 +76,7 @@ class LoraState:
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
-        self._groups = lora_groups(config)
+        self._groups = lora_groups(config.projections)
 
     def set_step(
         self,
@@ -168,14 +169,14 @@ class LoraState:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self.arena, self.segments, layer, self._groups[group])
+        sgmv(y, x, self.arena, self.segments, layer, self._groups[layer][group])
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
 
-    def modules(self, group: int) -> list[int]:
-        """The modules of a group of projections."""
-        return [module for module, _, _ in self._groups[group]]
+    def modules(self, layer: int, group: int) -> list[int]:
+        """The modules of a layer's group of projections."""
+        return [module for module, _, _ in self._groups[layer][group]]
 
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""
@@ -223,20 +224,12 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
     )
 
 
-def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
-    """The projections of QKV, ATTN_O, GATE_UP and DOWN; see `_group`."""
-    widths = {name: out for name, (_, out) in config.module_dims.items()}
-    names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-    return [_group(group, widths) for group in names]
-
-
-def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(module id, first column, width) of projections with outputs packed side by side."""
-    group, column = [], 0
-    for name in names:
-        group.append((MODULES.index(name), column, widths[name]))
-        column += widths[name]
-    return group
+def lora_groups(projections: Projections) -> list[list[tuple[tuple[int, int, int], ...]]]:
+    """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
+    return [
+        [projections.products[projections.product(layer, group)].modules for group in Group]
+        for layer in range(projections.num_layers)
+    ]
 
 
 class RowPlan(Protocol):

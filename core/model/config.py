@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...memory.files.module_paths import ModulePaths, usual_path
-from ...memory.pages.layout import MODULES, ModuleDims, module_dims
+from ...memory.files.module_paths import ModulePaths
+from ...memory.pages.projections import Projections
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, LayerSpec, NormSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
@@ -115,22 +115,21 @@ class ModelConfig:
         short = [rope.original_max_position_embeddings for rope in ropes if rope is not None and rope.short_factors]
         return min([self.max_position_embeddings, *short])
 
-    @property
-    def module_dims(self) -> ModuleDims:
-        """(in_features, out_features) of every projection that an adapter may target."""
-        dims = module_dims(self.hidden_size, self.intermediate_size, self.q_size, self.kv_size)
-        return {**dims, "q_proj": (self.hidden_size, self.attention.q_rows)}
+    @cached_property
+    def projections(self) -> Projections:
+        """The projections that adapters may change."""
+        return Projections(tuple(layer.projections(self.hidden_size) for layer in self.layers))
 
-    @property
+    @cached_property
     def module_paths(self) -> ModulePaths:
         """Where adapters find these projections."""
-        names, dims = self.tensors.names, self.module_dims
+        names, by_path = self.tensors.names, {projection.path: projection for projection in self.projections}
         fused = (
-            (path, tuple((module, dims[module][1]) for module in (part.rpartition(".")[2] for part in parts)))
+            (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
         )
-        renamed = ((module, names[path]) for module in MODULES if (path := usual_path(module)) in names)
-        return ModulePaths(tuple(renamed), tuple(fused), self.tensors.left_out)
+        renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
+        return ModulePaths(self.projections, tuple(renamed), tuple(fused), self.tensors.left_out)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""
@@ -140,13 +139,4 @@ class ModelConfig:
 
     def share(self, size: int) -> ModelConfig:
         """Shapes of one of `size` ranks' shares, which are equal."""
-
-        def layer_share(layer: LayerSpec) -> LayerSpec:
-            mixer, feed_forward = layer.mixer, layer.feed_forward
-            if isinstance(mixer, AttentionSpec):
-                mixer = replace(
-                    mixer, num_heads=mixer.num_heads // size, num_kv_heads=max(1, mixer.num_kv_heads // size)
-                )
-            return replace(layer, mixer=mixer, feed_forward=replace(feed_forward, size=feed_forward.size // size))
-
-        return replace(self, layers=tuple(map(layer_share, self.layers)))
+        return replace(self, layers=tuple(layer.share(size) for layer in self.layers))

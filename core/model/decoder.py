@@ -102,7 +102,7 @@ class DecoderModel:
             self._lm_head = head if kept is None else kept(head)
         self.layers = [_moved(layer, config.norm, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
-        self._groups = lora_groups(config)
+        self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
         self._norms = [_head_norms(layer, config.norm) for layer in self.layers]
         self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
@@ -272,7 +272,7 @@ class DecoderModel:
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
         """See `MergeableModel.merge`."""
-        return merge(unpack(origin), out, self._arena.pages, layer, rows, self._groups[group])
+        return merge(unpack(origin), out, self._arena.pages, layer, rows, self._groups[layer][group])
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""

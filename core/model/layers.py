@@ -9,18 +9,20 @@ the residual stream x. With `Norms.BEFORE`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from ...memory.pages.projections import (
+    Projection,
+    attention_projections,
+    gated_projections,
+    linear_projections,
+)
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
     import torch
-
-#: A projection's path in a layer → its (in, out) features.
-Projections = Mapping[str, tuple[int, int]]
 
 
 class Activation(StrEnum):
@@ -131,14 +133,13 @@ class AttentionSpec:
         """Rows of q_proj: queries, and the gates where there are any."""
         return self.q_size * (1 + self.output_gate)
 
-    def projections(self, hidden: int) -> Projections:
-        q, kv = (hidden, self.q_rows), (hidden, self.kv_size)
-        return {
-            "self_attn.q_proj": q,
-            "self_attn.k_proj": kv,
-            "self_attn.v_proj": kv,
-            "self_attn.o_proj": (self.q_size, hidden),
-        }
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """Its matrices. hidden: width of the residual stream."""
+        return attention_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim, gate=self.output_gate)
+
+    def share(self, size: int) -> AttentionSpec:
+        """One of `size` ranks' share."""
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=max(1, self.num_kv_heads // size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +190,13 @@ class GatedDeltaSpec:
         """The delta rule's state of a sequence in a layer, float32."""
         return self.num_v_heads, self.k_dim, self.v_dim
 
-    def projections(self, hidden: int) -> Projections:
-        heads = (hidden, self.num_v_heads)
-        return {
-            "linear_attn.in_proj_qkv": (hidden, self.channels),
-            "linear_attn.in_proj_z": (hidden, self.v_size),
-            "linear_attn.in_proj_b": heads,
-            "linear_attn.in_proj_a": heads,
-            "linear_attn.out_proj": (self.v_size, hidden),
-        }
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return linear_projections(hidden, self.channels, self.v_size, self.num_v_heads)
+
+    def share(self, size: int) -> GatedDeltaSpec:
+        """One of `size` ranks' share."""
+        return replace(self, num_k_heads=self.num_k_heads // size, num_v_heads=self.num_v_heads // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +209,13 @@ class GatedSpec:
     activation: Activation = Activation.SILU
     bias: bool = False
 
-    def projections(self, hidden: int) -> Projections:
-        up, down = (hidden, self.size), (self.size, hidden)
-        return {"mlp.gate_proj": up, "mlp.up_proj": up, "mlp.down_proj": down}
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return gated_projections(hidden, self.size)
+
+    def share(self, size: int) -> GatedSpec:
+        """One of `size` ranks' share."""
+        return replace(self, size=self.size // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,10 @@ class LayerSpec:
         """The mixer, if it is Gated DeltaNet."""
         return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
 
-    def projections(self, hidden: int) -> Projections:
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
-        return {**self.mixer.projections(hidden), **self.feed_forward.projections(hidden)}
+        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden)
+
+    def share(self, size: int) -> LayerSpec:
+        """One of `size` ranks' share."""
+        return replace(self, mixer=self.mixer.share(size), feed_forward=self.feed_forward.share(size))

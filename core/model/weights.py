@@ -95,10 +95,10 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
     biased = _biased(layer)
-    for path, (d_in, d_out) in layer.projections(hidden).items():
-        shapes[f"{path}.weight"] = (d_out, d_in)
-        if path in biased:
-            shapes[f"{path}.bias"] = (d_out,)
+    for projection in layer.projections(hidden):
+        shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
+        if projection.path in biased:
+            shapes[f"{projection.path}.bias"] = (projection.outputs,)
     if isinstance(layer.mixer, AttentionSpec):
         return shapes | _head_norm_shapes(layer.mixer)
     return shapes | _delta_shapes(layer.mixer)
@@ -238,7 +238,7 @@ class Weights(ABC):
         def first_rank_bias(name: str) -> torch.Tensor | None:
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
-        *inputs, output = spec.mixer.projections(self._config.hidden_size)
+        *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
         gate_up = ("mlp.gate_proj", "mlp.up_proj")
         return LayerWeights(
             attention_norm=norm("attention_norm"),

@@ -6,31 +6,18 @@ Pure arithmetic, no tensors, so that the simulator and the allocator studies use
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from .projections import Projections
 from .states import StateLayout, StateShape
 
 ROW_ALIGNMENT_BYTES = 16
 
 NEVER = 1 << 62
 """A number of tokens that no request reaches."""
-
-#: The projections that an adapter may target, in slab order. A module's index in this tuple is its id everywhere.
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-#: (in_features, out_features) per module name.
-ModuleDims = Mapping[str, tuple[int, int]]
-
-
-def module_dims(hidden: int, ffn: int, q_size: int, kv_size: int) -> ModuleDims:
-    """Dimensions of every projection that an adapter may target."""
-    return {
-        "q_proj": (hidden, q_size), "k_proj": (hidden, kv_size), "v_proj": (hidden, kv_size),
-        "o_proj": (q_size, hidden), "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-    }  # fmt: skip
 
 
 class PageGroup(NamedTuple):
@@ -189,19 +176,18 @@ class SlabLayout:
     slab_elems: int
 
     @classmethod
-    def build(cls, dims: ModuleDims, targets: Sequence[str], itemsize: int) -> SlabLayout:
-        """Lay out `targets` (module names) in module order."""
+    def build(cls, projections: Projections, targets: Sequence[str], itemsize: int) -> SlabLayout:
+        """Lay out `targets` (names of projections) in the table's order."""
         step = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         offset = 0
         a_offset, b_offset = [], []
-        for name in MODULES:
-            if name not in targets:
+        for projection in projections:
+            if projection.name not in targets:
                 a_offset.append(-1)
                 b_offset.append(-1)
                 continue
-            d_in, d_out = dims[name]
             a_offset.append(offset)
-            offset += -(-d_in // step) * step
+            offset += -(-projection.inputs // step) * step
             b_offset.append(offset)
-            offset += -(-d_out // step) * step
+            offset += -(-projection.outputs // step) * step
         return cls(tuple(a_offset), tuple(b_offset), offset)

@@ -21,12 +21,15 @@ import torch
 
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native, native_library
 from chorus.ops.elementwise import rotary_table
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
+
+from ..tables import LLAMA
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)
@@ -88,15 +91,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     num_layers, vocab = rng.randint(1, 3), rng.choice(VOCAB)
     q, kv = heads * head_dim, kv_heads * head_dim
     layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize)
-    dims = {
-        "q_proj": (hidden, q),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (q, hidden),
-        "gate_proj": (hidden, ffn),
-        "up_proj": (hidden, ffn),
-        "down_proj": (ffn, hidden),
-    }
+    table = dense_projections(num_layers, hidden, ffn, heads, kv_heads, head_dim)
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
@@ -129,7 +124,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         for i, length in enumerate(rng.choices(LENGTHS, k=rng.randint(2, 6)))
     ]
     plans = [_parts(rng, num_layers) for _ in range(rng.randint(3, 7))]
-    placed = [AdapterLayout.build(parts, dims, num_layers, layout.page_elems, dtype.itemsize) for parts in plans]
+    placed = [AdapterLayout.build(parts, table, layout.page_elems, dtype.itemsize) for parts in plans]
     needed = [layout.pages_for_tokens(len(request.tokens)) for request in requests]
     count = 1 + sum(needed) + sum(adapter.num_pages for adapter in placed)
     free = list(range(1, count))
@@ -206,7 +201,7 @@ def _place_norms(rng: random.Random, layer: LayerWeights, values: native.LayerVa
 
 def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
     """One rank for all modules, or two that share them out."""
-    modules = [name for name in MODULES if rng.random() < 0.7] or ["q_proj"]
+    modules = [name for name in LLAMA if rng.random() < 0.7] or ["q_proj"]
     cut = rng.randint(1, len(modules)) if rng.random() < 0.3 else len(modules)
     layers = tuple(range(num_layers)) if rng.random() < 0.8 else (rng.randrange(num_layers),)
     shares = [tuple(share) for share in (modules[:cut], modules[cut:]) if share]

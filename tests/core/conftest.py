@@ -202,9 +202,9 @@ def on_ranks(settings: EngineConfig, adapters: Iterable[Path]) -> EngineConfig:
 
     def most_pages(size: int) -> int:
         shapes = ModelExecutor(settings, Shard(0, size))
-        page, dims = shapes.layout, shapes.config.module_dims
-        parts = [inspect_adapter(path, whole.module_dims, whole.num_layers).parts for path in adapters]
-        layouts = [AdapterLayout.build(each, dims, whole.num_layers, page.page_elems, page.itemsize) for each in parts]
+        page, projections = shapes.layout, shapes.config.projections
+        parts = [inspect_adapter(path, whole.module_paths).parts for path in adapters]
+        layouts = [AdapterLayout.build(each, projections, page.page_elems, page.itemsize) for each in parts]
         return max((layout.num_pages for layout in layouts), default=0)
 
     adapters, changes = list(adapters), {"tensor_parallel_size": RANKS}

@@ -6,13 +6,12 @@ import pytest
 
 from chorus.core.cold_start import Arrival, ColdStart, CpuLoraCost, link_tokens, stalls
 from chorus.core.costs.profile import load_profile
-from chorus.memory.pages.layout import MODULES
 
 
 def test_tokens_from_which_the_products_are_more_to_bring_than_the_adapter():
-    dims = load_profile("a100-llama2-7b").geometry.module_dims
-    assert link_tokens(64, [dims[name] for name in MODULES]) / 64 == pytest.approx(1.84, abs=0.005)
-    assert link_tokens(64, [dims[name] for name in ("q_proj", "k_proj", "v_proj")]) == 128
+    table = load_profile("a100-llama2-7b").geometry.projections
+    assert link_tokens(64, [each.dims for each in table]) / 64 == pytest.approx(1.84, abs=0.005)
+    assert link_tokens(64, [table[name].dims for name in ("q_proj", "k_proj", "v_proj")]) == 128
 
 
 def test_an_adapter_that_is_there_stalls_nothing():

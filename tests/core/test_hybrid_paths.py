@@ -7,8 +7,10 @@ import random
 import pytest
 
 from chorus.core.executors.base import ModelExecutor
+from chorus.graphs.runner import StepMode
 
-from .tiny_families import HYBRIDS
+from .merging.test_merged import merge
+from .tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch"])]
 
@@ -34,6 +36,26 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     driver = drive(it, adapters={}, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk)
     want = answers(it, driver, 5, seed=1)
     assert told(driver, want) == want
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
+def test_adapters_on_layers_of_both_kinds(tiny, drive, family, is_merged):
+    """In mixed steps with the base model; where one is merged into the weights, it is taken off the others."""
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    if is_merged:
+        merge(driver, "r3-all")
+    rng, want = random.Random(family), {}
+    for index in range(8):
+        adapter = [None, *ADAPTERS][index % 4]
+        prompt, want[str(index)] = it.case(adapter, rng.randint(1, 70), seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    assert told(driver, want) == want
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+    assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
+    manifest = driver.engine.store.get("r3-all").manifest
+    assert (len(manifest.parts), len(manifest.targets)) == (3, 12)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

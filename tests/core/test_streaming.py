@@ -171,7 +171,7 @@ def test_only_time_that_is_waited_counts(gqa, monkeypatch):
 
     config = read_model_config(gqa.model)
     parts = (AdapterPart(1, 1.0, (0,), ("q_proj",)),)
-    layout = AdapterLayout.build(parts, config.module_dims, config.num_layers, page_elems=1 << 12, itemsize=4)
+    layout = AdapterLayout.build(parts, config.projections, page_elems=1 << 12, itemsize=4)
     adapter = Adapter("a", 1, AdapterManifest(Path("a"), parts), layout)
     adapter.transfer = Coming()
     waits = [0.01, 0.005, 0.009]

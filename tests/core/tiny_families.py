@@ -258,11 +258,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-#: name → (rank, alpha, targets)
+LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+#: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, ATTENTION + MLP),
-    "r8-qv": (8, 16, ["q_proj", "v_proj"]),
-    "r17-o-mlp": (17, 8, ["o_proj", *MLP]),
+    "r3-all": (3, 6, ATTENTION + LINEAR + MLP),
+    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b"]),
+    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ..tables import LLAMA
+
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 16, 24, 3, 2, 1, 8, 40
 Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
@@ -147,8 +149,6 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
 
     Reads row by row by the layout's definition, not by the code that serves.
     """
-    from chorus.memory.pages.layout import MODULES
-
     adapter = engine.store.get(name)
     run = engine.executor.arena.pages[adapter.pages].view(-1)
     found = {}
@@ -159,7 +159,7 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
                 a_rows, b_rows = [], []
                 for i in range(part.rank):
                     slab = run[place.first_elem[layer] + i * slabs.slab_elems :]
-                    a, b = slabs.a_offset[MODULES.index(module)], slabs.b_offset[MODULES.index(module)]
+                    a, b = slabs.a_offset[LLAMA.index(module)], slabs.b_offset[LLAMA.index(module)]
                     d_in, d_out = DIMS[module]
                     a_rows.append(slab[a : a + d_in])
                     b_rows.append(slab[b : b + d_out])

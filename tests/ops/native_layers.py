@@ -13,11 +13,12 @@ from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows, Segments
 
-from ..module_dims import module_dims
+from ..tables import LLAMA
 
 VOCAB, BLOCK, LAYERS = 97, 16, 3
 
@@ -118,8 +119,8 @@ class Model:
         kind = self.kind
         self._generator = torch.Generator().manual_seed(self.seed)
         self.layout = PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize)
-        q, kv, hidden, ffn = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden, kind.ffn
-        self.dims = module_dims(hidden, q, kv, ffn)
+        q, kv, hidden = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden
+        self.table = dense_projections(LAYERS, hidden, kind.ffn, kind.heads, kind.kv_heads, kind.head_dim)
         self.specs = kind.layers()
         self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
         self.embed = self._matrix(VOCAB, hidden, 1.0)
@@ -159,15 +160,15 @@ class Model:
 
     def add_adapter(self, rank: int = 3, scale: float = 0.5) -> int:
         """Place a random adapter of all modules in the arena; returns its number."""
-        part = AdapterPart(rank, scale, tuple(range(LAYERS)), tuple(MODULES))
-        placed = AdapterLayout.build([part], self.dims, LAYERS, self.layout.page_elems, self.dtype.itemsize)
+        part = AdapterPart(rank, scale, tuple(range(LAYERS)), LLAMA)
+        placed = AdapterLayout.build([part], self.table, self.layout.page_elems, self.dtype.itemsize)
         pages = [self._free.pop() for _ in range(placed.num_pages)]
         slabs, first = placed.parts[0].slabs, placed.parts[0].first_elem
         run = torch.zeros(len(pages) * self.layout.page_elems, dtype=self.dtype)
         adapter: Adapter = {}
         for layer, at in enumerate(first):
-            for index, module in enumerate(MODULES):
-                d_in, d_out = self.dims[module]
+            for index, module in enumerate(LLAMA):
+                d_in, d_out = self.table[module].dims
                 a, b = self._matrix(rank, d_in, d_in**-0.5), self._matrix(d_out, rank, 1.0)
                 adapter[layer, module] = (a, scale * b.double())
                 for r in range(rank):
@@ -329,7 +330,7 @@ class _Layer:
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec.mixer, self.weights
-        qkv = self.project(x, weights.qkv, weights.qkv_bias, MODULES[:3])
+        qkv = self.project(x, weights.qkv, weights.qkv_bias, LLAMA[:3])
         q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
         if spec.head_norm is HeadNorm.ALL:
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
@@ -346,13 +347,13 @@ class _Layer:
         age = position[:, None] - position
         seen = (age >= 0) & (age < (spec.window or len(x)))
         attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
-        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, MODULES[3:4])
+        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, LLAMA[3:4])
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.weights
-        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, MODULES[4:6]).chunk(2, dim=-1)
+        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
         return self.project(
-            ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias, MODULES[6:]
+            ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias, LLAMA[6:]
         )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.sgmv_tables import (
-    NUM_MODULES,
+    MAX_MODULES,
     OFFSETS_B,
     PLACE_ROWS,
     RANK,
@@ -25,7 +25,7 @@ from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
 
 def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1), slab=48):
-    offsets = [16 * module if module in modules else -1 for module in range(NUM_MODULES)]
+    offsets = [16 * module if module in modules else -1 for module in range(MAX_MODULES)]
     return AdapterRows(list(pages), rank, 1 / rank, slab, offsets, offsets, list(first))
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import Schedule, decode, prefill
-from chorus.ops.sgmv_tables import NUM_MODULES, SgmvTables
+from chorus.ops.sgmv_tables import MAX_MODULES, SgmvTables
 
 from ..processes import run_python
 from .sgmv_ref import sgmv_ref
@@ -188,7 +188,7 @@ def _part(
     rank: int, targets: Sequence[int], layers: Sequence[int], begin: int, d_in: int, widths: Sequence[int], vector: int
 ) -> tuple[AdapterRows, int]:
     """Rows from element `begin` on, without pages yet; and the element after them."""
-    offset, a_offset, b_offset = 0, [-1] * NUM_MODULES, [-1] * NUM_MODULES
+    offset, a_offset, b_offset = 0, [-1] * MAX_MODULES, [-1] * MAX_MODULES
     for module in targets:
         a_offset[module], b_offset[module] = offset, offset + -(-d_in // vector) * vector
         offset = b_offset[module] + -(-widths[module] // vector) * vector

@@ -13,8 +13,8 @@ from typing import Any
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES
 
+from ..tables import LLAMA
 from .asked import promise
 from .made_up_model import Memory
 from .virtual_reads import VirtualClock
@@ -95,7 +95,7 @@ class CheckedAdapters:
         if path not in self._disk.content:
             raise AdapterFormatError(f"{path}: no such directory")
         content = self._disk.content[path]
-        part = AdapterPart(self._disk.pages[content], 1.0, (0,), MODULES)
+        part = AdapterPart(self._disk.pages[content], 1.0, (0,), LLAMA)
         return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:

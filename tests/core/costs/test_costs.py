@@ -97,7 +97,7 @@ def test_rooflines_follow_from_the_shapes(name):
     """Weights, LM head and embeddings count once and only where they are computed."""
     profile, (bandwidth, rate) = load_profile(name), DEVICES[name]
     shapes, step = profile.geometry, profile.costs().step
-    weights = shapes.num_layers * sum(wide * high for wide, high in shapes.module_dims.values())
+    weights = shapes.projections.num_weights
     head = shapes.hidden_size * shapes.vocab_size
     kv_bytes = shapes.page_layout(1).page_bytes
     assert step.weights == pytest.approx(2 * weights / bandwidth, rel=1e-5)

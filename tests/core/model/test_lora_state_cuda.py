@@ -14,7 +14,7 @@ from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.layout import PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
 from chorus.ops.sgmv_tables import BEGIN, END, TABLE_ROW
 
@@ -45,8 +45,8 @@ class Resident:
 
 
 def resident(rank: int) -> Resident:
-    part = AdapterPart(rank, 1.0, (0, 1), MODULES)
-    layout = AdapterLayout.build((part,), CONFIG.module_dims, 2, LAYOUT.page_elems, LAYOUT.itemsize)
+    part = AdapterPart(rank, 1.0, (0, 1), CONFIG.projections.names)
+    layout = AdapterLayout.build((part,), CONFIG.projections, LAYOUT.page_elems, LAYOUT.itemsize)
     return Resident(layout, SimpleNamespace(parts=(part,)), list(range(layout.num_pages)))
 
 

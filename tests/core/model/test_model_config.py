@@ -391,8 +391,8 @@ def test_real_models_parse_with_the_right_shapes(configs, name):
     raw = json.loads((configs / name / "config.json").read_text())
     config = read_model_config(configs / name)
     assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) == PARAMETERS[name]
-    assert config.module_dims["o_proj"] == (raw["num_attention_heads"] * raw["head_dim"], raw["hidden_size"])
-    assert config.module_dims["k_proj"][1] == raw["num_key_value_heads"] * raw["head_dim"]
+    assert config.projections["o_proj"].dims == (raw["num_attention_heads"] * raw["head_dim"], raw["hidden_size"])
+    assert config.projections["k_proj"].outputs == raw["num_key_value_heads"] * raw["head_dim"]
     assert config.dtype == "bfloat16"
     assert rope_of(config).theta == raw["rope_theta"]
     assert rope_of(config).type == ("llama3" if "Llama-3" in name else "default")

@@ -18,7 +18,8 @@ from chorus.memory.files.tensor_file import FileIdentity, TensorFile
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 
-from .loading import CONFIG, DIMS, PAGE_ELEMS, Q0_A, Q0_B, WEIGHTS, load, refusal
+from ...tables import TINY
+from .loading import CONFIG, PAGE_ELEMS, Q0_A, Q0_B, WEIGHTS, load, refusal
 
 
 def header_of(path: Path) -> tuple[dict, bytes]:
@@ -186,7 +187,7 @@ def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_pa
     manifest, layout, _ = load(path)
 
     def read(it=manifest):
-        read_image(it, ImageForm(layout, DIMS, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
+        read_image(it, ImageForm(layout, TINY, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
 
     read()
     adapter_draft(seed=1).write(path)
@@ -221,4 +222,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(adapter_draft, tmp_path
 
     monkeypatch.setattr(TensorFile, "read_into", read_and_touch)
     with pytest.raises(AdapterFormatError, match="changed on disk"):
-        read_image(manifest, ImageForm(layout, DIMS, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
+        read_image(manifest, ImageForm(layout, TINY, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())

@@ -13,11 +13,12 @@ from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content
 from chorus.memory.files.tensor_file import TensorFile
 
-from .loading import DIMS, LAYERS, WEIGHTS
+from ...tables import TINY_PATHS
+from .loading import WEIGHTS
 
 
 def inspect(path):
-    return inspect_adapter(path, DIMS, LAYERS)
+    return inspect_adapter(path, TINY_PATHS)
 
 
 def content(path):

@@ -10,8 +10,8 @@ from transformers import AutoModel
 
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 
+from ...tables import TINY_PATHS
 from ..fakes import acquire_whole
-from .loading import DIMS, LAYERS
 
 STEMS = ["model.language_model", "language_model.model", "model.text_model", "language_model", ""]
 
@@ -24,7 +24,7 @@ def wrapped(draft, stem):
 
 
 def inspect(path):
-    return inspect_adapter(path, DIMS, LAYERS)
+    return inspect_adapter(path, TINY_PATHS)
 
 
 @pytest.mark.parametrize("stem", STEMS)

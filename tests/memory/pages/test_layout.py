@@ -9,20 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout, page_groups
+from chorus.memory.pages.layout import ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout, page_groups
+from chorus.memory.pages.projections import dense_projections
 from chorus.memory.pages.states import StateShape
 
+from ...tables import LLAMA, llama_table
+
 widths = st.integers(1, 300)
-dims_of_a_model = st.fixed_dictionaries({name: st.tuples(widths, widths) for name in MODULES})
-targets_of_an_adapter = st.sets(st.sampled_from(MODULES), min_size=1)
+dims_of_a_model = st.fixed_dictionaries({name: st.tuples(widths, widths) for name in LLAMA})
+targets_of_an_adapter = st.sets(st.sampled_from(LLAMA), min_size=1)
 itemsizes = st.sampled_from([1, 2, 4])
 
 
 @given(dims_of_a_model, targets_of_an_adapter, itemsizes)
 def test_slab_rows_are_aligned_disjoint_and_inside(dims, targets, itemsize):
-    slab = SlabLayout.build(dims, sorted(targets), itemsize)
+    slab = SlabLayout.build(llama_table(1, dims), sorted(targets), itemsize)
     spans = []
-    for index, name in enumerate(MODULES):
+    for index, name in enumerate(LLAMA):
         starts = (slab.a_offset[index], slab.b_offset[index])
         if name not in targets:
             assert starts == (-1, -1)
@@ -43,7 +46,7 @@ parts_of_an_adapter = st.lists(
         rank=st.integers(1, 70),
         scale=st.just(1.0),
         layers=st.sets(st.integers(0, 3), min_size=1).map(lambda layers: tuple(sorted(layers))),
-        targets=targets_of_an_adapter.map(lambda names: tuple(sorted(names, key=MODULES.index))),
+        targets=targets_of_an_adapter.map(lambda names: tuple(sorted(names, key=LLAMA.index))),
     ),
     min_size=1,
     max_size=4,
@@ -52,7 +55,7 @@ parts_of_an_adapter = st.lists(
 
 @given(dims_of_a_model, parts_of_an_adapter, itemsizes, st.integers(1, 5_000))
 def test_slabs_lie_end_to_end_and_only_the_last_page_has_room(dims, parts, itemsize, page_elems):
-    layout = AdapterLayout.build(parts, dims, 4, page_elems, itemsize)
+    layout = AdapterLayout.build(parts, llama_table(4, dims), page_elems, itemsize)
     spans = []
     for part, place in zip(parts, layout.parts, strict=True):
         assert [layer for layer in range(4) if place.first_elem[layer] >= 0] == list(part.layers)
@@ -69,7 +72,7 @@ def test_slabs_lie_end_to_end_and_only_the_last_page_has_room(dims, parts, items
 
 @given(dims_of_a_model, parts_of_an_adapter, itemsizes, st.integers(1, 5_000))
 def test_the_layers_runs_cover_the_adapter_once(dims, parts, itemsize, page_elems):
-    layout = AdapterLayout.build(parts, dims, 4, page_elems, itemsize)
+    layout = AdapterLayout.build(parts, llama_table(4, dims), page_elems, itemsize)
     runs = sorted(run for layer in range(4) for run in layout.layer_ranges(layer))
     assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
     assert runs[-1][1] == layout.num_elems
@@ -78,23 +81,15 @@ def test_the_layers_runs_cover_the_adapter_once(dims, parts, itemsize, page_elem
 def test_numbers_of_a_known_model():
     """Llama-3.1-8B in bf16: a page of 16 tokens is exactly 2 MiB."""
     hidden, kv, ffn = 4096, 1024, 14336
-    dims = {
-        "q_proj": (hidden, hidden),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (hidden, ffn),
-        "up_proj": (hidden, ffn),
-        "down_proj": (ffn, hidden),
-    }
+    table = dense_projections(32, hidden, ffn, heads=32, kv_heads=8, head_dim=128)
     layout = PageLayout(32, 8, 128, 16, 2)
     assert layout.page_bytes == 2 << 20
     assert layout.block_tokens == 16
     assert [layout.pages_for_tokens(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    slab = SlabLayout.build(dims, ["q_proj", "v_proj"], 2)
+    slab = SlabLayout.build(table, ["q_proj", "v_proj"], 2)
     assert slab.slab_elems == hidden + hidden + hidden + kv
-    part = AdapterPart(16, 1.0, tuple(range(32)), MODULES)
-    adapter = AdapterLayout.build([part], dims, 32, layout.page_elems, layout.itemsize)
+    part = AdapterPart(16, 1.0, tuple(range(32)), LLAMA)
+    adapter = AdapterLayout.build([part], table, layout.page_elems, layout.itemsize)
     assert adapter.num_pages * layout.page_bytes == adapter.num_elems * 2 == 80 << 20, "not a byte is left over"
 
 

@@ -21,6 +21,8 @@ from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
 from chorus.memory.transfers.dma import Dma, open_dma
 from chorus.memory.transfers.host_copies import HostCopies
 
+from ...tables import llama_table
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 NUM_LAYERS = 8
@@ -32,8 +34,7 @@ LAYOUT = AdapterLayout.build(
         AdapterPart(16, 1.0, tuple(range(NUM_LAYERS)), ("q_proj", "down_proj")),
         AdapterPart(5, 1.0, (2, 3, 6), ("q_proj",)),
     ],
-    DIMS,
-    NUM_LAYERS,
+    llama_table(NUM_LAYERS, DIMS),
     PAGE_ELEMS,
     2,
 )

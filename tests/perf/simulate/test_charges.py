@@ -96,7 +96,7 @@ def test_a_shadow_takes_its_pages_from_the_arena():
     found = replica(change=change, **always("a"))
     e2e(found, asked(0, 0.0, 100, "a"))
     stats, geometry = found.engine.stats(), PROFILE.geometry
-    elems = geometry.num_layers * sum(rows * columns for rows, columns in geometry.module_dims.values())
+    elems = geometry.projections.num_weights
     page = found.executor.layout.page_bytes // geometry.itemsize
     assert elems / page <= stats.num_shadow_pages < elems / page + 4 * geometry.num_layers
     assert stats.num_free_pages <= stats.num_pages - stats.num_shadow_pages
