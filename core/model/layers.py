@@ -109,12 +109,13 @@ class AttentionSpec:
     """Scores s become `softcap · tanh(s / softcap)`."""
 
     head_norm: HeadNorm | None = None
-    query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     o_bias: bool = False
 
     output_gate: bool = False
     """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
+
+    query_growth: QueryGrowth | None = None
 
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""

@@ -47,6 +47,8 @@ class Config:
             "q_size": mixer.q_size,
             "kv_size": mixer.kv_size,
             "num_layers": len(self.layers),
+            "attention": mixer,
+            "delta": None,
             "vocab_size": VOCAB,
             "norm": kind.norm,
         }
