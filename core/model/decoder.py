@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, PagedAttention, Scores
-from ...ops.attention_groups import GroupedAttention
+from ...ops.attention import PLAIN, GroupedAttention, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
