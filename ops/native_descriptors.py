@@ -167,6 +167,21 @@ class MergeDescriptor(Structure):
     ]
 
 
+class DeltaDescriptor(Structure):
+    """A step of one layer of Gated DeltaNet: see `native/gated_delta.h`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "rates", "norm")),
+        ("rows", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("qo_indptr", "begins", "conv_in", "recurrent_in", "conv_out", "recurrent_out", "mixed", "out")
+        ),
+    ]
+
+
 class ReadFaultDescriptor(Structure):
     """Why rows of a file were not laid out."""
 
@@ -237,6 +252,7 @@ _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "OffloadDesc": OffloadDescriptor,
     "OffloadWorkerDesc": OffloadWorkerDescriptor,
     "MergeDesc": MergeDescriptor,
+    "DeltaDesc": DeltaDescriptor,
     "ReadFault": ReadFaultDescriptor,
     "Exchange": EXCHANGE,
     "SampleRow": SAMPLE_ROW,

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include "file_rows.h"
+#include "gated_delta.h"
 #include "offload.h"
 #include "sampling.h"
 
@@ -55,6 +56,13 @@ constexpr Field kLayout[] = {
         AT(OffloadWorkerDesc, row), AT(OffloadWorkerDesc, adapters), AT(OffloadWorkerDesc, images), AT(OffloadWorkerDesc, exchanges),
     ALL(MergeDesc), AT(MergeDesc, origin), AT(MergeDesc, to), AT(MergeDesc, group), AT(MergeDesc, layer),
         AT(MergeDesc, parts), AT(MergeDesc, count),
+    ALL(DeltaDesc), NAMED(DeltaDesc, k_heads, shape.k_heads), NAMED(DeltaDesc, v_heads, shape.v_heads),
+        NAMED(DeltaDesc, k_dim, shape.k_dim), NAMED(DeltaDesc, v_dim, shape.v_dim),
+        NAMED(DeltaDesc, conv_size, shape.conv_size), NAMED(DeltaDesc, eps, shape.eps),
+        NAMED(DeltaDesc, taps, weights.conv), NAMED(DeltaDesc, dt_bias, weights.dt_bias),
+        NAMED(DeltaDesc, rates, weights.rates), NAMED(DeltaDesc, norm, weights.norm), AT(DeltaDesc, rows),
+        AT(DeltaDesc, qo_indptr), AT(DeltaDesc, begins), AT(DeltaDesc, conv_in), AT(DeltaDesc, recurrent_in),
+        AT(DeltaDesc, conv_out), AT(DeltaDesc, recurrent_out), AT(DeltaDesc, mixed), AT(DeltaDesc, out),
     ALL(Exchange), AT(Exchange, layer), AT(Exchange, group), AT(Exchange, active),
     ALL(SampleRow), AT(SampleRow, inverse_temperature), AT(SampleRow, u), AT(SampleRow, top_p), AT(SampleRow, min_p), AT(SampleRow, top_k),
         AT(SampleRow, logits), AT(SampleRow, token),
