@@ -36,6 +36,7 @@ GROUPS = (
     (56, (36, 36), True),
     (72, (50,), False),
     (264, (40,), False),
+    (24, (40, 12, 4, 4), False),
 )
 
 #: Ranks of three adapters; a page is a vector, less than a row, or as many as records of places hold.
@@ -78,7 +79,7 @@ class World:
             max_pages=1 << 15,
             max_rank=MAX_RANK,
             max_tiles=64,
-            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK),
+            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=MAX_RANK),
             page_elems=page_elems,
             slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)),
             device=device,

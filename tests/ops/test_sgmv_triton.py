@@ -30,7 +30,7 @@ RANKS = (1, 16, 3, 64, 17, 2, 33, 256, 8, 5, 128, 15, 31, 7, 100, 255, 4, 32, 65
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 #: (inputs, (outputs per module)) of a group of projections that share x; odd widths end within a block.
-GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)))
+GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)), (48, (24, 12, 4, 4)))
 
 #: An adapter's most elements per rank-row.
 SLAB_ELEMS = 200
@@ -209,7 +209,7 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 
 
 def make_tables(page_elems: int) -> SgmvTables:
-    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=256)
+    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256)
     return SgmvTables(
         table_rows=9,
         layers=LAYERS,

@@ -72,6 +72,6 @@ def test_windows(tiny, drive, family):
 @pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
 def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     it = tiny("qwen3.5")
-    driver = drive(it, mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
-    check(it, driver, (None, 30, 4), (None, 7, 9), (None, 7, 5))
+    driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
+    check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
     assert driver.engine.stats().num_async_steps
