@@ -39,7 +39,6 @@ def run_delta(
     channels = state.conv.shape[2]
     after = after or state
     out = torch.empty(len(mixed), v_heads * v_dim)
-    rates = weights.a_log.exp()
     indptr = torch.tensor(qo_indptr, dtype=torch.int32)
     fresh = torch.tensor(begins or [False] * count, dtype=torch.int32)
     step = DeltaDescriptor(
@@ -51,7 +50,7 @@ def run_delta(
         eps=eps,
         taps=_pointer(weights.conv),
         dt_bias=_pointer(weights.dt_bias),
-        rates=_pointer(rates),
+        a_log=_pointer(weights.a_log),
         norm=_pointer(weights.norm),
         rows=count,
         qo_indptr=indptr.data_ptr(),

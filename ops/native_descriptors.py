@@ -122,6 +122,8 @@ class LayerDescriptor(Structure):
         ),
         ("activation", c_int32),
         ("product", c_int32 * 4),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm")),
+        ("state_layer", c_int32),
     ]
 
 
@@ -135,7 +137,10 @@ class ModelDescriptor(Structure):
         ("eps", c_float), ("centered", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
         ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")), ("page_elems", c_int64),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")),
+        ("page_elems", c_int64), ("page_bytes", c_int64),
+        *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
     ]  # fmt: skip
 
 
@@ -162,6 +167,8 @@ class StepDescriptor(Structure):
         ("segment_late", c_void_p),
         ("max_stall_ns", c_int64),
         *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
+        *((name, c_void_p) for name in ("state_read", "state_written", "state_fresh")),
+        ("state_stride", c_int64),
     ]
 
 
@@ -206,7 +213,7 @@ class DeltaDescriptor(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("eps", c_float),
-        *((name, c_void_p) for name in ("taps", "dt_bias", "rates", "norm")),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm")),
         ("rows", c_int32),
         *(
             (name, c_void_p)

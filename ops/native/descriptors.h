@@ -4,6 +4,7 @@
 #include <atomic>
 #include <vector>
 #include "elementwise.h"
+#include "gated_delta.h"
 #include "panels.h"
 #include "sgmv.h"
 
@@ -43,6 +44,8 @@ struct LayerDesc {
     int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;
     int32_t product[kGroups];  // of the model's, by group
+    DeltaWeights delta;  // of a layer with Gated DeltaNet
+    int32_t state_layer;  // its place among such layers
 };
 
 struct ModelDesc {
@@ -56,7 +59,10 @@ struct ModelDesc {
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
     const float* norm;  // [hidden]
     void* arena;
-    int64_t page_elems;
+    int64_t page_elems, page_bytes;
+    int32_t output_gate;  // 1: each head's query is followed by a gate of its output
+    DeltaShape delta;  // without heads where no layer has Gated DeltaNet
+    int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
 };
 
 class Ranks;
@@ -108,6 +114,10 @@ struct StepDesc {
         samples;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
     const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
     const OffloadDesc* offloaded;  // null: nothing is
+    const int64_t *state_read,
+        *state_written;  // [rows, state_stride]: pages of each row's state before and after the step
+    const uint8_t* state_fresh;  // [rows]: 1: the row begins with a state of zeros
+    int64_t state_stride;
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

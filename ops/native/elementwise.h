@@ -154,6 +154,19 @@ inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
     }
 }
 
+// x · sigmoid(gate)
+//
+//   gate  [n] float32
+//   x     [n]: changed
+template <class T>
+inline void apply_gate(const float* gate, int n, T* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats e = exp16(min(floats(88.0f), floats(0) - load16(gate + i, here)));
+        store16(x + i, load16(x + i, here) / (floats(1.0f) + e), here);
+    }
+}
+
 enum Activation : int32_t { kSilu, kGelu };
 
 template <class T>

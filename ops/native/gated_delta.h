@@ -28,7 +28,7 @@ struct DeltaShape {
 // What a layer has besides its projections.
 struct DeltaWeights {
     const float* conv;  // [conv_size, channels]: factors of a token's inputs, of the oldest first; null: no such layer
-    const float *dt_bias, *rates;  // [v_heads]; rates: exp(A_log)
+    const float *dt_bias, *a_log;  // [v_heads]
     const float* norm;  // [v_dim]
 };
 
@@ -203,10 +203,11 @@ class GatedDelta {
     // Of each token, how much of a head's state is kept, and how much of a new value enters it.
     void find_gates(const DeltaWeights& w, DeltaRow row, int v_head, Rows<const float> mixed) {
         const int b = s_.channels() + s_.v_size() + v_head, a = b + s_.v_heads;
+        const float rate = std::exp(w.a_log[v_head]);
         for (int t = row.first; t < row.first + row.tokens; t++) {
             const float x = mixed[t][a] + w.dt_bias[v_head];
             const float softplus = x > 20 ? x : std::log1p(std::exp(x));
-            gates()[t][2 * v_head] = std::exp(-w.rates[v_head] * softplus);
+            gates()[t][2 * v_head] = std::exp(-rate * softplus);
             gates()[t][2 * v_head + 1] = 1 / (1 + std::exp(-mixed[t][b]));
         }
     }
