@@ -10,8 +10,8 @@ import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32, c_void_p
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,8 +28,10 @@ from .native_descriptors import (
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
+    ProductShape,
     SegmentsDescriptor,
     StepDescriptor,
+    described_products,
 )
 from .native_library import library
 from .ranks import Ranks
@@ -104,6 +106,41 @@ class LayerValues:
     residual_multiplier: float = 1.0
     activation: Activation = Activation.SILU
 
+    state_layer: int = 0
+    """Of a layer with Gated DeltaNet: its place among such layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDelta:
+    """Shapes of a model's Gated DeltaNet, and where states are in their pages: see `memory.pages.states`."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_size: int
+    delta_eps: float
+    convs_per_page: int
+    heads_per_page: int
+    conv_pages: int
+
+
+class NativeStates(Protocol):
+    """Pages of the states of a step's sequences; see `core.model.paged_states`."""
+
+    @property
+    def read(self) -> torch.Tensor:
+        """`[sequences, pages]` int64."""
+        ...
+
+    @property
+    def written(self) -> torch.Tensor: ...
+
+    @property
+    def fresh(self) -> torch.Tensor:
+        """`[sequences]` bool: those that begin with a state of zeros."""
+        ...
+
 
 @dataclass(slots=True)
 class NativeModel:
@@ -123,6 +160,10 @@ class NativeModel:
     eps: float
     layers: Sequence[Any]
     values: Sequence[LayerValues]
+    products: Sequence[ProductShape]
+    """The different products of the layers."""
+    product_of: Sequence[Sequence[int]]
+    """Indices in `products`, by layer and group."""
     positions: int
     embed: torch.Tensor
     """`[vocab, hidden]`."""
@@ -142,6 +183,12 @@ class NativeModel:
     """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
 
     page_groups: int = 1
+
+    output_gate: bool = False
+    """Each head's query is followed by a gate of its output."""
+
+    delta: NativeDelta | None = None
+    """None: no layer has Gated DeltaNet."""
 
 
 class NativeRows:
@@ -179,8 +226,12 @@ def check_step(
         ("page that is read", read, len(model.arena)),
         ("token that has logits", logit_tokens, len(token_ids)),
     ):
-        if len(wrong := values[(values < 0) | (values >= limit)]):
-            raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
+        _check(name, values, limit)
+
+
+def _check(name: str, values: torch.Tensor, limit: int) -> None:
+    if len(wrong := values[(values < 0) | (values >= limit)]):
+        raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
 
 
 class _LogitsRoom:
@@ -214,15 +265,18 @@ class NativeDecoder:
             WeakKeyDictionary()
         )
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
-        layers = _described_layers(model.layers, model.values)
+        layers = _described_layers(model.layers, model)
         description = ModelDescriptor(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
             head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
-            page_groups=model.page_groups, eps=model.eps,
+            page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
+            products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
+            page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
+            **({} if model.delta is None else asdict(model.delta)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
@@ -253,6 +307,7 @@ class NativeDecoder:
         max_stall: float = 0.0,
         prompt_logprob_tokens: torch.Tensor | None = None,
         merged: bool = False,
+        states: NativeStates | None = None,
     ) -> torch.Tensor:
         """Compute a step and write its KV; return logits `[kept, vocab]` float32, in memory that the next step
         overwrites.
@@ -261,7 +316,7 @@ class NativeDecoder:
         logit_tokens: `[logits]` int64, the tokens to compute logits for; `kept` names those to return, None: all.
         prompt_logprob_tokens: `[logprobs]` int64, the tokens for
         which `prompt_logits` computes logits afterwards. max_stall: total seconds to wait for adapters being loaded.
-        merged: use the weights of `use_merged`.
+        merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet.
 
         Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
         +inf) or, for tokens in `row_params`, a sampled one. Logits that sampling needs and that were not kept are
@@ -308,6 +363,8 @@ class NativeDecoder:
             rows_to_sample = np.zeros(wanted, sampled.dtype)
             rows_to_sample[list(self.row_params)] = sampled
         step.samples = None if rows_to_sample is None else rows_to_sample.ctypes.data
+        if self._model.delta is not None:
+            self._set_states(states, len(rows.kv_lens))
         step.max_stall_ns = int(max_stall * 1e9)
         step.layer = ctypes.addressof(self._merged[0]) if merged else None
         step.offloaded = None if offloaded is None else offloaded.address
@@ -339,12 +396,24 @@ class NativeDecoder:
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = MergeDescriptor(_pointer(origin), _pointer(out), group, layer, ctypes.addressof(parts), len(rows))
+        product = self._model.product_of[layer][group]
+        merge = MergeDescriptor(_pointer(origin), _pointer(out), product, layer, ctypes.addressof(parts), len(rows))
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:
         """Have steps that say so take these layers' weights in place of the model's; None: there are none."""
-        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model.values), layers)
+        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model), layers)
+
+    def _set_states(self, states: NativeStates | None, count: int) -> None:
+        """Describe the states of a step's sequences, which are `count`."""
+        if states is None or len(states.fresh) != count:
+            raise RuntimeError(f"a step of {count} sequences has no states for them")
+        if CHECKS_STEPS:
+            for pages in (states.read, states.written):
+                _check("page of a state", pages, len(self._model.arena))
+        step = self._step
+        step.state_read, step.state_written = _pointer(states.read), _pointer(states.written)
+        step.state_fresh, step.state_stride = _pointer(states.fresh), states.read.shape[1]
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments, once for all steps with the same ones; return the offloaded ones."""
@@ -438,10 +507,10 @@ def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
     return logits.data_ptr(), 4 * logits.stride(0)
 
 
-def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> Any:
+def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
-    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, values, strict=True)):
+    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
         for name in LAYER_WEIGHTS:
             setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
         for field in fields(own):
@@ -449,6 +518,10 @@ def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> A
                 setattr(descriptor, field.name, getattr(own, field.name))
         descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
+        descriptor.product[:] = model.product_of[index]
+        if (delta := layer.delta) is not None:
+            descriptor.taps, descriptor.dt_bias = _pointer(delta.conv), _pointer(delta.dt_bias)
+            descriptor.a_log, descriptor.delta_norm = _pointer(delta.a_log), _pointer(delta.norm)
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
     return descriptors

@@ -12,7 +12,7 @@ from chorus.graphs.runner import StepMode
 from .merging.test_merged import merge
 from .tiny_families import ADAPTERS, HYBRIDS
 
-pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch"])]
+pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
 
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
