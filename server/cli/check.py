@@ -118,7 +118,10 @@ def _differences(manifest: AdapterManifest) -> list[str]:
         base = shown(manifest.base_model)
         reasons.append(f"it was trained on {base}, which is not this model; --strict-base would refuse it")
     if manifest.num_left_out:
-        reasons.append(f"{manifest.num_left_out} of its tensors are of a vision tower, which has no effect on text")
+        reasons.append(
+            f"{manifest.num_left_out} of its tensors are outside the text model, such as in a vision tower, "
+            "and have no effect on text"
+        )
     if manifest.no_effect:
         reasons.append("it has no effect: all of its B, or all of its A, or its alpha is zero")
     return reasons
