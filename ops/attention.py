@@ -213,6 +213,34 @@ class PagedAttention:
         return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
 
 
+class GroupedAttention:
+    """Plans a step for every page group; a layer runs the attention of its group."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, groups: Sequence[Attention]) -> None:
+        self._groups = groups
+
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """See `PagedAttention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block."""
+        count = len(self._groups)
+        if count == 1:
+            self._groups[0].plan(qo_indptr, page_table, kv_lens, tables)
+            return
+        for index, attention in enumerate(self._groups):
+            attention.plan(qo_indptr, page_table[:, index::count], kv_lens)
+
+    def of(self, group: int) -> Attention:
+        """The attention of a group."""
+        return self._groups[group]
+
+
 class _Prefill:
     """A row with more than one token. tokens: its last tokens of `kv_len`, among the step's; pages: that hold them."""
 

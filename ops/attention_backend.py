@@ -5,14 +5,14 @@ Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from .attention import PLAIN, Attention, PagedAttention, Scores
+from .attention import PLAIN, Attention, GroupedAttention, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
@@ -86,6 +86,27 @@ class TorchBackend:
 
     def decode(self, bucket: int) -> PagedAttention:
         return PagedAttention(*self._shape)
+
+
+class GroupedBackend:
+    """The backends of a model's page groups, as one."""
+
+    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
+        """backends: of each group; groups with equal windows may share one."""
+        self._backends = backends
+        distinct = list(dict.fromkeys(backends))
+        self.name = ", ".join(dict.fromkeys(each.name for each in distinct))
+        self.reason = "; ".join(dict.fromkeys(each.reason for each in distinct))
+        self.fix = "; ".join(dict.fromkeys(each.fix for each in distinct if each.fix))
+        self.captures = all(each.captures for each in distinct)
+
+    def ragged(self) -> GroupedAttention:
+        """See `AttentionBackend.ragged`."""
+        return GroupedAttention([each.ragged() for each in self._backends])
+
+    def decode(self, bucket: int) -> GroupedAttention:
+        """See `AttentionBackend.decode`."""
+        return GroupedAttention([each.decode(bucket) for each in self._backends])
 
 
 def choose_attention(

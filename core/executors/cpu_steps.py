@@ -17,7 +17,7 @@ from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
-from ...ops.attention_groups import GroupedAttention
+from ...ops.attention import GroupedAttention
 from ...ops.native import NativeRows
 from ...ops.sampling import TorchSampling, greedy
 from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch

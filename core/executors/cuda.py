@@ -19,8 +19,7 @@ from ...memory.pages.arena import Arena
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
-from ...ops.attention_backend import AttentionUnavailable, choose_attention
-from ...ops.attention_groups import GroupedBackend
+from ...ops.attention_backend import AttentionUnavailable, GroupedBackend, choose_attention
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of

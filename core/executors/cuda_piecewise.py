@@ -14,7 +14,7 @@ from ...graphs.buffers import num_columns, split_columns
 from ...graphs.device import CudaDevice
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
-from ...ops.attention_groups import GroupedAttention
+from ...ops.attention import GroupedAttention
 from ..model.batch import StepBatch, StepStates, column_width
 from ..model.decoder import DecoderModel
 from ..model.layer import Residual

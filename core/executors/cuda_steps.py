@@ -20,7 +20,8 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...memory.pages.states import StateSlots
-from ...ops.attention_groups import GroupedAttention, GroupedBackend
+from ...ops.attention import GroupedAttention
+from ...ops.attention_backend import GroupedBackend
 from ...ops.ranks import Collectives
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig

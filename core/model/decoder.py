@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, PagedAttention, Scores
-from ...ops.attention_groups import GroupedAttention
+from ...ops.attention import PLAIN, GroupedAttention, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
@@ -91,11 +90,7 @@ class DecoderModel:
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        kept: Pack | None = None
-        if packs:
-            kept = lambda weight: pack(weight.float())  # noqa: E731
-        elif device.type != "cpu":  # on a CPU what was read is kept; a GPU's is read into the same host memory
-            kept = lambda weight: weight.to(device)  # noqa: E731
+        kept = _kept(device, packs=packs)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
@@ -106,23 +101,15 @@ class DecoderModel:
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
         self._norms = [_head_norms(layer, config.norm) for layer in self.layers]
         self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
-        self._scores = [
-            PLAIN if layer.attention is None else scores_of(layer.attention, max_model_len) for layer in config.layers
-        ]
+        self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.prompt_hidden: torch.Tensor | None = None
         """Normalised states of the last step's prompt-logprob tokens; to be reset before a captured step, which has
         none.
         """
-        self._ropes = [None if layer.attention is None else layer.attention.rope for layer in config.layers]
-        self._rotary = {
-            rope: RotaryEmbedding(
-                rope.inverse_frequencies(), max_model_len, dtype, device,
-                factor=rope.attention_factor, interleaved=rope.interleaved,
-            )
-            for rope in dict.fromkeys(self._ropes)
-            if rope is not None
-        }  # fmt: skip
+        self._ropes = [layer.rope for layer in config.layers]
+        ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
+        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
         growth = config.attention.query_growth
         self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
 
@@ -377,10 +364,25 @@ def kv_index(config: ModelConfig) -> list[int]:
     return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
 
 
-def scores_of(mixer: AttentionSpec, max_model_len: int) -> Scores:
-    """How a layer's attention makes weights of scores; PLAIN where it does what most models do. A window that no
-    request can leave is none.
+def _kept(device: torch.device, *, packs: bool) -> Pack | None:
+    """What is done with a projection that was read; None: it is kept as it is."""
+    if packs:
+        return lambda weight: pack(weight.float())
+    return None if device.type == "cpu" else lambda weight: weight.to(device)  # a GPU's are read into the same memory
+
+
+def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
+    frequencies = rope.inverse_frequencies()
+    factor, interleaved = rope.attention_factor, rope.interleaved
+    return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
+
+
+def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
+    """How a layer's attention makes weights of scores; PLAIN where it does what most models do, or has no attention. A
+    window that no request can leave is none.
     """
+    if mixer is None:
+        return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
     found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap)
     return PLAIN if found == PLAIN else found

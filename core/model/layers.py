@@ -236,6 +236,11 @@ class LayerSpec:
         return self.mixer if isinstance(self.mixer, AttentionSpec) else None
 
     @property
+    def rope(self) -> RopeConfig | None:
+        """The rope of its attention, if it has either."""
+        return self.mixer.rope if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
     def delta(self) -> GatedDeltaSpec | None:
         """The mixer, if it is Gated DeltaNet."""
         return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None

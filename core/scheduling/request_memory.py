@@ -48,9 +48,8 @@ class RequestMemory:
     may_swap: Callable[[], bool]
     arriving: list[Request] = field(default_factory=list)
 
-    @property
-    def block_tokens(self) -> int:
-        return self.layout.block_tokens
+    def __post_init__(self) -> None:
+        self.block_tokens = self.layout.block_tokens
 
     @property
     def num_available_pages(self) -> int:

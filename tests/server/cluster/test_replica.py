@@ -27,7 +27,7 @@ from chorus.server.engine.worker import EngineWorker
 from tests.server.conftest import EOS, FakeEngine, FakeStore
 
 SECRET = b"s" * 32
-HELLO = Hello(ModelIdentity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1)
+HELLO = Hello(ModelIdentity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1 / 16, 1)
 
 
 class Engine(FakeEngine):
