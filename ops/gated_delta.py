@@ -17,12 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad, silu, softplus
 
 from .attention import count_prefills
+
+
+@cache
+def _kernels() -> ModuleType:
+    from . import gated_delta_triton  # needs triton
+
+    return gated_delta_triton
+
+
+def _uses_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
 
 CHUNK = 64
 """Tokens of a prompt that are computed at once, as in transformers."""
@@ -72,27 +86,40 @@ def gated_delta(
     A sequence doesn't depend on the others. One token takes the recurrent form, several take the chunked form, so how
     a prompt is cut changes rounding.
     """
-    v_heads, _, v_dim = state.recurrent.shape[1:]
-    channels = state.conv.shape[2]
     count = len(state.conv)
     prefills = count_prefills(qo_indptr, count)
-    first_decode = qo_indptr[prefills]
-    rows = mixed.float()
-    attended = torch.empty(len(mixed), v_heads, v_dim, dtype=torch.float32, device=mixed.device)
-    for index in range(prefills):
-        tokens, own = slice(qo_indptr[index], qo_indptr[index + 1]), state.of(slice(index, index + 1))
-        inputs = _inputs(_convolved(rows[tokens, :channels], weights.conv, own.conv), rows[tokens], weights, own)
-        attended[tokens] = _chunked(inputs, own.recurrent[0])
+    first = qo_indptr[prefills]
+    parts = [
+        _prompt(mixed[qo_indptr[index] : qo_indptr[index + 1]], weights, state.of(slice(index, index + 1)), eps)
+        for index in range(prefills)
+    ]
     if prefills < count:
-        decodes = state.of(slice(prefills, count))
-        tokens = rows[first_decode : first_decode + count - prefills]
-        inputs = _inputs(_convolved_tokens(tokens[:, :channels], weights.conv, decodes.conv), tokens, weights, decodes)
-        attended[first_decode : first_decode + count - prefills] = _recurrent(inputs, decodes.recurrent)
-    z = rows[:, channels : channels + v_heads * v_dim].unflatten(1, (v_heads, v_dim))
-    return _gated_norm(attended, z, weights.norm, eps).flatten(1).to(mixed.dtype)
+        parts.append(_tokens(mixed[first : first + count - prefills], weights, state.of(slice(prefills, count)), eps))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-class _Inputs(NamedTuple):
+def _prompt(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: float) -> torch.Tensor:
+    """Several tokens of one sequence."""
+    rows = mixed.float()
+    convolved = _convolved(rows[:, : state.conv.shape[2]], weights.conv, state.conv)
+    inputs = _inputs(convolved, rows, weights, state)
+    recurrent = state.recurrent[0]
+    attended = _kernels().chunked(*inputs, recurrent) if _uses_kernels(mixed) else chunked(inputs, recurrent)
+    return _gated_norm(attended, rows, weights.norm, eps).to(mixed.dtype)
+
+
+def _tokens(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: float) -> torch.Tensor:
+    """One token of each sequence."""
+    if _uses_kernels(mixed):
+        parts = weights.conv, weights.dt_bias, weights.a_log, weights.norm
+        return _kernels().step(mixed, *parts, state.conv, state.recurrent, eps)
+    rows = mixed.float()
+    convolved = _convolved_tokens(rows[:, : state.conv.shape[2]], weights.conv, state.conv)
+    attended = _recurrent(_inputs(convolved, rows, weights, state), state.recurrent)
+    return _gated_norm(attended, rows, weights.norm, eps).to(mixed.dtype)
+
+
+class DeltaInputs(NamedTuple):
     """What the delta rule takes."""
 
     q: torch.Tensor
@@ -130,7 +157,7 @@ def _weighted(inputs: Sequence[torch.Tensor], taps: torch.Tensor) -> torch.Tenso
     return silu(total)
 
 
-def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, state: DeltaState) -> _Inputs:
+def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, state: DeltaState) -> DeltaInputs:
     """What the delta rule takes of tokens. convolved: `[tokens, channels]`; rows: `[tokens, …]` of the projection."""
     v_heads, k_dim, v_dim = state.recurrent.shape[1:]
     k_size = (convolved.shape[1] - v_heads * v_dim) // 2
@@ -140,7 +167,7 @@ def _inputs(convolved: torch.Tensor, rows: torch.Tensor, weights: DeltaWeights, 
     q, k = ((q * k_dim**-0.5).repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1))
     b, a = rows[:, -2 * v_heads :].chunk(2, dim=1)
     log_decay = -weights.a_log.exp() * softplus(a + weights.dt_bias)
-    return _Inputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, b.sigmoid())
+    return DeltaInputs(q, k, v.unflatten(1, (v_heads, v_dim)), log_decay, b.sigmoid())
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +175,7 @@ def _normalised(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def _recurrent(inputs: _Inputs, state: torch.Tensor) -> torch.Tensor:
+def _recurrent(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
     """One token of each sequence: `[sequences, v_heads, v_dim]`. state: `[sequences, v_heads, k_dim, v_dim]`."""
     q, k, v, log_decay, beta = inputs
     state *= log_decay.exp()[..., None, None]
@@ -157,7 +184,7 @@ def _recurrent(inputs: _Inputs, state: torch.Tensor) -> torch.Tensor:
     return (state * q[..., None]).sum(-2)
 
 
-def _chunked(inputs: _Inputs, state: torch.Tensor) -> torch.Tensor:
+def chunked(inputs: DeltaInputs, state: torch.Tensor) -> torch.Tensor:
     """One sequence's tokens; returns `[tokens, v_heads, v_dim]`. state: `[v_heads, k_dim, v_dim]`.
 
     Within a chunk, with the decay D[i, j] = exp(Σ log decays of j + 1 … i) for j <= i, and 0 for others, the tokens'
@@ -195,6 +222,9 @@ def _in_chunks(x: torch.Tensor, chunks: int) -> torch.Tensor:
     return x.unflatten(1, (chunks, CHUNK)).contiguous()
 
 
-def _gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x, z: `[tokens, v_heads, v_dim]`."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight * silu(z)
+def _gated_norm(x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: `[tokens, v_heads, v_dim]`; rows: `[tokens, …]` of the projection, with z behind the channels."""
+    v_heads, v_dim = x.shape[1:]
+    z = rows[:, -v_heads * (v_dim + 2) : -2 * v_heads].unflatten(1, (v_heads, v_dim))
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight * silu(z)
+    return x.flatten(1)

@@ -55,7 +55,7 @@ struct NextState {
     CHORUS_INLINE void fetch() {
         if (!at) return;
 #pragma GCC unroll 8
-        for (int i = 0; i < LINES; i++) prefetch_later(at + i * kLanes);
+        for (int i = 0; i < LINES; i++) prefetch(at + i * kLanes);
         at += LINES * kLanes;
     }
 };
@@ -222,7 +222,8 @@ class GatedDelta {
             state.in = state.out;
         }
         // A prompt's tokens read what the token before has written.
-        const bool streams = row.tokens == 1 && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
+        const bool streams =
+            row.tokens == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
         auto run = [&](auto count, int at) {
             const int c = at * kLanes;
             const Head last = head_of(std::min(kLanes, v_dim - c - (count() - 1) * kLanes));

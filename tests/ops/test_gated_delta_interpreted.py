@@ -1,0 +1,100 @@
+"""The kernels of Gated DeltaNet, interpreted, against their torch paths.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from chorus.ops import gated_delta as torch_path
+from chorus.ops import gated_delta_triton as kernels
+from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
+
+#: heads of keys and of values, their widths, and what the convolution sees
+SHAPES = [(1, 2, 16, 16, 4), (2, 2, 24, 40, 3), (1, 3, 32, 64, 2)]
+EPS = 1e-6
+TOLERANCE = {"rtol": 5e-4, "atol": 5e-5}
+
+
+class Layer:
+    """Random weights, states and rows."""
+
+    def __init__(self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        self.channels = 2 * k_heads * k_dim + v_heads * v_dim
+        self.shapes = (conv_size - 1, self.channels), (v_heads, k_dim, v_dim)
+        self.width = self.channels + v_heads * v_dim + 2 * v_heads
+        self.weights = DeltaWeights(
+            self.normal(conv_size, self.channels),
+            self.normal(v_heads),
+            self.normal(v_heads),
+            1 + 0.2 * self.normal(v_dim),
+        )
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._random)
+
+    def state(self, sequences: int) -> DeltaState:
+        return DeltaState(*(self.normal(sequences, *shape) for shape in self.shapes))
+
+
+def copy(state: DeltaState) -> DeltaState:
+    return DeltaState(state.conv.clone(), state.recurrent.clone())
+
+
+def assert_close(one: DeltaState, other: DeltaState) -> None:
+    torch.testing.assert_close(one.conv, other.conv, rtol=0, atol=0)
+    torch.testing.assert_close(one.recurrent, other.recurrent, **TOLERANCE)
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def layer(request) -> Layer:
+    return Layer(*request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spare", [0, 3], ids=["whole", "strided"])
+def test_a_decode_step_is_torchs(layer, dtype, spare):
+    mixed = layer.normal(3, layer.width + spare).to(dtype)[:, : layer.width]
+    state = layer.state(3)
+    want_state, weights = copy(state), layer.weights
+    want = gated_delta(mixed, weights, want_state, range(4), EPS)
+    got = kernels.step(
+        mixed, weights.conv, weights.dt_bias, weights.a_log, weights.norm, state.conv, state.recurrent, EPS
+    )
+    assert got.dtype == dtype
+    rounding = {"rtol": 2e-2, "atol": 1e-4} if dtype == torch.bfloat16 else TOLERANCE
+    torch.testing.assert_close(got, want, **rounding)
+    assert_close(state, want_state)
+
+
+@pytest.mark.parametrize("tokens", [2, 64, 70])
+def test_the_delta_rule_of_a_prompt_is_torchs(layer, tokens):
+    v_heads, k_dim, v_dim = layer.shapes[1]
+    q, k = (torch.nn.functional.normalize(layer.normal(tokens, v_heads, k_dim), dim=-1) for _ in range(2))
+    inputs = torch_path.DeltaInputs(
+        q, k, layer.normal(tokens, v_heads, v_dim), -layer.normal(tokens, v_heads).exp(),
+        layer.normal(tokens, v_heads).sigmoid(),
+    )  # fmt: skip
+    state = layer.state(1).recurrent[0]
+    want_state = state.clone()
+    want = torch_path.chunked(inputs, want_state)
+    torch.testing.assert_close(kernels.chunked(*inputs, state), want, **TOLERANCE)
+    torch.testing.assert_close(state, want_state, **TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (66, 3), (20, 1, 1)])
+def test_a_step_of_a_gpu_is_torchs(layer, monkeypatch, lengths):
+    """Prompts by chunks, and the sequences of one token behind them in one launch."""
+    mixed, state = layer.normal(sum(lengths), layer.width), layer.state(len(lengths))
+    want_state = copy(state)
+    indptr: Sequence[int] = [0, *itertools.accumulate(lengths)]
+    want = gated_delta(mixed, layer.weights, want_state, indptr, EPS)
+    monkeypatch.setattr(torch_path, "_uses_kernels", lambda _: True)
+    torch.testing.assert_close(gated_delta(mixed, layer.weights, state, indptr, EPS), want, **TOLERANCE)
+    assert_close(state, want_state)
