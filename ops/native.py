@@ -28,8 +28,10 @@ from .native_descriptors import (
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
+    ProductShape,
     SegmentsDescriptor,
     StepDescriptor,
+    described_products,
 )
 from .native_library import library
 from .ranks import Ranks
@@ -120,6 +122,10 @@ class NativeModel:
     eps: float
     layers: Sequence[Any]
     values: Sequence[LayerValues]
+    products: Sequence[ProductShape]
+    """The different products of the layers."""
+    product_of: Sequence[Sequence[int]]
+    """Indices in `products`, by layer and group."""
     positions: int
     embed: torch.Tensor
     """`[vocab, hidden]`."""
@@ -211,13 +217,14 @@ class NativeDecoder:
             WeakKeyDictionary()
         )
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
-        layers = _described_layers(model.layers, model.values)
+        layers = _described_layers(model.layers, model)
         description = ModelDescriptor(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
             head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
-            page_groups=model.page_groups, eps=model.eps,
+            page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
+            products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
         )  # fmt: skip
@@ -336,12 +343,13 @@ class NativeDecoder:
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = MergeDescriptor(_pointer(origin), _pointer(out), group, layer, ctypes.addressof(parts), len(rows))
+        product = self._model.product_of[layer][group]
+        merge = MergeDescriptor(_pointer(origin), _pointer(out), product, layer, ctypes.addressof(parts), len(rows))
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:
         """Have steps that say so take these layers' weights in place of the model's; None: there are none."""
-        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model.values), layers)
+        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model), layers)
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments, once for all steps with the same ones; return the offloaded ones."""
@@ -435,16 +443,17 @@ def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
     return logits.data_ptr(), 4 * logits.stride(0)
 
 
-def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> Any:
+def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
-    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, values, strict=True)):
+    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
         for name in LAYER_WEIGHTS:
             setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
         for field in fields(own):
             if field.name not in ("cos", "sin", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
+        descriptor.product[:] = model.product_of[index]
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
     return descriptors

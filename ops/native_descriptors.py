@@ -8,7 +8,8 @@ Tests: tests/ops/test_native_layout.py
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -42,6 +43,36 @@ class AdapterDescriptor(Structure):
         ("a_offset", c_int32 * MAX_MODULES),
         ("b_offset", c_int32 * MAX_MODULES),
     ]
+
+
+MAX_TARGETS = 4
+"""Most projections of a product: kMaxTargets in descriptors.h."""
+
+#: A product of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
+ProductShape = tuple[int, int, Sequence[tuple[int, int, int]]]
+
+
+class ProductDescriptor(Structure):
+    """A product of layers."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("group", "inputs", "count")),
+        ("targets", c_int32 * (3 * MAX_TARGETS)),
+    ]
+
+
+def described_products(products: Sequence[ProductShape]) -> Array[ProductDescriptor]:
+    """Products in the library's form."""
+    found = (ProductDescriptor * len(products))()
+    for descriptor, (group, inputs, modules) in zip(found, products, strict=True):
+        if len(modules) > MAX_TARGETS or any(module >= MAX_MODULES for module, _, _ in modules):
+            raise ValueError(
+                f"a product has the modules {[module for module, _, _ in modules]}; the native library has room for "
+                f"{MAX_TARGETS} of a product, with ids below {MAX_MODULES}"
+            )
+        descriptor.group, descriptor.inputs, descriptor.count = group, inputs, len(modules)
+        descriptor.targets[: 3 * len(modules)] = [value for module in modules for value in module]
+    return found
 
 
 class Activation(IntEnum):
@@ -90,6 +121,7 @@ class LayerDescriptor(Structure):
             )
         ),
         ("activation", c_int32),
+        ("product", c_int32 * 4),
     ]
 
 
@@ -99,10 +131,10 @@ class ModelDescriptor(Structure):
     _fields_ = [
         *((name, c_int32) for name in
           ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
-           "page_groups")),
+           "page_groups", "num_products")),
         ("eps", c_float), ("centered", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
-        ("layer", POINTER(LayerDescriptor)),
+        ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")), ("page_elems", c_int64),
     ]  # fmt: skip
 
@@ -147,20 +179,21 @@ class OffloadWorkerDescriptor(Structure):
     """A step's segments, for an offload worker that computes a share of them."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
+        *((name, c_int32) for name in ("num_products", "first", "last")),
         ("count", c_int64),
         ("page_elems", c_int64),
+        ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("row", "adapters", "images", "exchanges")),
     ]
 
 
 class MergeDescriptor(Structure):
-    """A group of a layer's projections, and the adapter parts to add."""
+    """A product of a layer, and the adapter parts to add."""
 
     _fields_ = [
         ("origin", c_void_p),
         ("to", c_void_p),
-        ("group", c_int32),
+        ("product", c_int32),
         ("layer", c_int32),
         ("parts", c_void_p),
         ("count", c_int64),
@@ -217,7 +250,7 @@ LOGPROB_ROW = np.dtype(
 )
 EXCHANGE = np.dtype(
     {
-        "names": ["layer", "group", "active"],
+        "names": ["layer", "product", "active"],
         "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)],
         "offsets": [0, 4, 8],
         "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
@@ -231,6 +264,7 @@ SPAN = _numbers("start", "end")
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor,
     "LayerDesc": LayerDescriptor,
+    "ProductDesc": ProductDescriptor,
     "ModelDesc": ModelDescriptor,
     "Segments": SegmentsDescriptor,
     "StepDesc": StepDescriptor,

@@ -226,10 +226,7 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
 
 def lora_groups(projections: Projections) -> list[list[tuple[tuple[int, int, int], ...]]]:
     """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
-    return [
-        [projections.products[projections.product(layer, group)].modules for group in Group]
-        for layer in range(projections.num_layers)
-    ]
+    return [[projections.products[index].modules for index in layer] for layer in projections.product_of]
 
 
 class RowPlan(Protocol):

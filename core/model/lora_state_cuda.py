@@ -68,7 +68,7 @@ class StepOffload(Protocol):
         """Send them their rows of x."""
         ...
 
-    def collect(self, group: int, y: torch.Tensor, /) -> None:
+    def collect(self, group: int, y: torch.Tensor, layer: int, /) -> None:
         """Add their LoRA terms to y."""
         ...
 
@@ -105,9 +105,7 @@ class CudaLoraState(LoraState):
         self._projections = config.projections
         self.products = config.projections.products
         """The different products of the model's layers."""
-        self.product_of = [
-            [config.projections.product(layer, group) for group in Group] for layer in range(config.num_layers)
-        ]
+        self.product_of = config.projections.product_of
         """Indices in `products`, by layer and group."""
         parts, widest = self._whole(self.max_rank)
         self._usual_parts = len(parts)
@@ -422,7 +420,7 @@ class LoraLaunches:
             y, x, layer, tiles=self._tiles, num_tiles=self.num_tiles, tokens=self._tokens, compile_only=compile_only
         )
         if (offloaded := self._state.offloaded) is not None:
-            offloaded.collect(group, y)
+            offloaded.collect(group, y, layer)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
         """Multiply with A only; return None if a row's adapters are added in passes, or tiles hold more than one

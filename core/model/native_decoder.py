@@ -70,6 +70,7 @@ class NativeDecoderModel:
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
             layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout),
+            products=config.projections.products, product_of=config.projections.product_of,
             positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
@@ -228,10 +229,9 @@ class PackedWeights:
 
 def projection_shapes(config: ModelConfig, shard: Shard = WHOLE) -> list[tuple[int, int]]:
     """(out, in) features of a rank's packed projections: of every layer, and of the head."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    layer = [(config.q_size + 2 * config.kv_size, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
-    tokens = shard.of_vocab(config)
-    return [*(layer * config.num_layers), (tokens.stop - tokens.start, hidden)]
+    projections, tokens = config.projections, shard.of_vocab(config)
+    products = [projections.products[index] for layer in projections.product_of for index in layer]
+    return [*((each.outputs, each.inputs) for each in products), (tokens.stop - tokens.start, config.hidden_size)]
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:

@@ -116,10 +116,6 @@ class Projections:
         """The layers that have a projection."""
         return self._layers_of[name]
 
-    def product(self, layer: int, group: int) -> int:
-        """The index in `products` of a layer's group."""
-        return self._products[1][layer][group]
-
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -133,6 +129,11 @@ class Projections:
     def products(self) -> tuple[Product, ...]:
         """The different products of all layers. ValueError if a group has no common input."""
         return self._products[0]
+
+    @property
+    def product_of(self) -> tuple[tuple[int, ...], ...]:
+        """Indices in `products`, by layer and group."""
+        return self._products[1]
 
     @cached_property
     def num_weights(self) -> int:

@@ -87,7 +87,7 @@ class Decoder final : public AnyDecoder {
 
     float merge(const MergeDesc& desc) override {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
-        return merge_.run(desc, projections_.groups(), arena);
+        return merge_.run(desc, projections_.products(), arena);
     }
 
     void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs) override {
@@ -115,15 +115,18 @@ class Decoder final : public AnyDecoder {
 
     int q_size() const { return m_.heads * m_.head_dim; }
     int kv_size() const { return m_.kv_heads * m_.head_dim; }
-    int outputs(Group g) const { return projections_.groups().outputs[g]; }
+    int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const size_t tokens = std::max(step.tokens, step.logits_wanted + step.prompt_logits_wanted);
-        const int qkv = outputs(kQkv);
         projections_.plan(step);
+        const Products& products = projections_.products();
+        const int widest = products.most([&](int p) {  // of what is kept of products
+            return products.group(p) == kGateUp && projections_.gated() ? 0 : products.outputs(p);
+        });
         grow_rows(x_, tokens, m_.hidden);
-        grow_rows(y_, tokens, std::max({qkv, m_.hidden, projections_.gated() ? 0 : outputs(kGateUp)}));
+        grow_rows(y_, tokens, widest);
         grow_rows(normed_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, q_size());
@@ -144,7 +147,7 @@ class Decoder final : public AnyDecoder {
     // A thread's part of a step.
     void walk(const StepDesc& step, Team::Member& me) {
         const int tokens = step.tokens, hidden = m_.hidden;
-        const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, outputs(kGateUp));
+        const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, 2 * m_.ffn);
         const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         team_.each(me, tokens, [&](int t) {
@@ -185,13 +188,14 @@ class Decoder final : public AnyDecoder {
 
     // y = x · wᵀ + bias of a group in layer l, with the step's LoRA products.
     LoraTask<T> task(const StepDesc& step, const LayerDesc& w, int l, Group g, Rows<const X> x, Rows<float> y) const {
-        const Weights<T> weights{(const T*)w.weights[g], w.bias[g], outputs(g), projections_.groups().inputs[g]};
-        return {step, g, l, weights, x, y, false};
+        const int inputs = projections_.products().inputs(w.product[g]);
+        const Weights<T> weights{(const T*)w.weights[g], w.bias[g], outputs(w, g), inputs};
+        return {step, w.product[g], l, weights, x, y, false};
     }
 
     // attended = attention(normed) of layer l, with weights w: q, k and v rotated, k and v written to their pages.
     void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
-        const Rows<float> y = rows_of(y_, outputs(kQkv));
+        const Rows<float> y = rows_of(y_, outputs(w, kQkv));
         const Rows<X> q = rows_of(q_, q_size()), out = rows_of(attended_, q_size());
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
         const int64_t plane = (int64_t)m_.block_tokens * kv_size();
@@ -218,7 +222,7 @@ class Decoder final : public AnyDecoder {
             return;
         }
         each_part(team_, me, step.tokens, [&](int t, bool) {
-            for (int i = 0; i < outputs(kQkv); i += kLanes) prefetch(y[t + 1] + i);
+            for (int i = 0; i < y.stride; i += kLanes) prefetch(y[t + 1] + i);
             rotate(t, 0, m_.kv_heads);
         });
         attention_.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
@@ -289,8 +293,9 @@ class Decoder final : public AnyDecoder {
         if (step.offloaded) offloader_.begin_layer(step, layer);
         for (int s = 0; s < step.segments.count; s++) {
             const auto* ready = step.segment_ready[s];
-            if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
-            if (step.offloaded && offloader_.has(step, s)) continue;
+            // None of an offloaded layer's rows are in the segment's own descriptor.
+            if (!ready || !step.segments.adapters[s]->in_layer(layer)) continue;
+            if (step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
             const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);
@@ -320,7 +325,7 @@ class Decoder final : public AnyDecoder {
     // q to its buffer, k and v to their page.
     void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<T>& cache, int t, int kv_head) {
         const int head_dim = m_.head_dim;
-        float* y = rows_of(y_, outputs(kQkv))[t];
+        float* y = rows_of(y_, outputs(w, kQkv))[t];
         X* q = rows_of(q_, q_size())[t];
         const int64_t at = step.positions[t] * w.rotary_dim;
         const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};

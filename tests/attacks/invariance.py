@@ -157,6 +157,8 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         eps=1e-5,
         layers=layers,
         values=values,
+        products=table.products,
+        product_of=table.product_of,
         positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native.pack(weights(vocab, hidden)),

@@ -31,6 +31,8 @@ def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **cha
         "lm_head": native.pack(head),
         "norm": torch.ones(hidden),
         "values": [],
+        "products": [],
+        "product_of": [],
         "positions": 1,
         "arena": torch.zeros(2, 64, dtype=head.dtype),
     }

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from chorus.core.model.batch import rows_in
 from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import LayerWeights
-from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layout import PageLayout
-from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.projections import Projections, attention_projections, gated_projections
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows, Segments
 
@@ -48,6 +49,15 @@ class Kind:
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    two_mixers: bool = False
+    """The second layer's mixer has projections of its own, with other ids."""
+
+    def table(self, ranks: int = 1) -> Projections:
+        """Of one of so many ranks."""
+        layer = attention_projections(self.hidden, self.heads // ranks, self.kv_heads // ranks, self.head_dim)
+        other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
+        feed = gated_projections(self.hidden, self.ffn // ranks)
+        return Projections((layer + feed, other + feed, layer + feed))
 
     @property
     def norm(self) -> NormSpec:
@@ -120,7 +130,7 @@ class Model:
         self._generator = torch.Generator().manual_seed(self.seed)
         self.layout = PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize)
         q, kv, hidden = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden
-        self.table = dense_projections(LAYERS, hidden, kind.ffn, kind.heads, kind.kv_heads, kind.head_dim)
+        self.table = kind.table()
         self.specs = kind.layers()
         self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
         self.embed = self._matrix(VOCAB, hidden, 1.0)
@@ -128,7 +138,8 @@ class Model:
         self.norm = self._vector(hidden, 1.0)
         self.arena = torch.full((self.pages, self.layout.page_elems), math.nan, dtype=self.dtype)
         self._free = list(range(1, self.pages))
-        self.rows: list[AdapterRows] = []
+        self.rows: list[list[AdapterRows]] = []
+        """Of each adapter's parts."""
 
     def native(self, positions: int) -> native.NativeModel:
         kind = self.kind
@@ -143,6 +154,8 @@ class Model:
             eps=kind.norm.eps,
             layers=[layer.packed() for layer in self.weights],
             values=layer_values(self.specs, positions),
+            products=self.table.products,
+            product_of=self.table.product_of,
             positions=positions,
             embed=self.embed,
             lm_head=native.pack(self.head),
@@ -160,24 +173,24 @@ class Model:
 
     def add_adapter(self, rank: int = 3, scale: float = 0.5) -> int:
         """Place a random adapter of all modules in the arena; returns its number."""
-        part = AdapterPart(rank, scale, tuple(range(LAYERS)), LLAMA)
-        placed = AdapterLayout.build([part], self.table, self.layout.page_elems, self.dtype.itemsize)
+        parts = uniform_parts(self.table, rank, scale)
+        placed = AdapterLayout.build(parts, self.table, self.layout.page_elems, self.dtype.itemsize)
         pages = [self._free.pop() for _ in range(placed.num_pages)]
-        slabs, first = placed.parts[0].slabs, placed.parts[0].first_elem
         run = torch.zeros(len(pages) * self.layout.page_elems, dtype=self.dtype)
         adapter: Adapter = {}
-        for layer, at in enumerate(first):
-            for index, module in enumerate(LLAMA):
-                d_in, d_out = self.table[module].dims
+        for layer in range(LAYERS):
+            for module, name in zip(self.table.layers[layer], LLAMA, strict=True):
+                index, (d_in, d_out) = self.table.id(module.name), module.dims
+                place = next(it for it in placed.parts if it.slabs.a_offset[index] >= 0 <= it.first_elem[layer])
                 a, b = self._matrix(rank, d_in, d_in**-0.5), self._matrix(d_out, rank, 1.0)
-                adapter[layer, module] = (a, scale * b.double())
+                adapter[layer, name] = (a, scale * b.double())
                 for r in range(rank):
-                    row = at + r * slabs.slab_elems
-                    run[row + slabs.a_offset[index] :][:d_in] = a[r]
-                    run[row + slabs.b_offset[index] :][:d_out] = b[:, r]
+                    row = place.first_elem[layer] + r * place.slabs.slab_elems
+                    run[row + place.slabs.a_offset[index] :][:d_in] = a[r]
+                    run[row + place.slabs.b_offset[index] :][:d_out] = b[:, r]
         self.arena[pages] = run.view(len(pages), -1)
         self.adapters.append(adapter)
-        self.rows.append(AdapterRows(pages, rank, scale, slabs.slab_elems, slabs.a_offset, slabs.b_offset, first))
+        self.rows.append([rows_in(part, place, pages) for part, place in zip(parts, placed.parts, strict=True)])
         return len(self.rows) - 1
 
     def _layer(self, q: int, kv: int) -> Weights:
@@ -235,15 +248,16 @@ def step(
     segments, at, indptr, positions, pages, ids = Segments(), 0, [0], [], [], []
     for tokens, table, begin, end, adapter in parts:
         if adapter is not None:
-            segments.add(at, at + end - begin, model.rows[adapter], ready)
+            for rows in model.rows[adapter]:
+                segments.add(at, at + end - begin, rows, ready)
         at += end - begin
         indptr.append(at)
         positions += range(begin, end)
         pages += [table[position // BLOCK] for position in range(begin, end)]
         ids += tokens[begin:end]
     width = max(len(table) for _, table, *_ in parts)
-    rows = native.NativeRows()
-    rows.plan(
+    attention = native.NativeRows()
+    attention.plan(
         indptr,
         torch.tensor([table + [0] * (width - len(table)) for _, table, *_ in parts]),
         [end for *_, end, _ in parts],
@@ -255,7 +269,7 @@ def step(
         position,
         torch.tensor(pages),
         position % BLOCK,
-        rows,
+        attention,
         every,
         segments,
         max_stall,
@@ -414,6 +428,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]
                 heads=kind.heads // ranks,
                 kv_heads=kind.kv_heads // ranks,
                 ffn=kind.ffn // ranks,
+                products=kind.table(ranks).products,
                 vocab=end - first,
                 layers=layers,
                 lm_head=native.pack(model.head[first:end]),

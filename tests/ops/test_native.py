@@ -49,6 +49,8 @@ class TestChecks:
         lm_head=torch.zeros(1),
         norm=torch.zeros(2),
         values=[],
+        products=[],
+        product_of=[],
         positions=6,
         arena=torch.zeros(5, 64),
     )

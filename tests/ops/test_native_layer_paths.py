@@ -45,6 +45,7 @@ KINDS = {
     "Cohere 2": Kind(
         norms=Norms.PARALLEL, centered=True, interleaved=True, window=16, alternating=True, logits_scale=0.2
     ),
+    "two mixers": Kind(two_mixers=True),
 }
 KINDS = {name: replace(kind, ffn=64) for name, kind in KINDS.items()}
 LENGTH = 75
@@ -91,7 +92,7 @@ def test_merged_weights_are_computed_alike(kind):
     for index, layer in enumerate(description.layers):
         parts = {name: torch.empty_like(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")}
         for group, (name, out) in enumerate(parts.items()):
-            decoder.merge(index, group, [model.rows[adapter]], getattr(layer, name), out)
+            decoder.merge(index, group, model.rows[adapter], getattr(layer, name), out)
         merged.append(replace(layer, **parts))
     decoder.use_merged(merged)
     found = step(decoder, model, [(tokens, pages, 0, LENGTH, None)], merged=True)[0]
@@ -101,27 +102,28 @@ def test_merged_weights_are_computed_alike(kind):
 
 
 class Offload:
-    """Offloads every layer of a step's only segment to a thread."""
+    """Offloads every layer of a step with one adapter to a thread."""
 
     def __init__(self, model: Model) -> None:
-        kind, head_dim = model.kind, model.kind.head_dim
-        shapes = kind.hidden, kind.ffn, kind.heads * head_dim, kind.kv_heads * head_dim
-        floats = exchange_floats(shapes, LENGTH)
+        products = model.table.products
+        (rows,) = model.rows
+        floats = exchange_floats(products, len(rows) * LENGTH)
         self._memory = mmap.mmap(-1, Ranks.num_bytes(2, floats))
         self._exchanges = mmap.mmap(-1, EXCHANGES_BYTES)
         self._ranks = [Ranks(self._memory, rank, 2, floats, 60.0) for rank in range(2)]
-        self._worker = OffloadWorker(shapes, model.dtype)
-        (rows,) = model.rows
-        self._rows = replace(rows, pages=range(len(rows.pages)))
-        self._image = model.arena[rows.pages].contiguous()
+        self._worker = OffloadWorker(products, model.dtype)
+        pages = rows[0].pages
+        self._rows = [replace(part, pages=range(len(pages))) for part in rows]
+        self._image = model.arena[pages].contiguous()
         self._layers = ctypes.c_int32(LAYERS)
-        model.arena[rows.pages] = math.nan
+        model.arena[pages] = math.nan
         self.step = 0
         self.offloaded: OffloadedSegments | None = None
 
     def begin(self, segments: Segments) -> OffloadedSegments:
         self.step += 1
-        count = segments.end[0] - segments.begin[0]
+        count, parts = segments.end[0] - segments.begin[0], len(self._rows)
+        row = [count * part for part in range(parts + 1)]
         for each in self._ranks:
             each.begin(self.step)
         exchanges = ctypes.addressof(ctypes.c_char.from_buffer(self._exchanges))
@@ -129,17 +131,17 @@ class Offload:
             target=self._worker.serve,
             args=(
                 self._ranks[1],
-                [self._rows],
-                [0, count],
-                (0, count),
-                [self._image.data_ptr()],
+                self._rows,
+                row,
+                (0, row[-1]),
+                [self._image.data_ptr()] * parts,
                 self._image.shape[1],
                 exchanges,
             ),
         )
         self._thread.start()
-        ready = [ctypes.addressof(self._layers)]
-        self.offloaded = OffloadedSegments(self._ranks[0], [0], [0, count], [0, count], ready, exchanges)
+        ready = [ctypes.addressof(self._layers)] * parts
+        self.offloaded = OffloadedSegments(self._ranks[0], range(parts), row, [0, row[-1]], ready, exchanges)
         return self.offloaded
 
     def end(self) -> None:
@@ -159,7 +161,7 @@ def test_offload_workers_add_to_every_kind(kind):
     )[0]
     offload.end()
     assert offload.offloaded is not None
-    assert offload.offloaded.layers == [LAYERS]
+    assert offload.offloaded.layers == [sum(at >= 0 for at in part.first_elem) for part in model.rows[0]]
     assert_near(found, reference(model, tokens, adapter))
     decoder.close()
 

@@ -166,7 +166,7 @@ class TestLayersOfTwoKinds:
 
     def test_launches_are_of_the_layers_products(self, state):
         assert [len(product.modules) for product in state.products] == [4, 1, 2, 1, 3, 1]
-        assert state.product_of == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 2, 3], [0, 1, 2, 3]]
+        assert state.product_of == ((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3))
 
     def test_sample_adapters_have_all_parts(self, state):
         assert state.sample(4).num_tiles == 12

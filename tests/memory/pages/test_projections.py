@@ -40,7 +40,7 @@ def test_a_group_is_one_product_with_its_outputs_side_by_side():
         (Group.GATE_UP, 16, 48, ((4, 0, 24), (5, 24, 24))),
         (Group.DOWN, 24, 16, ((6, 0, 16),)),
     ]
-    assert [TINY.product(layer, group) for layer in range(3) for group in Group] == [0, 1, 2, 3] * 3
+    assert TINY.product_of == ((0, 1, 2, 3),) * 3
 
 
 def test_layers_of_two_kinds_share_the_products_that_are_equal():
@@ -50,9 +50,8 @@ def test_layers_of_two_kinds_share_the_products_that_are_equal():
     assert table.layers_of("q_proj") == (2,) and table.layers_of("in_proj_z") == (0, 1, 3)
     assert table.layers_of("gate_proj") == (0, 1, 2, 3)
     assert len(table.products) == 6
-    linear, full = ([table.product(layer, group) for group in Group] for layer in (3, 2))
-    assert linear == [0, 1, 2, 3]
-    assert full[:2] == [4, 5] and full[2:] == linear[2:]
+    linear, full = (0, 1, 2, 3), (4, 5, 2, 3)
+    assert table.product_of == (linear, linear, full, linear)
     assert table.products[0].modules == ((0, 0, 32), (1, 32, 16), (2, 48, 4), (3, 52, 4))
     assert table.products[full[0]].modules == ((4, 0, 16), (5, 16, 8), (6, 24, 8))
 
