@@ -6,9 +6,10 @@ token each. `attention_backend` says which implementation serves.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,51 +35,56 @@ PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
 
 
-class Attention(Protocol):
-    """Interface of attention; see `PagedAttention` for shapes."""
+class HeadShape(NamedTuple):
+    """Heads of a layer, and tokens of a page."""
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        page_table: torch.Tensor,
-        kv_lens: Sequence[int],
-        tables: Sequence[Sequence[int]] | None = None,
-    ) -> None: ...
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """scores: others than PLAIN only where the implementation was chosen for a model that has them."""
-        ...
+    @property
+    def group(self) -> int:
+        """Heads that share a KV head."""
+        return self.num_heads // self.kv_heads
 
 
-class PagedAttention:
-    """Causal grouped-query attention over a paged KV cache. Not to be captured: a plan makes new tensors.
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """Sizes that a backend is made for."""
 
-    The host waits for nothing on a GPU, and there no mask or scores of a chunk are made: they would take the chunk's
-    tokens times all that it sees.
-    """
+    heads: HeadShape
+    dtype: torch.dtype
+    device: torch.device
+    max_rows: int
+    """The most sequences of a step."""
+    max_pages_per_row: int
+    """The most pages of a sequence."""
+    scale: float | None = None
+    """See `Scores`."""
 
-    def __init__(
-        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device | str = "cpu"
-    ) -> None:
-        self._device = torch.device(device)
-        self._on_host = self._device.type == "cpu"
-        self._gqa = num_heads != kv_heads
-        self._kv_heads = kv_heads
-        self._head_dim = head_dim
-        self._block_tokens = block_tokens
-        self._prefills: list[_Prefill] = []
-        self._first_decode_token = 0
-        self._decode_pages = torch.empty(0, 0, dtype=torch.long)
-        self._decode_lens = torch.empty(0, 1, dtype=torch.long)
-        self._decode_masks: dict[int | None, torch.Tensor] = {}
-        self._decode_tail = torch.empty(0, dtype=torch.long)
+
+class PlannedRows(NamedTuple):
+    """A step's rows; see `Attention.plan`."""
+
+    qo_indptr: Sequence[int]
+    page_table: torch.Tensor
+    kv_lens: Sequence[int]
+    tables: Sequence[Sequence[int]] | None = None
+
+    def check_bucket(self, bucket: int) -> None:
+        """ValueError where the step is not of exactly `bucket` rows of one token."""
+        rows = len(self.kv_lens)
+        if rows != bucket or self.qo_indptr[-1] != bucket or count_prefills(self.qo_indptr, rows):
+            raise ValueError(f"the bucket has {bucket} rows of one token, the step {rows} rows")
+
+
+KvCache = tuple[torch.Tensor, torch.Tensor]
+"""A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides."""
+
+
+class Attention(ABC):
+    """Causal grouped-query attention over a paged KV cache."""
 
     def plan(
         self,
@@ -95,6 +101,55 @@ class PagedAttention:
         that keep what they made of the last step's; they are lists that only ever grow.
         Rows with more than one token come first.
         """
+        self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        scores: Scores = PLAIN,
+    ) -> torch.Tensor:
+        """Attend with one layer's cache.
+
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache: see `KvCache`. out: of q's shape, to write to. scores: others
+        than PLAIN only where the implementation was chosen for a model that has them.
+        Returns `[tokens, heads · head_dim]`.
+        """
+        out = torch.empty_like(q) if out is None else out
+        self._attend(q, (k_cache, v_cache), out, scores)
+        return out.view(len(q), -1)
+
+    @abstractmethod
+    def _plan(self, rows: PlannedRows) -> None: ...
+
+    @abstractmethod
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+        """Write to `out`."""
+
+
+class PagedAttention(Attention):
+    """Attention on PyTorch's operators, in any dtype. Not to be captured: a plan makes new tensors.
+
+    The host waits for nothing on a GPU, and there no mask or scores of a chunk are made: they would take the chunk's
+    tokens times all that it sees.
+    """
+
+    def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._on_host = self._device.type == "cpu"
+        num_heads, self._kv_heads, self._head_dim, self._block_tokens = heads
+        self._gqa = num_heads != self._kv_heads
+        self._prefills: list[_Prefill] = []
+        self._first_decode_token = 0
+        self._decode_pages = torch.empty(0, 0, dtype=torch.long)
+        self._decode_lens = torch.empty(0, 1, dtype=torch.long)
+        self._decode_masks: dict[int | None, torch.Tensor] = {}
+        self._decode_tail = torch.empty(0, dtype=torch.long)
+
+    def _plan(self, rows: PlannedRows) -> None:
+        qo_indptr, page_table, kv_lens, _ = rows
         self._prefills.clear()
         num_prefills = count_prefills(qo_indptr, len(kv_lens))
         if num_prefills:
@@ -115,23 +170,9 @@ class PagedAttention:
         else:
             self._decode_pages = page_table[:0]
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """Attend with one layer's cache.
-
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides
-        and dtype. out: of q's shape, to write to.
-        Returns `[tokens, heads · head_dim]`.
-        """
-        out = torch.empty_like(q) if out is None else out
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         for prefill in self._prefills:
-            k, v = (self._gather(cache, prefill.pages, prefill.kv_len).to(q.dtype) for cache in (k_cache, v_cache))
+            k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in cache)
             broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
@@ -145,13 +186,12 @@ class PagedAttention:
             out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            k, v = (self._gather_decode(cache).to(q.dtype) for cache in (k_cache, v_cache))
+            k, v = (self._gather_decode(each).to(q.dtype) for each in cache)
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             attended = _attend(rows, k, v, self._decode_mask(scores.window), scores)
             out[self._first_decode_token :] = attended[:, :, 0]
-        return out.view(len(q), -1)
 
     def _decode_mask(self, window: int | None) -> torch.Tensor:
         """True where a decode row `[rows, 1, 1, places]` sees a place; made once a plan for each window."""
@@ -263,9 +303,3 @@ def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
     if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
         raise ValueError("rows with more than one token must come before rows with one")
     return row
-
-
-def check_bucket(bucket: int, qo_indptr: Sequence[int], kv_lens: Sequence[int]) -> None:
-    """ValueError where a step is not of exactly `bucket` rows of one token."""
-    if len(kv_lens) != bucket or qo_indptr[-1] != bucket or count_prefills(qo_indptr, len(kv_lens)):
-        raise ValueError(f"the bucket has {bucket} rows of one token, the step {len(kv_lens)} rows")

@@ -6,13 +6,14 @@ Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from .attention import PLAIN, Attention, PagedAttention, Scores
+from .attention import PLAIN, Attention, AttentionSetup, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
@@ -67,18 +68,9 @@ class TorchBackend:
     name = "torch"
     captures = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        device: torch.device,
-        reason: str,
-        fix: str = "",
-    ) -> None:
+    def __init__(self, heads: HeadShape, device: torch.device, reason: str, fix: str = "") -> None:
         self.reason, self.fix = reason, fix
-        self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
+        self._shape = heads, device
 
     def ragged(self) -> PagedAttention:
         return PagedAttention(*self._shape)
@@ -88,82 +80,34 @@ class TorchBackend:
 
 
 def choose_attention(
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *,
-    max_rows: int,
-    max_pages_per_row: int,
-    wanted: Wanted = "auto",
-    scores: Collection[Scores] = (PLAIN,),
+    setup: AttentionSetup, wanted: Wanted = "auto", scores: Collection[Scores] = (PLAIN,)
 ) -> AttentionBackend:
     """Return the backend for a model's heads on a device.
 
-    max_rows: the most sequences of a step. max_pages_per_row: the most pages of a sequence. wanted: raises
-    AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers.
+    wanted: raises AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers.
     """
-    device = torch.device(device)
+    heads, dtype, device = setup.heads, setup.dtype, setup.device
     if wanted == "torch":
-        return TorchBackend(
-            num_heads=num_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_tokens=block_tokens,
-            device=device,
-            reason="attention is torch",
-        )
-    group = num_heads // kv_heads
-    sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
+        return TorchBackend(heads, device, reason="attention is torch")
+    setup = replace(setup, scale=next(iter(scores)).scale)
     theirs = ours = _scores_obstacle(scores)
-    sizes["scale"] = next(iter(scores)).scale
     if wanted != "triton":
-        theirs = theirs or flashinfer_obstacle(group, head_dim, dtype, device)
+        theirs = theirs or flashinfer_obstacle(heads.group, heads.head_dim, dtype, device)
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
-            return FlashInferBackend(
-                num_heads=num_heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                block_tokens=block_tokens,
-                dtype=dtype,
-                device=device,
-                **sizes,
-                num_sms=_num_sms(device),
-            )
+            return FlashInferBackend(setup, _num_sms(device))
     if wanted != "flashinfer":
-        ours = ours or triton_obstacle(group, head_dim, dtype, device)
+        ours = ours or triton_obstacle(heads.group, heads.head_dim, dtype, device)
         if ours is None:
             from .attention_triton import TritonBackend
 
             reason, fix = theirs or Obstacle("attention is triton")
-            return TritonBackend(
-                num_heads=num_heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                block_tokens=block_tokens,
-                dtype=dtype,
-                device=device,
-                **sizes,
-                num_sms=_num_sms(device),
-                reason=reason,
-                fix=fix,
-            )
+            return TritonBackend(setup, _num_sms(device), reason=reason, fix=fix)
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
-    return TorchBackend(
-        num_heads=num_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_tokens=block_tokens,
-        device=device,
-        reason=reason,
-        fix=theirs.fix if theirs is not None else "",
-    )
+    return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
 
 
 def _scores_obstacle(scores: Collection[Scores]) -> Obstacle | None:

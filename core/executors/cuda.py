@@ -19,6 +19,7 @@ from ...memory.pages.arena import Arena
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
+from ...ops.attention import AttentionSetup
 from ...ops.attention_backend import AttentionUnavailable, choose_attention
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
@@ -233,20 +234,16 @@ class CudaExecutor(ModelExecutor):
     def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
-        where = device.torch_device
         try:
-            attention = choose_attention(
-                num_heads=model.num_heads,
-                kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                block_tokens=self.layout.block_tokens,
-                dtype=self._dtype,
-                device=where,
+            setup = AttentionSetup(
+                decoder.heads,
+                self._dtype,
+                device.torch_device,
                 max_rows=config.max_num_seqs,
                 max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
-                wanted=config.attention,
-                scores=[scores_of(layer.mixer, self.model.max_model_len) for layer in model.layers],
-            )  # fmt: skip
+            )
+            scores = [scores_of(layer.mixer, self.model.max_model_len) for layer in model.layers]
+            attention = choose_attention(setup, config.attention, scores)
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
         logger.info("attention by %s: %s", attention.name, attention.reason)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, Attention, PagedAttention, Scores
+from ...ops.attention import PLAIN, Attention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import (
     HeadNorms,
     RotaryEmbedding,
@@ -275,11 +275,12 @@ class DecoderModel:
         self._arena = arena
 
     def new_attention(self) -> PagedAttention:
+        return PagedAttention(self.heads, self._arena.pages.device)
+
+    @property
+    def heads(self) -> HeadShape:
         config = self.config
-        return PagedAttention(
-            config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens,
-            self._arena.pages.device,
-        )  # fmt: skip
+        return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
 
     def close(self) -> None:
         """Nothing outlives the object."""
