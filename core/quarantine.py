@@ -193,7 +193,7 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
         logger.info("adapter %s: its %s are served as the base model's %s.layers", name, layers, STEM)
     if manifest.num_left_out:
         logger.info(
-            "adapter %s: %d of its tensors are of a vision tower, which has no effect on text",
+            "adapter %s: %d of its tensors are outside the text model, such as in a vision tower, and have no effect",
             name,
             manifest.num_left_out,
         )

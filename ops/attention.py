@@ -6,10 +6,12 @@ token each. `attention_backend` says which implementation serves.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -34,59 +36,67 @@ PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
 
 
-class Attention(Protocol):
-    """Interface of attention; see `PagedAttention` for shapes."""
+class HeadShape(NamedTuple):
+    """Heads of a layer, and tokens of a page."""
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        page_table: torch.Tensor,
-        kv_lens: Sequence[int],
-        tables: Sequence[Sequence[int]] | None = None,
-    ) -> None: ...
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """scores: others than PLAIN only where the implementation was chosen for a model that has them."""
-        ...
+    @property
+    def group(self) -> int:
+        """Heads that share a KV head."""
+        return self.num_heads // self.kv_heads
 
 
-class PagedAttention:
-    """Causal grouped-query attention over a paged KV cache. Not to be captured: a plan makes new tensors.
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """Sizes that a backend is made for."""
 
-    The host waits for nothing on a GPU, and there no mask or scores of a chunk are made: they would take the chunk's
-    tokens times all that it sees.
-    """
+    heads: HeadShape
+    dtype: torch.dtype
+    device: torch.device
+    max_rows: int
+    """The most sequences of a step."""
+    max_pages_per_row: int
+    """The most pages of a sequence."""
+    scale: float | None = None
+    """See `Scores`."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        device: torch.device | str = "cpu",
-        window: int | None = None,
-    ) -> None:
-        """window: of all layers that it runs, behind which pages may have left their place in a block table."""
-        self._window = window
-        self._device = torch.device(device)
-        self._on_host = self._device.type == "cpu"
-        self._gqa = num_heads != kv_heads
-        self._kv_heads = kv_heads
-        self._head_dim = head_dim
-        self._block_tokens = block_tokens
-        self._prefills: list[_Prefill] = []
-        self._first_decode_token = 0
-        self._decode_pages = torch.empty(0, 0, dtype=torch.long)
-        self._decode_lens = torch.empty(0, 1, dtype=torch.long)
-        self._decode_masks: dict[int | None, torch.Tensor] = {}
-        self._decode_tail = torch.empty(0, dtype=torch.long)
+
+class PlannedRows(NamedTuple):
+    """A step's rows; see `Attention.plan`."""
+
+    qo_indptr: Sequence[int]
+    page_table: torch.Tensor
+    kv_lens: Sequence[int]
+    tables: Sequence[Sequence[int]] | None = None
+
+    def seen(self, window: int, block_tokens: int) -> PlannedRows:
+        """As if each row began with the block of the first token that its tokens see."""
+        counts = np.diff(self.qo_indptr)
+        lens = np.array(self.kv_lens)
+        firsts = np.maximum(0, lens - counts - window + 1) // block_tokens
+        lens = lens - firsts * block_tokens
+        width = self.page_table.shape[1]
+        places = firsts[:, None] + np.arange(min(width, -(-int(lens.max(initial=1)) // block_tokens)))
+        table = self.page_table.gather(1, torch.from_numpy(places.clip(max=width - 1)))
+        return PlannedRows(self.qo_indptr, table, lens.tolist())
+
+    def check_bucket(self, bucket: int) -> None:
+        """ValueError where the step is not of exactly `bucket` rows of one token."""
+        rows = len(self.kv_lens)
+        if rows != bucket or self.qo_indptr[-1] != bucket or count_prefills(self.qo_indptr, rows):
+            raise ValueError(f"the bucket has {bucket} rows of one token, the step {rows} rows")
+
+
+KvCache = tuple[torch.Tensor, torch.Tensor]
+"""A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides."""
+
+
+class Attention(ABC):
+    """Causal grouped-query attention over a paged KV cache."""
 
     def plan(
         self,
@@ -103,35 +113,7 @@ class PagedAttention:
         that keep what they made of the last step's; they are lists that only ever grow.
         Rows with more than one token come first.
         """
-        self._prefills.clear()
-        num_prefills = count_prefills(qo_indptr, len(kv_lens))
-        if num_prefills:
-            pages = on_device(page_table[:num_prefills], self._device)
-            for row in range(num_prefills):
-                tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
-                first = self._first_block(kv_len - (tokens.stop - tokens.start))
-                seen = pages[row, first : -(-kv_len // self._block_tokens)]
-                self._prefills.append(_Prefill(tokens, seen, kv_len - first * self._block_tokens, self._device))
-        self._first_decode_token = qo_indptr[num_prefills]
-        if num_prefills < len(kv_lens):
-            table, lens = page_table[num_prefills:], torch.tensor(kv_lens[num_prefills:])[:, None]
-            if self._window is not None:
-                firsts = torch.tensor([self._first_block(kv_len - 1) for kv_len in kv_lens[num_prefills:]])[:, None]
-                lens = lens - firsts * self._block_tokens
-                places = firsts + torch.arange(-(-int(lens.max()) // self._block_tokens))
-                table = table.gather(1, places.clamp_(max=table.shape[1] - 1))
-            self._decode_lens = lens
-            num_blocks = -(-int(lens.max()) // self._block_tokens)
-            self._decode_pages = on_device(table[:, :num_blocks], self._device)
-            visible = torch.arange(num_blocks * self._block_tokens) < self._decode_lens
-            self._decode_masks = {None: on_device(visible[:, None, None, :], self._device)}
-            self._decode_tail = on_device((~visible).flatten().nonzero()[:, 0], self._device)
-        else:
-            self._decode_pages = page_table[:0]
-
-    def _first_block(self, position: int) -> int:
-        """The first block that a token at a position sees."""
-        return 0 if self._window is None else max(0, position - self._window + 1) // self._block_tokens
+        self._plan(PlannedRows(qo_indptr, page_table, kv_lens, tables))
 
     def run(
         self,
@@ -143,13 +125,66 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides
-        and dtype. out: of q's shape, to write to.
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache: see `KvCache`. out: of q's shape, to write to. scores: others
+        than PLAIN only where the implementation was chosen for a model that has them.
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
+        self._attend(q, (k_cache, v_cache), out, scores)
+        return out.view(len(q), -1)
+
+    @abstractmethod
+    def _plan(self, rows: PlannedRows) -> None: ...
+
+    @abstractmethod
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+        """Write to `out`."""
+
+
+class PagedAttention(Attention):
+    """Attention on PyTorch's operators, in any dtype. Not to be captured: a plan makes new tensors.
+
+    The host waits for nothing on a GPU, and there no mask or scores of a chunk are made: they would take the chunk's
+    tokens times all that it sees.
+    """
+
+    def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._on_host = self._device.type == "cpu"
+        num_heads, self._kv_heads, self._head_dim, self._block_tokens = heads
+        self._gqa = num_heads != self._kv_heads
+        self._prefills: list[_Prefill] = []
+        self._first_decode_token = 0
+        self._decode_pages = torch.empty(0, 0, dtype=torch.long)
+        self._decode_lens = torch.empty(0, 1, dtype=torch.long)
+        self._decode_masks: dict[int | None, torch.Tensor] = {}
+        self._decode_tail = torch.empty(0, dtype=torch.long)
+
+    def _plan(self, rows: PlannedRows) -> None:
+        qo_indptr, page_table, kv_lens, _ = rows
+        self._prefills.clear()
+        num_prefills = count_prefills(qo_indptr, len(kv_lens))
+        if num_prefills:
+            pages = on_device(page_table[:num_prefills], self._device)
+            for row in range(num_prefills):
+                tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
+                self._prefills.append(
+                    _Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
+                )
+        self._first_decode_token = qo_indptr[num_prefills]
+        if num_prefills < len(kv_lens):
+            self._decode_lens = torch.tensor(kv_lens[num_prefills:])[:, None]
+            num_blocks = -(-int(self._decode_lens.max()) // self._block_tokens)
+            self._decode_pages = on_device(page_table[num_prefills:, :num_blocks], self._device)
+            visible = torch.arange(num_blocks * self._block_tokens) < self._decode_lens
+            self._decode_masks = {None: on_device(visible[:, None, None, :], self._device)}
+            self._decode_tail = on_device((~visible).flatten().nonzero()[:, 0], self._device)
+        else:
+            self._decode_pages = page_table[:0]
+
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         for prefill in self._prefills:
-            k, v = (self._gather(cache, prefill.pages, prefill.kv_len).to(q.dtype) for cache in (k_cache, v_cache))
+            k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in cache)
             broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
@@ -163,13 +198,12 @@ class PagedAttention:
             out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            k, v = (self._gather_decode(cache).to(q.dtype) for cache in (k_cache, v_cache))
+            k, v = (self._gather_decode(each).to(q.dtype) for each in cache)
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             attended = _attend(rows, k, v, self._decode_mask(scores.window), scores)
             out[self._first_decode_token :] = attended[:, :, 0]
-        return out.view(len(q), -1)
 
     def _decode_mask(self, window: int | None) -> torch.Tensor:
         """True where a decode row `[rows, 1, 1, places]` sees a place; made once a plan for each window."""
@@ -214,12 +248,13 @@ class PagedAttention:
 
 
 class GroupedAttention:
-    """Plans a step for every page group; a layer runs the attention of its group."""
+    """Attention of a model whose layers have several page groups: each group has attention of its own."""
 
-    __slots__ = ("_groups",)
+    __slots__ = ("_block_tokens", "_groups")
 
-    def __init__(self, groups: Sequence[Attention]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[tuple[Attention, int | None]], block_tokens: int) -> None:
+        """groups: attention and window of each."""
+        self._groups, self._block_tokens = groups, block_tokens
 
     def plan(
         self,
@@ -228,17 +263,23 @@ class GroupedAttention:
         kv_lens: Sequence[int],
         tables: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """See `PagedAttention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block."""
+        """See `Attention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block.
+
+        A group with a window is given only the blocks that its rows see: pages behind it may have left their place.
+        """
         count = len(self._groups)
-        if count == 1:
-            self._groups[0].plan(qo_indptr, page_table, kv_lens, tables)
+        if count == 1 and self._groups[0][1] is None:
+            self._groups[0][0].plan(qo_indptr, page_table, kv_lens, tables)
             return
-        for index, attention in enumerate(self._groups):
-            attention.plan(qo_indptr, page_table[:, index::count], kv_lens)
+        for index, (attention, window) in enumerate(self._groups):
+            rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens)
+            if window is not None:
+                rows = rows.seen(window, self._block_tokens)
+            attention.plan(*rows)
 
     def of(self, group: int) -> Attention:
         """The attention of a group."""
-        return self._groups[group]
+        return self._groups[group][0]
 
 
 class _Prefill:
@@ -309,9 +350,3 @@ def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
     if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
         raise ValueError("rows with more than one token must come before rows with one")
     return row
-
-
-def check_bucket(bucket: int, qo_indptr: Sequence[int], kv_lens: Sequence[int]) -> None:
-    """ValueError where a step is not of exactly `bucket` rows of one token."""
-    if len(kv_lens) != bucket or qo_indptr[-1] != bucket or count_prefills(qo_indptr, len(kv_lens)):
-        raise ValueError(f"the bucket has {bucket} rows of one token, the step {len(kv_lens)} rows")

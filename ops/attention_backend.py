@@ -6,13 +6,14 @@ Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from .attention import PLAIN, Attention, GroupedAttention, PagedAttention, Scores
+from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
@@ -67,19 +68,9 @@ class TorchBackend:
     name = "torch"
     captures = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        device: torch.device,
-        reason: str,
-        fix: str = "",
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, heads: HeadShape, device: torch.device, reason: str, fix: str = "") -> None:
         self.reason, self.fix = reason, fix
-        self._shape = (num_heads, kv_heads, head_dim, block_tokens, device, window)
+        self._shape = heads, device
 
     def ragged(self) -> PagedAttention:
         return PagedAttention(*self._shape)
@@ -91,10 +82,10 @@ class TorchBackend:
 class GroupedBackend:
     """The backends of a model's page groups, as one."""
 
-    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
-        """backends: of each group; groups with equal windows may share one."""
-        self._backends = backends
-        distinct = list(dict.fromkeys(backends))
+    def __init__(self, groups: Sequence[tuple[AttentionBackend, int | None]], block_tokens: int) -> None:
+        """groups: backend and window of each; groups with equal windows may share a backend."""
+        self._groups, self._block_tokens = groups, block_tokens
+        distinct = list(dict.fromkeys(backend for backend, _ in groups))
         self.name = ", ".join(dict.fromkeys(each.name for each in distinct))
         self.reason = "; ".join(dict.fromkeys(each.reason for each in distinct))
         self.fix = "; ".join(dict.fromkeys(each.fix for each in distinct if each.fix))
@@ -102,93 +93,43 @@ class GroupedBackend:
 
     def ragged(self) -> GroupedAttention:
         """See `AttentionBackend.ragged`."""
-        return GroupedAttention([each.ragged() for each in self._backends])
+        return GroupedAttention([(each.ragged(), window) for each, window in self._groups], self._block_tokens)
 
     def decode(self, bucket: int) -> GroupedAttention:
         """See `AttentionBackend.decode`."""
-        return GroupedAttention([each.decode(bucket) for each in self._backends])
+        return GroupedAttention([(each.decode(bucket), window) for each, window in self._groups], self._block_tokens)
 
 
 def choose_attention(
-    num_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *,
-    max_rows: int,
-    max_pages_per_row: int,
-    wanted: Wanted = "auto",
-    scores: Collection[Scores] = (PLAIN,),
+    setup: AttentionSetup, wanted: Wanted = "auto", scores: Collection[Scores] = (PLAIN,)
 ) -> AttentionBackend:
     """Return the backend for a model's heads on a device.
 
-    max_rows: the most sequences of a step. max_pages_per_row: the most pages of a sequence. wanted: raises
-    AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers, which have the same
-    window.
+    wanted: raises AttentionUnavailable if it names a backend that can't serve. scores: of the
+    layers, which have the same window.
     """
-    device = torch.device(device)
+    heads, dtype, device = setup.heads, setup.dtype, setup.device
     if wanted == "torch":
-        return TorchBackend(
-            num_heads=num_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_tokens=block_tokens,
-            device=device,
-            reason="attention is torch",
-            window=next(iter(scores)).window,
-        )
-    group = num_heads // kv_heads
-    sizes: dict[str, Any] = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row}
+        return TorchBackend(heads, device, reason="attention is torch")
+    setup = replace(setup, scale=next(iter(scores)).scale)
     theirs = ours = _scores_obstacle(scores)
-    sizes["scale"] = next(iter(scores)).scale
     if wanted != "triton":
-        theirs = theirs or flashinfer_obstacle(group, head_dim, dtype, device)
+        theirs = theirs or flashinfer_obstacle(heads.group, heads.head_dim, dtype, device)
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
-            return FlashInferBackend(
-                num_heads=num_heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                block_tokens=block_tokens,
-                dtype=dtype,
-                device=device,
-                **sizes,
-                num_sms=_num_sms(device),
-            )
+            return FlashInferBackend(setup, _num_sms(device))
     if wanted != "flashinfer":
-        ours = ours or triton_obstacle(group, head_dim, dtype, device)
+        ours = ours or triton_obstacle(heads.group, heads.head_dim, dtype, device)
         if ours is None:
             from .attention_triton import TritonBackend
 
             reason, fix = theirs or Obstacle("attention is triton")
-            return TritonBackend(
-                num_heads=num_heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                block_tokens=block_tokens,
-                dtype=dtype,
-                device=device,
-                **sizes,
-                num_sms=_num_sms(device),
-                reason=reason,
-                fix=fix,
-            )
+            return TritonBackend(setup, _num_sms(device), reason=reason, fix=fix)
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
-    return TorchBackend(
-        num_heads=num_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_tokens=block_tokens,
-        device=device,
-        reason=reason,
-        fix=theirs.fix if theirs is not None else "",
-        window=next(iter(scores)).window,
-    )
+    return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
 
 
 def _scores_obstacle(scores: Collection[Scores]) -> Obstacle | None:

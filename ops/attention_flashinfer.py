@@ -10,12 +10,10 @@ These facts from the source of FlashInfer 0.6.4 (`csrc/batch_prefill*.cu`, `csrc
   in one copy of our own, and nothing is ever read back.
 
 - A plan writes the wrapper's page-locked memory and starts a copy from it, as we do with our staging buffer. Neither
-may
-  be written again before that copy is done. An event after every plan guards both.
+  may be written again before that copy is done. An event after every plan guards both.
 
-- The integer workspace holds the last plan until `run` has finished, so each wrapper has its own. The float workspace
-is
-  scratch for a single `run`, so all wrappers share one.
+- The integer workspace holds the last plan until `run` has finished, so each wrapper has its own. The float
+  workspace is scratch for a single `run`, so all wrappers share one.
 
 - `max_token_per_sequence` and `max_sequence_kv` of a prefill plan must not be used. With them, the plan of 0.6.4 makes
   no host copies of the lengths, and then reads them. `fast_decode_plan` outside graph mode would make the kernel read
@@ -34,7 +32,7 @@ FlashInfer itself is imported when the first backend is made.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +40,7 @@ from typing import Any
 
 import torch
 
-from .attention import PLAIN, Scores, check_bucket, count_prefills
+from .attention import Attention, AttentionSetup, KvCache, PlannedRows, Scores, count_prefills
 from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -73,40 +71,31 @@ class FlashInferBackend:
 
     def __init__(
         self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        max_rows: int,
-        max_pages_per_row: int,
+        setup: AttentionSetup,
         num_sms: int,
-        scale: float | None = None,
+        *,
         module: ModuleType | Any | None = None,
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """max_rows: the most sequences of a step. num_sms: multiprocessors of the device. scale: see `Scores`.
-        module, new_event: for tests.
-        """
+        """num_sms: multiprocessors of the device. module, new_event: for tests."""
+        heads = setup.heads
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
         self.reason, self.fix = "the device, dtype and head size suit it", ""
-        self.device = torch.device(device)
-        self.group = num_heads // kv_heads
+        self.device, self.group = setup.device, heads.group
         self.plan_arguments = {
-            "num_qo_heads": num_heads,
-            "num_kv_heads": kv_heads,
-            "page_size": block_tokens,
-            "q_data_type": dtype,
-            "kv_data_type": dtype,
-            **({} if scale is None else {"sm_scale": scale}),
+            "num_qo_heads": heads.num_heads,
+            "num_kv_heads": heads.kv_heads,
+            "page_size": heads.block_tokens,
+            "q_data_type": setup.dtype,
+            "kv_data_type": setup.dtype,
+            **({} if setup.scale is None else {"sm_scale": setup.scale}),
         }
-        self.head_dim = head_dim
-        self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
+        self.head_dim = heads.head_dim
+        self.buffers = PlanBuffers(setup.max_rows, setup.max_pages_per_row, heads.block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        size = max(FLOAT_WORKSPACE_BYTES, float_workspace_bytes(num_heads, kv_heads, head_dim, max_rows, num_sms))
+        least = float_workspace_bytes(heads.num_heads, heads.kv_heads, heads.head_dim, setup.max_rows, num_sms)
+        size = max(FLOAT_WORKSPACE_BYTES, least)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def ragged(self) -> FlashInferRaggedAttention:
@@ -123,7 +112,7 @@ class FlashInferBackend:
         return self.group >= TENSOR_CORE_GROUP
 
 
-class FlashInferRaggedAttention:
+class FlashInferRaggedAttention(Attention):
     """Eager attention for sequences of any length: prefill chunks first, then sequences of one token."""
 
     def __init__(self, backend: FlashInferBackend) -> None:
@@ -138,14 +127,8 @@ class FlashInferRaggedAttention:
         self._prefill_tokens = 0
         self._num_tokens = 0
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        page_table: torch.Tensor,
-        kv_lens: Sequence[int],
-        tables: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Prepare a step, as `PagedAttention.plan` does; page_table is in host memory."""
+    def _plan(self, rows: PlannedRows) -> None:
+        qo_indptr, page_table, kv_lens, _ = rows
         backend, buffers = self._backend, self._backend.buffers
         num_prefills = count_prefills(qo_indptr, len(kv_lens))
         backend.event.synchronize()
@@ -172,25 +155,15 @@ class FlashInferRaggedAttention:
             )
         backend.event.record()
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """Attend with one layer's cache, as `PagedAttention.run` does."""
-        out = torch.empty_like(q) if out is None else out
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefill.run(q[:split], (k_cache, v_cache), out=out[:split])
+            self._prefill.run(q[:split], cache, out=out[:split])
         if split < self._num_tokens:
-            self._decode.run(q[split:], (k_cache, v_cache), out=out[split:])
-        return out.view(len(q), -1)
+            self._decode.run(q[split:], cache, out=out[split:])
 
 
-class FlashInferDecodeAttention:
+class FlashInferDecodeAttention(Attention):
     """Attention for a bucket of sequences with one token each, over static buffers.
 
     Call `plan` before every replay; `run` is captured in the graph.
@@ -221,20 +194,11 @@ class FlashInferDecodeAttention:
             **backend.plan_arguments,
         }
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        page_table: torch.Tensor,
-        kv_lens: Sequence[int],
-        tables: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Prepare a step of exactly as many sequences as the bucket has, padding included; page_table is in host
-        memory.
-        """
+    def _plan(self, rows: PlannedRows) -> None:
         backend, buffers = self._backend, self._backend.buffers
-        check_bucket(self._bucket, qo_indptr, kv_lens)
+        rows.check_bucket(self._bucket)
         backend.event.synchronize()
-        buffers.write(page_table, kv_lens, tables=tables)
+        buffers.write(rows.page_table, rows.kv_lens, tables=rows.tables)
         buffers.upload()
         arguments = {**self._arguments, "indices": buffers.indices[: buffers.num_indices]}
         if self._planned:
@@ -245,16 +209,8 @@ class FlashInferDecodeAttention:
             self._planned = True
         backend.event.record()
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
-        return self._wrapper.run(q, (k_cache, v_cache), out=out).view(len(q), -1)
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+        self._wrapper.run(q, cache, out=out)
 
 
 def prefill_kernel(head_dim: int) -> str:

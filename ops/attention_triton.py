@@ -19,7 +19,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .attention import PLAIN, PagedAttention, Scores, check_bucket, count_prefills
+from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores, count_prefills
 from .attention_plan import PlanBuffers
 from .attention_schedule import PARTS, attention_constants, attention_options, attention_splits, tile_tokens
 from .launch_triton import KernelLauncher
@@ -159,32 +159,24 @@ class TritonBackend:
 
     def __init__(
         self,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        max_rows: int,
-        max_pages_per_row: int,
+        setup: AttentionSetup,
         num_sms: int,
+        *,
         reason: str,
-        scale: float | None = None,
         fix: str = "",
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """max_rows: the most sequences of a step. num_sms: multiprocessors of the device. scale: see `Scores`.
-        new_event: for tests.
-        """
+        """num_sms: multiprocessors of the device. new_event: for tests."""
+        num_heads, kv_heads, head_dim, block_tokens = self.heads = setup.heads
+        max_rows, itemsize = setup.max_rows, setup.dtype.itemsize
         self.reason, self.fix = reason, fix
-        self.device = torch.device(device)
-        self.shape = num_heads, kv_heads, head_dim, block_tokens
-        self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
+        self.device = setup.device
+        self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
+        scale = setup.scale
         self._scale = math.log2(math.e) / math.sqrt(head_dim) if scale is None else math.log2(math.e) * scale
-        constants = attention_constants(*self.shape, dtype.itemsize)
-        tile, max_tokens = tile_tokens(head_dim, dtype.itemsize), max_pages_per_row * block_tokens
+        constants = attention_constants(*self.heads, itemsize)
+        tile, max_tokens = tile_tokens(head_dim, itemsize), setup.max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
         # each tensor starts at a multiple of 16 bytes, else Triton treats it as unaligned
@@ -219,7 +211,7 @@ class TritonBackend:
         splits, least = self._splits[len(q) - 1]
         buffers = self.buffers
         self._launch(
-            (self.shape[1], len(q), splits),
+            (self.heads.kv_heads, len(q), splits),
             (
                 out,
                 q,
@@ -238,22 +230,16 @@ class TritonBackend:
         )
 
 
-class TritonRaggedAttention:
+class TritonRaggedAttention(Attention):
     """Eager attention for sequences of any length: prefill chunks first, by PyTorch, then sequences of one token."""
 
     def __init__(self, backend: TritonBackend) -> None:
         self._backend = backend
-        self._prefill = PagedAttention(*backend.shape, backend.device)
+        self._prefill = PagedAttention(backend.heads, backend.device)
         self._prefill_tokens = self._num_tokens = 0
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        page_table: torch.Tensor,
-        kv_lens: Sequence[int],
-        tables: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Prepare a step, as `PagedAttention.plan` does; page_table is in host memory."""
+    def _plan(self, rows: PlannedRows) -> None:
+        qo_indptr, page_table, kv_lens, _ = rows
         split = count_prefills(qo_indptr, len(kv_lens))
         self._prefill_tokens, self._num_tokens = qo_indptr[split], qo_indptr[-1]
         if split:
@@ -261,25 +247,15 @@ class TritonRaggedAttention:
         if split < len(kv_lens):
             self._backend.plan(page_table[split:], kv_lens[split:])
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """Attend with one layer's cache, as `PagedAttention.run` does."""
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         split = self._prefill_tokens
-        out = torch.empty_like(q) if out is None else out
         if split:
-            self._prefill.run(q[:split], k_cache, v_cache, out[:split], scores)
+            self._prefill.run(q[:split], *cache, out=out[:split], scores=scores)
         if split < self._num_tokens:
-            self._backend.run(q[split:], k_cache, v_cache, out[split:])
-        return out.view(len(q), -1)
+            self._backend.run(q[split:], *cache, out=out[split:])
 
 
-class TritonDecodeAttention:
+class TritonDecodeAttention(Attention):
     """Attention for a bucket of sequences with one token each, over static buffers.
 
     Call `plan` before every replay; `run` is captured in the graph.
@@ -289,31 +265,12 @@ class TritonDecodeAttention:
         self._backend = backend
         self._bucket = bucket
 
-    def plan(
-        self,
-        qo_indptr: Sequence[int],
-        page_table: torch.Tensor,
-        kv_lens: Sequence[int],
-        tables: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Prepare a step of exactly as many sequences as the bucket has, padding included; page_table is in host
-        memory.
-        """
-        check_bucket(self._bucket, qo_indptr, kv_lens)
-        self._backend.plan(page_table, kv_lens, tables)
+    def _plan(self, rows: PlannedRows) -> None:
+        rows.check_bucket(self._bucket)
+        self._backend.plan(rows.page_table, rows.kv_lens, rows.tables)
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor | None = None,
-        scores: Scores = PLAIN,
-    ) -> torch.Tensor:
-        """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
-        out = torch.empty_like(q) if out is None else out
-        self._backend.run(q, k_cache, v_cache, out)
-        return out.view(len(q), -1)
+    def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+        self._backend.run(q, *cache, out=out)
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

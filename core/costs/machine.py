@@ -175,7 +175,7 @@ def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
         vocab_size=model.vocab_size,
         max_model_len=executor.model.max_model_len,
         itemsize=executor.layout.itemsize,
-    )
+    ).with_projections(model.projections)
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path], clock: Clock) -> Fit:

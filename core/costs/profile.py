@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import fields
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import Projections, dense_projections
+from ...memory.pages.projections import Group, Projection, Projections, dense_projections
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -88,6 +87,17 @@ def _checked_itemsize(itemsize: int) -> int:
     return itemsize
 
 
+class Module(_Strict):
+    """A projection of some layers; see `memory.pages.projections.Projection`."""
+
+    path: str
+    group: int = Field(ge=0, lt=len(Group))
+    inputs: int = Field(ge=1)
+    outputs: int = Field(ge=1)
+    units: int = Field(ge=1)
+    layers: list[int] = Field(min_length=1)
+
+
 class Geometry(_Strict):
     """Shapes of the base model, for page and adapter sizes. itemsize: bytes per element of KV and adapters."""
 
@@ -101,16 +111,53 @@ class Geometry(_Strict):
     vocab_size: int = Field(ge=2)
     max_model_len: int = Field(ge=2)
     itemsize: Annotated[int, AfterValidator(_checked_itemsize)]
+    modules: list[Module] | None = None
+    """The projections that adapters may change; by default those of a model shaped like Llama."""
 
-    @cached_property
+    @model_validator(mode="after")
+    def _check_modules(self) -> Geometry:
+        if self.modules is None:
+            return self
+        for each in self.modules:
+            if wrong := [layer for layer in each.layers if not 0 <= layer < self.num_layers]:
+                raise ValueError(f"{each.path} is in layer {wrong[0]}; layers are 0 to {self.num_layers - 1}")
+        if "k_proj" not in self.projections:
+            raise ValueError("modules have no k_proj; pages hold the keys of the layers that have it")
+        _ = self.projections.products  # raises ValueError
+        return self
+
+    def with_projections(self, projections: Projections) -> Geometry:
+        """The same with a model's projections, if they are not the default."""
+        if projections == self.projections:
+            return self
+        modules = [
+            Module(
+                path=each.path,
+                group=each.group.value,
+                inputs=each.inputs,
+                outputs=each.outputs,
+                units=each.units,
+                layers=list(projections.layers_of(each.name)),
+            )
+            for each in projections
+        ]
+        return self.model_copy(update={"modules": modules})
+
+    @property
     def projections(self) -> Projections:
         """The projections that adapters may change."""
-        return dense_projections(
-            self.num_layers, self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim
-        )
+        if self.modules is None:
+            heads = self.num_heads, self.num_kv_heads, self.head_dim
+            return dense_projections(self.num_layers, self.hidden_size, self.intermediate_size, *heads)
+        layers: list[list[Projection]] = [[] for _ in range(self.num_layers)]
+        for each in self.modules:
+            for layer in each.layers:
+                layers[layer].append(Projection(each.path, Group(each.group), each.inputs, each.outputs, each.units))
+        return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:
-        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)
+        num_layers = len(self.projections.layers_of("k_proj"))
+        return PageLayout(num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, by default on all, in every layer."""

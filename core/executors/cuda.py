@@ -19,6 +19,7 @@ from ...memory.pages.arena import Arena
 from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
+from ...ops.attention import AttentionSetup
 from ...ops.attention_backend import AttentionUnavailable, GroupedBackend, choose_attention
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
@@ -234,28 +235,23 @@ class CudaExecutor(ModelExecutor):
     def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
-        where = device.torch_device
-        limit = self.model.max_model_len
+        limit, windows = self.model.max_model_len, self.layout.group_windows
         scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
+        setup = AttentionSetup(
+            decoder.heads,
+            self._dtype,
+            device.torch_device,
+            max_rows=config.max_num_seqs,
+            max_pages_per_row=self.layout.blocks_for_tokens(limit),
+        )
         try:
             backends = {
-                window: choose_attention(
-                    num_heads=model.num_heads,
-                    kv_heads=model.num_kv_heads,
-                    head_dim=model.head_dim,
-                    block_tokens=self.layout.block_tokens,
-                    dtype=self._dtype,
-                    device=where,
-                    max_rows=config.max_num_seqs,
-                    max_pages_per_row=self.layout.blocks_for_tokens(limit),
-                    wanted=config.attention,
-                    scores=[each for each in scores if each.window == window],
-                )
-                for window in dict.fromkeys(self.layout.group_windows)
+                window: choose_attention(setup, config.attention, [each for each in scores if each.window == window])
+                for window in dict.fromkeys(windows)
             }
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
-        attention = GroupedBackend([backends[window] for window in self.layout.group_windows])
+        attention = GroupedBackend([(backends[window], window) for window in windows], self.layout.block_tokens)
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)

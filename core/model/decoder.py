@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, GroupedAttention, PagedAttention, Scores
+from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
@@ -118,9 +118,15 @@ class DecoderModel:
         self._arena = arena
 
     def new_attention(self) -> GroupedAttention:
-        config, arena = self.config, self._arena
-        shape = config.num_heads, config.num_kv_heads, config.head_dim, arena.layout.block_tokens, arena.pages.device
-        return GroupedAttention([PagedAttention(*shape, window) for window in arena.layout.group_windows])
+        layout, device = self._arena.layout, self._arena.pages.device
+        return GroupedAttention(
+            [(PagedAttention(self.heads, device), window) for window in layout.group_windows], layout.block_tokens
+        )
+
+    @property
+    def heads(self) -> HeadShape:
+        config = self.config
+        return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
 
     def new_states(self) -> PagedStates | None:
         """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""

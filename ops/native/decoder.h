@@ -320,8 +320,9 @@ class Decoder final : public AnyDecoder {
         if (step.offloaded) offloader_.begin_layer(step, layer);
         for (int s = 0; s < step.segments.count; s++) {
             const auto* ready = step.segment_ready[s];
-            if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
-            if (step.offloaded && offloader_.has(step, s)) continue;
+            // None of an offloaded layer's rows are in the segment's own descriptor.
+            if (!ready || !step.segments.adapters[s]->in_layer(layer)) continue;
+            if (step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
             const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);

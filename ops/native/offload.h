@@ -60,13 +60,6 @@ class Offloader {
             offloaded.layers[i]++;
         }
     }
-    // True if a segment needs no page of the layer.
-    bool has(const StepDesc& step, int segment) const {
-        for (int i = 0; i < step.offloaded->count; i++)
-            if (step.offloaded->segment[i] == segment) return active_[i];
-        return false;
-    }
-
     // Hand rows of a task's x over, if a segment's adapter changes the product.
     void offload(const LoraTask<T>& task) {
         const OffloadDesc& offloaded = *task.step.offloaded;

@@ -23,6 +23,7 @@ from ...core.model.lora_state_cuda import CudaLoraState
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...graphs.device import CudaDevice
+from ...ops.attention import AttentionSetup
 from ..inline_reads import InlineReads
 from . import random_model
 from .sizes import Geometry
@@ -128,16 +129,10 @@ def idle_engine(
         mixed_graph_tokens=mixed_graph_tokens,
     )
 
-    def flashinfer(*shape: Any, wanted: str, scores: Any, **sizes: Any) -> Any:
+    def flashinfer(setup: AttentionSetup, *wishes: Any) -> Any:
         from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
 
-        return FlashInferBackend(
-            *shape,
-            **sizes,
-            num_sms=2,
-            module=_FLASHINFER,
-            new_event=device.event,
-        )
+        return FlashInferBackend(setup, num_sms=2, module=_FLASHINFER, new_event=device.event)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(cuda, "choose_attention", flashinfer))

@@ -9,12 +9,14 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
 from .. import bench
 from ..report.command import parser
+from .families import FAMILIES
 from .sections.registry import SECTIONS, sections_of
 from .sizes import SIZES, TINY, is_smoke
 from .store import ResultStore
@@ -66,7 +68,7 @@ class Options(argparse.Namespace):
         return {
             "run": run,
             "device": self.device,
-            "model": self.model_size,
+            "model": self.model_size if self.family == "llama" else f"{self.model_size} as {self.family}",
             "seed": self.seed,
             "engine": " ".join(sorted(self.engine)) or "as it is by default",
         }
@@ -87,7 +89,7 @@ class Options(argparse.Namespace):
         if self.device == "cuda":
             timer = CudaTimer(0.05 if self.quick else 0.3)
         beside = {name: Path(path) for name, path in (each.split("=", 1) for each in self.beside)}
-        size, fields = SIZES[self.model_size], self.engine_fields
+        size, fields = replace(SIZES[self.model_size], family=self.family), self.engine_fields
         return Context(
             self.device,
             size,
@@ -112,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     what = "cpu: with the model size tiny a smoke run of the benchmark itself"
     add("--device", choices=("cuda", "cpu"), default="cuda", help=what)
     add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
+    add(
+        "--family", choices=tuple(FAMILIES), default="llama", help="section levels: of these shapes, with dummy weights"
+    )
     add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME", help="default: all of this device")
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.projections import Projections, dense_projections
+from .families import fields_of
 
 #: Names of a layer's products. The LoRA products of projections that share an input are one pair of launches.
 GROUPS = ("qkv", "o", "gate_up", "down")
@@ -122,10 +123,14 @@ class ModelSize:
     rope: dict[str, Any]
     """Fields of config.json that the geometry does not determine."""
 
+    family: str = "llama"
+    """One of `FAMILIES`."""
+
     def write_config(self, directory: Path, dtype: str) -> Path:
         """Make `directory` a checkpoint without weights, and return it."""
         directory.mkdir(parents=True, exist_ok=True)
-        config = self.geometry.config(dtype, **self.rope)
+        more = fields_of(self.family, self.geometry.layers, self.geometry.head_dim)
+        config = self.geometry.config(dtype, **{**self.rope, **more})
         (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return directory
 

@@ -69,7 +69,7 @@ class Subject:
         shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
         shadow_pages = shadow_bytes // page.page_bytes + 4 * geometry.layers if shadow else 0
         self.model = context.size.write_config(
-            context.work_dir / context.size.name / context.dtype_name, context.dtype_name
+            context.work_dir / context.size.name / context.size.family / context.dtype_name, context.dtype_name
         )
         common: dict[str, Any] = {
             "model": self.model,
@@ -81,7 +81,7 @@ class Subject:
             "max_num_seqs": max_seqs,
             "max_num_batched_tokens": max(max_batched, max_seqs),
             "block_tokens": page.block_tokens,
-            "num_pages": 2 + kv_pages + adapter_pages + shadow_pages,
+            "memory_bytes": max(1 << 16, (2 + kv_pages + adapter_pages + shadow_pages) * page.page_bytes),
             "max_lora_rank": MAX_RANK,
             "graph_capture": "lazy",
             "host_cache_bytes": 2 * sum(files.values()) + (1 << 20),

@@ -114,7 +114,8 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
     weights = size * (in_layers + in_head * (1 if model.tie_word_embeddings else 2))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
-    kv_bytes = 2 * layers * model.kv_size * size
+    attention = len(model.attention_layers)
+    kv_bytes = 2 * attention * model.kv_size * size
     floor = size * (in_layers + in_head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
@@ -125,7 +126,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
         "per_logits": 2 * in_head / multiply,
         "per_row": ROW_PER_LAYER * layers,
         "per_kv_token": kv_bytes / (read * KV_READ),
-        "per_pair": 4 * layers * model.q_size / (multiply * PREFILL_ATTEND),
+        "per_pair": 4 * attention * model.q_size / (multiply * PREFILL_ATTEND),
         "lora": LORA_PER_LAYER * layers,
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
@@ -147,7 +148,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             vocab_size=model.vocab_size,
             max_model_len=model.max_context,
             itemsize=size,
-        ),
+        ).with_projections(model.projections),
         memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="memory that the weights leave"),
         step=_terms(step, "predicted"),
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),

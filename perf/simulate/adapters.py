@@ -46,7 +46,7 @@ class SimAdapters:
             parts = uniform_parts(self._geometry.projections, rank, targets=self.targets)
             size = self._geometry.adapter_bytes(rank, self.targets) if num_bytes is None else num_bytes
             pages = max(1, -(-size // self._page.page_bytes))
-            layout = AdapterLayout((), size // self._page.itemsize, pages, self._page.num_layers)
+            layout = AdapterLayout((), size // self._page.itemsize, pages, self._geometry.num_layers)
             shape = self._shapes[rank, num_bytes] = parts, layout, size
         parts, layout, size = shape
         self._known[name] = AdapterManifest(path := Path(name), parts, size), layout, rank

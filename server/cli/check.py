@@ -14,7 +14,13 @@ from ...core.base_name import names_of, with_base
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights
 from ...memory.files.module_paths import ModulePaths
-from ...memory.pages.projections import Projections, dense_projections
+from ...memory.pages.projections import (
+    Projection,
+    Projections,
+    attention_projections,
+    gated_projections,
+    linear_projections,
+)
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
 
@@ -118,7 +124,10 @@ def _differences(manifest: AdapterManifest) -> list[str]:
         base = shown(manifest.base_model)
         reasons.append(f"it was trained on {base}, which is not this model; --strict-base would refuse it")
     if manifest.num_left_out:
-        reasons.append(f"{manifest.num_left_out} of its tensors are of a vision tower, which has no effect on text")
+        reasons.append(
+            f"{manifest.num_left_out} of its tensors are outside the text model, such as in a vision tower, "
+            "and have no effect on text"
+        )
     if manifest.no_effect:
         reasons.append("it has no effect: all of its B, or all of its A, or its alpha is zero")
     return reasons
@@ -137,10 +146,15 @@ def _base_of(model: Path, served: str | None) -> _Base:
 
 
 def _own_base(path: Path) -> _Base:
-    """The shapes of an adapter's own tensors, with which it must be consistent."""
-    usual = dense_projections(1, hidden=1, ffn=1, heads=1, kv_heads=1, head_dim=1)
+    """The shapes of an adapter's own tensors, with which it must be consistent.
+
+    A layer has linear attention if the adapter has a tensor of it there.
+    """
+    mixers = attention_projections(1, 1, 1, 1), linear_projections(1, 1, 1, 1)
+    feed_forward = gated_projections(1, 1)
     dims: dict[str, tuple[int, int]] = {}
-    layers = {0}
+    layers, linear = {0}, set[int]()
+    usual = Projections(tuple(mixer + feed_forward for mixer in mixers))
     with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     for name, shape in shapes.items():
@@ -148,12 +162,19 @@ def _own_base(path: Path) -> _Base:
         if len(shape) == 2 and name.endswith("lora_A.weight") and parts[-3] in usual:
             d_out = _size(shapes.get(name.replace("lora_A", "lora_B"), ()))
             dims.setdefault(parts[-3], (shape[1], d_out))
-            layers.update(int(part) for part in parts if part.isdecimal() and len(part) <= 6)
-    own = []
-    for projection in usual:
-        inputs, outputs = dims.get(projection.name, (1, 1))
-        own.append(replace(projection, inputs=inputs, outputs=outputs))
-    return _Base(ModulePaths(Projections((tuple(own),) * (max(layers) + 1))), "float32", None)
+            found = {int(part) for part in parts if part.isdecimal() and len(part) <= 6}
+            layers |= found
+            if usual.layers_of(parts[-3]) == (1,):
+                linear |= found
+    attention, with_state = (
+        tuple(_with_dims(each, *dims.get(each.name, (1, 1))) for each in mixer + feed_forward) for mixer in mixers
+    )
+    own = (with_state if layer in linear else attention for layer in range(max(layers) + 1))
+    return _Base(ModulePaths(Projections(tuple(own))), "float32", None)
+
+
+def _with_dims(projection: Projection, inputs: int, outputs: int) -> Projection:
+    return replace(projection, inputs=inputs, outputs=outputs)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ import torch
 from chorus.core.model.families import FAMILIES
 from chorus.core.model.families.qwen3_5 import QWEN3_5
 from chorus.core.model.read_config import read_model_config
+from chorus.memory.files.error import AdapterFormatError
 
 pytestmark = pytest.mark.numerics
 
@@ -131,3 +132,21 @@ def test_whether_embeddings_are_tied_is_the_whole_models(tmp_path, tied, outer):
         raw["tie_word_embeddings"] = outer
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert read_model_config(tmp_path).tie_word_embeddings is (tied if outer is None else outer)
+
+
+@pytest.mark.parametrize("kernels", ["torch"])
+def test_an_adapter_of_the_tower_alone_is_refused(tmp_path, drive):
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    architecture = "Qwen2_5_VLForConditionalGeneration"
+    name, text, vision = MODELS[architecture]
+    base = getattr(transformers, architecture)(
+        getattr(transformers, name)(text_config={**TEXT, **text}, vision_config=vision)
+    )
+    base.save_pretrained(tmp_path / "model")
+    tower = LoraConfig(r=2, target_modules=r".*visual.*\.(qkv|proj)", task_type="CAUSAL_LM")
+    get_peft_model(base, tower).save_pretrained(str(tmp_path / "adapter"))
+    driver = drive(_Checkpoint(tmp_path / "model", {}), max_model_len=64)
+    with pytest.raises(AdapterFormatError, match="target"):
+        driver.engine.adapters.inspect(tmp_path / "adapter")

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right
 
-from chorus.ops.attention import PagedAttention
+from chorus.ops.attention import HeadShape, PagedAttention
 from chorus.ops.elementwise import write_kv
 
 from .attention_ref import paged_attention_ref
@@ -41,7 +41,7 @@ class Step:
         self.q = torch.randn(self.qo_indptr[-1], heads, head_dim, generator=generator)
 
     def run(self, attention=None):
-        attention = attention or PagedAttention(*self.shape)
+        attention = attention or PagedAttention(HeadShape(*self.shape))
         attention.plan(self.qo_indptr, self.page_table, self.kv_lens)
         return attention.run(self.q, self.k, self.v)
 
@@ -102,8 +102,8 @@ def test_reference_chunks_continue_each_other():
 
 
 def test_one_object_serves_steps_of_every_kind():
-    """A plan leaves no state to the next one."""
-    attention = PagedAttention(4, 2, 8, 4)
+    """A plan leaves nothing behind for the next one."""
+    attention = PagedAttention(HeadShape(4, 2, 8, 4))
     for seed, rows in enumerate(
         [[(5, 0), (3, 4), (1, 9)], [(1, 3)] * 4, [(6, 0)], [(1, 30)], [(2, 2), (1, 0)], [(1, 0)] * 3, [(4, 12)]]
     ):
@@ -121,7 +121,7 @@ class ElsewhereAttention(PagedAttention):
 @pytest.mark.parametrize("rows", [[(5, 0), (3, 4), (1, 9)], [(4, 12)], [(6, 0)], [(1, 3), (1, 0)]], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 def test_what_a_gpu_computes_equals_its_definition(rows, heads):
-    Step(8, rows, heads=heads[0], kv_heads=heads[1]).check(ElsewhereAttention(*heads, 8, 4))
+    Step(8, rows, heads=heads[0], kv_heads=heads[1]).check(ElsewhereAttention(HeadShape(*heads, 8, 4)))
 
 
 def test_padding_rows_do_not_touch_the_others():
@@ -162,7 +162,7 @@ def test_pages_of_others_are_never_read():
 
 def test_prefill_rows_must_come_first():
     with pytest.raises(ValueError, match="must come before"):
-        PagedAttention(4, 2, 8, 4).plan([0, 1, 4], torch.zeros(2, 2, dtype=torch.long), [1, 3])
+        PagedAttention(HeadShape(4, 2, 8, 4)).plan([0, 1, 4], torch.zeros(2, 2, dtype=torch.long), [1, 3])
 
 
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 12))
@@ -199,7 +199,7 @@ def test_what_a_later_token_holds_does_not_reach_an_earlier_one(before, which, b
     slot = before + at
     block_tokens = step.shape[-1]
     getattr(step, which)[step.tables[0][slot // block_tokens], slot % block_tokens] = bad
-    found = step.run(kind(*step.shape))
+    found = step.run(kind(HeadShape(*step.shape)))
     torch.testing.assert_close(found[:at], clean[:at])
     assert not found[at:9].isfinite().any()
     torch.testing.assert_close(found[9:], clean[9:])

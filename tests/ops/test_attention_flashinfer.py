@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops import attention_backend, attention_flashinfer
-from chorus.ops.attention import PLAIN, Scores
+from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
 from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
@@ -35,20 +35,9 @@ def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32):
     """A backend over the stand-in, in whose plans any dtype and head size will do; and the stand-in."""
     stream = Stream()
     fake = FakeFlashInfer(stream)
-    backend = FlashInferBackend(
-        heads,
-        kv_heads,
-        head_dim,
-        block_tokens,
-        dtype,
-        "cpu",
-        max_rows=MAX_ROWS,
-        max_pages_per_row=MAX_PAGES,
-        num_sms=2,
-        module=fake,
-        new_event=stream.new_event,
-    )
-    return backend, fake
+    shape = HeadShape(heads, kv_heads, head_dim, block_tokens)
+    setup = AttentionSetup(shape, dtype, torch.device("cpu"), max_rows=MAX_ROWS, max_pages_per_row=MAX_PAGES)
+    return FlashInferBackend(setup, num_sms=2, module=fake, new_event=stream.new_event), fake
 
 
 @settings(max_examples=80)
@@ -254,8 +243,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(attention_backend, "version", lambda name: "0.6.4")
     made = {}
 
-    def fake_backend(**kwargs):
-        made.update(kwargs)
+    def fake_backend(setup, num_sms):
+        made.update(setup=setup, num_sms=num_sms)
         return "flashinfer"
 
     monkeypatch.setattr(attention_flashinfer, "FlashInferBackend", fake_backend)
@@ -272,9 +261,8 @@ class OurBackend:
 
     name = "triton"
 
-    def __init__(self, *, num_heads, kv_heads, head_dim, block_tokens, dtype, device, reason, fix, **sizes):
-        self.shape = num_heads, kv_heads, head_dim, block_tokens, dtype, device
-        self.reason, self.fix, self.sizes = reason, fix, sizes
+    def __init__(self, setup, num_sms, *, reason, fix):
+        self.setup, self.num_sms, self.reason, self.fix = setup, num_sms, reason, fix
 
 
 class FlashInferModules:
@@ -306,7 +294,9 @@ class FlashInferModules:
 
 
 def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), **kwargs):
-    return choose_attention(*heads, head_dim, 16, dtype, device, max_rows=8, max_pages_per_row=64, **kwargs)
+    shape = HeadShape(*heads, head_dim, 16)
+    setup = AttentionSetup(shape, dtype, torch.device(device), max_rows=8, max_pages_per_row=64)
+    return choose_attention(setup, **kwargs)
 
 
 @pytest.fixture
@@ -321,8 +311,8 @@ def compiler(hopper, tmp_path):
 def test_flashinfer_where_it_can(hopper, compiler):
     assert choose() == "flashinfer"
     assert hopper["num_sms"] == 132
-    assert (hopper["num_heads"], hopper["kv_heads"], hopper["head_dim"], hopper["block_tokens"]) == (32, 8, 128, 16)
-    assert (hopper["dtype"], hopper["device"]) == (torch.bfloat16, torch.device("cuda:0"))
+    assert hopper["setup"].heads == (32, 8, 128, 16)
+    assert (hopper["setup"].dtype, hopper["setup"].device) == (torch.bfloat16, torch.device("cuda:0"))
     assert choose(torch.float16, 64) == "flashinfer"
 
 
@@ -351,8 +341,9 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
     if name == "torch":
         assert not backend.captures
     else:
-        assert backend.shape[0:4] == (32, 8, change.get("head_dim", 128), 16)
-        assert backend.sizes == {"max_rows": 8, "max_pages_per_row": 64, "num_sms": 132, "scale": None}
+        assert backend.setup.heads == (32, 8, change.get("head_dim", 128), 16)
+        assert (backend.setup.max_rows, backend.setup.max_pages_per_row, backend.setup.scale) == (8, 64, None)
+        assert backend.num_sms == 132
 
 
 @pytest.mark.parametrize(
@@ -428,6 +419,6 @@ def missing(name):
 
 
 def test_torch_backend_computes():
-    backend = TorchBackend(4, 2, 8, 4, torch.device("cpu"), "asked for")
+    backend = TorchBackend(HeadShape(4, 2, 8, 4), torch.device("cpu"), "asked for")
     Step(1, [(5, 6), (1, 9)]).check(backend.ragged())
     Step(2, [(1, 3), (1, 12)]).check(backend.decode(2))

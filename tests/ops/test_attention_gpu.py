@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.ops.attention import PagedAttention
+from chorus.ops.attention import AttentionSetup, HeadShape, PagedAttention
 from chorus.ops.attention_backend import choose_attention
 
 from .attention_ref import paged_attention_ref
@@ -37,9 +37,13 @@ class DeviceStep(Step):
         torch.testing.assert_close(got, self.want, rtol=2e-2, atol=2e-2)
 
 
+def setup(shape, dtype):
+    return AttentionSetup(HeadShape(*shape, 16), dtype, torch.device("cuda:0"), max_rows=32, max_pages_per_row=64)
+
+
 def device_backend(shape, dtype, name="flashinfer"):
     """The backend that serves. In float16 ours may, with its reason, where FlashInfer's modules are in bfloat16."""
-    backend = choose_attention(*shape, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64)
+    backend = choose_attention(setup(shape, dtype))
     fallback = dtype is torch.float16 and "no compiled" in backend.reason
     assert backend.name.startswith("triton" if fallback else name), backend.reason
     return backend
@@ -101,7 +105,7 @@ def test_torch_attention():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_our_attention_of_ragged_steps(dtype):
     """Prompts by torch, decode rows by our kernel, where FlashInfer can't serve or is not asked for."""
-    backend = choose_attention(4, 2, 64, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64, wanted="triton")
+    backend = choose_attention(setup((4, 2, 64), dtype), wanted="triton")
     assert backend.name.startswith("triton")
     assert backend.captures
     for seed, rows in enumerate([[(9, 0)], [(4, 9), (3, 0), (1, 20)], [(1, 0), (1, 33)], [(40, 100), (1, 900)]]):
@@ -113,7 +117,7 @@ def test_a_late_chunk_of_a_long_prompt_by_torch_makes_no_scores(dtype):
     """They would take 16 GiB of 16-bit values, more than the largest step, by which the arena is sized, has needed."""
     tokens, context, block = 2048, 1 << 17, 16
     arena = torch.zeros(context // block, 2, block, 8, 128, dtype=dtype, device="cuda")
-    attention = PagedAttention(32, 8, 128, block, "cuda")
+    attention = PagedAttention(HeadShape(32, 8, 128, block), "cuda")
     attention.plan([0, tokens], torch.arange(context // block)[None], [context])
     q = torch.randn(tokens, 32, 128, dtype=dtype, device="cuda")
     torch.cuda.synchronize()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chorus.ops import attention_flashinfer
+from chorus.ops.attention import AttentionSetup, HeadShape
 from chorus.ops.attention_flashinfer import FlashInferBackend
 
 from .attention_ref import paged_attention_ref
@@ -77,18 +78,10 @@ def kernels(monkeypatch):
 
 
 def backend(heads, kv_heads, head_dim=8):
-    return FlashInferBackend(
-        heads,
-        kv_heads,
-        head_dim,
-        4,
-        torch.float16,
-        "cpu",
-        max_rows=8,
-        max_pages_per_row=16,
-        num_sms=2,
-        new_event=lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
-    )
+    shape = HeadShape(heads, kv_heads, head_dim, 4)
+    setup = AttentionSetup(shape, torch.float16, torch.device("cpu"), max_rows=8, max_pages_per_row=16)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    return FlashInferBackend(setup, num_sms=2, new_event=lambda: event)
 
 
 def half(step):

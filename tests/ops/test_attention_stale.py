@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from chorus.ops.attention import PagedAttention
+from chorus.ops.attention import HeadShape, PagedAttention
 
 from .attention_ref import paged_attention_ref
 
@@ -26,7 +26,7 @@ def test_what_a_page_held_before_is_never_seen(stale):
             dirty[:, *place] = clean[:, *place]
     q = torch.randn(6, HEADS, HEAD_DIM)
     page_table = torch.tensor([table + [0] * (3 - len(table)) for table in tables])
-    attention = PagedAttention(HEADS, KV_HEADS, HEAD_DIM, BLOCK)
+    attention = PagedAttention(HeadShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK))
     attention.plan(qo_indptr, page_table, kv_lens)
     expected = paged_attention_ref(q, *clean, qo_indptr, tables, kv_lens).view(6, -1)
     torch.testing.assert_close(attention.run(q, *dirty), expected, atol=1e-5, rtol=1e-5)

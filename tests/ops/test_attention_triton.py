@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from chorus.ops.attention import AttentionSetup, HeadShape
 from chorus.ops.attention_schedule import PARTS, attention_splits, tile_tokens
 
 from ..processes import run_python
@@ -104,9 +105,8 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
     if device == "cpu":
         more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     pages = -(-max(case.lens) // case.block_tokens) + 1
-    return TritonBackend(
-        *case.shape, dtype, device, max_rows=16, max_pages_per_row=pages, num_sms=num_sms, reason="", **more
-    )
+    setup = AttentionSetup(HeadShape(*case.shape), dtype, torch.device(device), max_rows=16, max_pages_per_row=pages)
+    return TritonBackend(setup, num_sms, reason="", **more)
 
 
 def check_values(case: Case, dtype: torch.dtype, device: str) -> str:
@@ -214,9 +214,8 @@ def test_what_launches_are_given_begins_on_16_bytes():
     """Also where rows are too short to be shared; else Triton's own way would launch, which takes the host 20 µs."""
     from chorus.ops.attention_triton import TritonBackend
 
-    backend = TritonBackend(
-        4, 2, 16, 4, torch.float32, "cpu", max_rows=2, max_pages_per_row=2, num_sms=1, reason="", new_event=object
-    )
+    setup = AttentionSetup(HeadShape(4, 2, 16, 4), torch.float32, torch.device("cpu"), 2, max_pages_per_row=2)
+    backend = TritonBackend(setup, num_sms=1, reason="", new_event=object)
     assert all(splits == 1 for splits, _ in backend._splits)  # noqa: SLF001
     given = backend._values, backend._tops, backend._totals  # noqa: SLF001
     assert not any(each.data_ptr() % 16 for each in given)

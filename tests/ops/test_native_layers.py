@@ -111,6 +111,11 @@ def test_one_feature(level, name, dtype):
     check(Kind(**SINGLE[name]), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_of_layers_with_other_projections(level, dtype):
+    check(Kind(two_mixers=True), dtype, adapted=True)
+
+
 @pytest.mark.parametrize("case", range(len(list(AllPairs(VALUES)))))
 def test_features_together(level, case):
     values = list(AllPairs(VALUES))[case]._asdict()

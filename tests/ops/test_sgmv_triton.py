@@ -30,7 +30,7 @@ RANKS = (1, 16, 3, 64, 17, 2, 33, 256, 8, 5, 128, 15, 31, 7, 100, 255, 4, 32, 65
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 #: (inputs, (outputs per module)) of a group of projections that share x; odd widths end within a block.
-GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)), (48, (24, 12, 4, 4)))
+GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)), (32, (24, 12, 4, 4)))
 
 #: An adapter's most elements per rank-row.
 SLAB_ELEMS = 200

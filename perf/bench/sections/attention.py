@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ....ops.attention import PagedAttention
+from ....ops.attention import AttentionSetup, HeadShape, PagedAttention
 from ....ops.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
 from ...kernels.cost import attention_cost
 from ...report.table import Table
@@ -40,7 +40,7 @@ class _Case:
         geometry, device = context.size.geometry, context.device
         layout = geometry.page_layout(context.dtype.itemsize)
         self.context, self.rows, self.lens = context, rows, [context_tokens] * rows
-        self.shape = geometry.heads, geometry.kv_heads, geometry.head_dim, layout.block_tokens
+        self.shape = HeadShape(geometry.heads, geometry.kv_heads, geometry.head_dim, layout.block_tokens)
         self.cost = attention_cost(self.lens, *self.shape, context.dtype.itemsize)
         self.layers = layers_for(self.cost.bytes, context.l2_bytes())
         per_row = layout.pages_for_tokens(context_tokens)
@@ -57,15 +57,15 @@ class _Case:
 
     def backend(self, name: Literal["triton", "flashinfer"]) -> AttentionBackend:
         """The backend of that name. Raises AttentionUnavailable."""
-        sizes: dict[str, Any] = {"max_rows": self.rows, "max_pages_per_row": self.table.shape[1]}
+        device = torch.device("cpu" if self.context.smoke else "cuda:0")
+        setup = AttentionSetup(self.shape, self.context.dtype, device, self.rows, self.table.shape[1])
         if not self.context.smoke:
-            return choose_attention(*self.shape, self.context.dtype, "cuda:0", **sizes, wanted=name)
+            return choose_attention(setup, name)
         if name != "triton":
             raise AttentionUnavailable("there is no GPU")
         from ....ops.attention_triton import TritonBackend
 
-        sizes |= {"num_sms": 4, "reason": "a smoke run", "new_event": StubDevice().event}
-        return TritonBackend(*self.shape, self.context.dtype, "cpu", **sizes)
+        return TritonBackend(setup, num_sms=4, reason="a smoke run", new_event=StubDevice().event)
 
     def plan(self, attention: Any, rows: int) -> None:
         attention.plan(range(rows + 1), self.table[:rows], self.lens[:rows])
@@ -105,7 +105,7 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
     case = _Case(context, rows, tokens)
     row: dict[str, Any] = {"count": rows, "tokens": tokens, "layers": case.layers, "bytes": case.cost.bytes}
     checked = min(rows, _CHECKED)
-    want = case.attend(PagedAttention(*case.shape, context.device), checked).float()
+    want = case.attend(PagedAttention(case.shape, context.device), checked).float()
     for name in BACKENDS:
         if name in absent:
             continue

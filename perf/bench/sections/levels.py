@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from ....core.model.read_config import read_model_config
 from ....memory.pages import hugepages
 from ....ops import native, native_library
 from ....ops.native_descriptors import ELEMENT_OF
@@ -45,7 +46,8 @@ def run(context: Context) -> dict[str, Any]:
     """Milliseconds of whole engine steps, the shortest, and the time at the machine's limit as a share of them."""
     prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
     threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
-    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    has_adapters = read_model_config(_config(context)).delta is None  # the benchmark's adapters are for all layers
+    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items() if has_adapters}
     builds = {name: path for name, path in context.beside.items() if path.suffix == ".so"}
     size = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24, "threads": threads}
     found: dict[str, Any] = {"prompt_tokens": prompt, "rates": {}, "rows": []}
@@ -56,7 +58,10 @@ def run(context: Context) -> dict[str, Any]:
                 engine = Subject(context, adapters, inline_reads=True, cpu_kernels="native", **size)
             engines[name] = stack.enter_context(engine)
             engine.load(list(adapters))
+        more = _more_bytes(context)
         for case, (rows, is_prefill, ranks) in CASES.items():
+            if ranks and not has_adapters:
+                continue
             with context.row(found, case):
                 for name in engines:  # in rotation with the steps
                     with _used(name, builds.get(name)):
@@ -66,9 +71,21 @@ def run(context: Context) -> dict[str, Any]:
                 step = _prefill if is_prefill else _decode
                 work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
                 tokens = (prompt, 0) if is_prefill else (1, prompt)
-                limit = context.size.geometry.step(context.dtype.itemsize, rows, *tokens, ranks)
+                num_bytes, flops = context.size.geometry.step(context.dtype.itemsize, rows, *tokens, ranks)
+                limit = num_bytes + more, flops + more // context.dtype.itemsize * 2 * rows * tokens[0]
                 found["rows"] += _rows(case, in_turns(work, rounds), limit, found["rates"])
     return found
+
+
+def _config(context: Context) -> Path:
+    """The configuration of the engines' model."""
+    return context.size.write_config(context.work_dir / "levels" / context.size.family, context.dtype_name)
+
+
+def _more_bytes(context: Context) -> int:
+    """Bytes of a family's projections beyond those of Llama's shape."""
+    weights = read_model_config(_config(context)).projections.num_weights
+    return (weights - context.size.geometry.layer_params) * context.dtype.itemsize
 
 
 def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:

@@ -24,6 +24,8 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.format import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
+from ...tables import hybrid_table
+
 PAPERS = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv", "a100-llama2-7b", "h100-llama-70b-int4", "h200-llama3.1-8b"]
 
 
@@ -423,3 +425,37 @@ def test_costs_need_neither_torch_nor_numpy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+# -- layers of two kinds
+
+
+def test_a_geometry_may_have_layers_of_two_kinds(tmp_path):
+    profile, table = load_profile("a100-llama2-7b"), hybrid_table("LLAL")
+    geometry = profile.geometry.model_copy(update={"num_layers": 4, "itemsize": 4}).with_projections(table)
+    profile.model_copy(update={"geometry": geometry}).save(tmp_path / "p.json")
+    found = load_profile(tmp_path / "p.json").geometry
+    assert found.projections == table
+    assert found.adapter_bytes(8) == 4 * 8 * table.rank_elems()
+    assert found.adapter_bytes(8, ["q_proj", "in_proj_z"]) == 4 * 8 * (32 + 3 * 32)
+    assert found.product_bytes(["q_proj", "in_proj_z"]) == 4 * (16 + 3 * 16)
+    assert found.page_layout(16).num_layers == 1, "one layer has keys and values"
+
+
+def test_a_model_of_equal_layers_needs_no_list_of_modules():
+    geometry = load_profile("a100-llama2-7b").geometry
+    assert geometry.with_projections(geometry.projections) is geometry
+    assert geometry.modules is None
+
+
+def test_wrong_modules_of_a_profile_are_named(tmp_path):
+    profile, table = load_profile("a100-llama2-7b"), hybrid_table("LLAL")
+    geometry = profile.geometry.model_copy(update={"num_layers": 4}).with_projections(table)
+    profile.model_copy(update={"geometry": geometry}).save(path := tmp_path / "p.json")
+    text = path.read_text()
+    path.write_text(text.replace('"num_layers": 4', '"num_layers": 3'))
+    with pytest.raises(ProfileError, match="layer 3; layers are 0 to 2"):
+        load_profile(path)
+    path.write_text(text.replace("self_attn.k_proj", "self_attn.other"))
+    with pytest.raises(ProfileError, match="modules have no k_proj"):
+        load_profile(path)

@@ -491,8 +491,8 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
     monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
     fake = FakeFlashInfer(Stream())
 
-    def choose(*shape, wanted, scores, **sizes):
-        return FlashInferBackend(*shape, **sizes, num_sms=2, module=fake, new_event=fake.stream.new_event)
+    def choose(setup, wanted, scores):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
 
     monkeypatch.setattr(cuda, "choose_attention", choose)
     driver = drive(adapters=["r1-qv"], max_num_seqs=3)
@@ -505,10 +505,10 @@ def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, 
     """Captured and eager, for several rows, padding and prompts; and the message names the fix."""
     stream = Stream()
 
-    def choose(*shape, wanted, scores, **sizes):
+    def choose(setup, wanted, scores):
         assert wanted == "auto"
         more = {"reason": "FlashInfer is not installed", "fix": "install it", "new_event": stream.new_event}
-        return TritonBackend(*shape, **sizes, num_sms=8, **more)
+        return TritonBackend(setup, num_sms=8, **more)
 
     monkeypatch.setattr(cuda, "choose_attention", choose)
     with caplog.at_level(logging.INFO, "chorus"):

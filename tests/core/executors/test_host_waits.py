@@ -15,7 +15,7 @@ from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.ops import attention, sampling
-from chorus.ops.attention import PagedAttention
+from chorus.ops.attention import HeadShape, PagedAttention
 from chorus.ops.attention_plan import PlanBuffers
 from chorus.perf.bench.idle_engine import StubDevice, idle_engine
 
@@ -164,7 +164,7 @@ def test_torchs_attention_waits_for_nothing(dtype):
         patch.object(attention, "_bias", lambda: bias),
         copies,
     ):
-        planned = PagedAttention(4, 2, 8, 4, "meta")
+        planned = PagedAttention(HeadShape(4, 2, 8, 4), "meta")
         planned.plan([0, 5, 8, 9, 10], torch.zeros(4, 9, dtype=torch.long), [5, 12, 7, 1])
         attended = planned.run(torch.zeros(10, 4, 8, dtype=dtype, device="meta"), arena[:, 1, 0], arena[:, 1, 1])
     assert attended.shape == (10, 32)

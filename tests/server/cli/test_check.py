@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from chorus.server.cli.command import main, make_parser
 from chorus.server.cli.unpickle import MAX_TENSORS
 
+from ...tables import hybrid_table
+
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -74,6 +76,26 @@ def test_without_a_model_the_files_must_agree_with_themselves(adapter):
     edit(adapter, r=3)
     code, (one,) = checked(adapter)
     assert code == 1 and "its rank is 2" in one["reasons"][0]
+
+
+@pytest.mark.parametrize("names", [hybrid_table().names, ("in_proj_z", "up_proj"), ("q_proj", "out_proj")])
+def test_without_a_model_layers_may_be_of_two_kinds(tmp_path, names):
+    tensors = {}
+    for layer, projections in enumerate(hybrid_table("LLAL").layers):
+        for each in projections:
+            if each.name in names:
+                key = f"base_model.model.model.layers.{layer}.{each.path}"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(2, each.inputs)
+                tensors[f"{key}.lora_B.weight"] = torch.randn(each.outputs, 2)
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": list(names)}))
+    code, (one,) = checked(tmp_path)
+    assert code == 0, one["reasons"]
+    assert sorted(one["target_modules"]) == sorted(names)
+    name = next(name for name in tensors if "linear_attn" in name)
+    save_file(tensors | {name: tensors[name][:, :3].contiguous()}, tmp_path / WEIGHTS)
+    code, (one,) = checked(tmp_path)
+    assert code == 1 and "shape" in one["reasons"][0]
 
 
 def test_a_model_that_is_none_is_an_error(adapter, tmp_path, capsys):
