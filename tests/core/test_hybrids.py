@@ -21,6 +21,7 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.ops.gated_delta import DeltaWeights
 
 from .plain_states import PlainStates
+from .test_families import BF16_LOGITS_ERROR, executor_of, logits_of
 from .tiny_families import HYBRIDS, MIN_MARGIN, QWEN3_5, randomise, save_family
 
 pytestmark = pytest.mark.numerics
@@ -205,3 +206,28 @@ def test_a_step_without_states_is_refused(model):
     runner.states.step = lambda *_: None
     with pytest.raises(RuntimeError, match="is Gated DeltaNet, and the step has no states for it"):
         runner.step((runner.sequence("a", [5, 6]), 2))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_native_bfloat16_is_float32_within_rounding(tmp_path, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+    want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
+    got = logits_of(executor_of(tmp_path, cpu_kernels="native"), prompts)
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_LOGITS_ERROR
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_native_bits_do_not_depend_on_the_batch(tmp_path, family, dtype):
+    save_family(family, tmp_path, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+    together = logits_of(executor_of(tmp_path, dtype=dtype, cpu_kernels="native"), prompts)
+    for index in (0, 2, 3):
+        alone = logits_of(executor_of(tmp_path, dtype=dtype, cpu_kernels="native"), [prompts[index]])
+        assert torch.equal(alone[0], together[index])
