@@ -83,8 +83,8 @@ def gated_delta(
     mixed: `[tokens, channels + v_heads · v_dim + 2 · v_heads]`: rows of the input projection. qo_indptr: sequence i has
     the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1; sequences with more than one token come first. eps: of the norm.
 
-    A sequence doesn't depend on the others. One token takes the recurrent form, several take the chunked form, so how
-    a prompt is cut changes rounding.
+    A sequence doesn't depend on the others. One token takes the recurrent form; several take the chunked form, on a GPU
+    a scan, so how a prompt is cut changes rounding.
     """
     count = len(state.conv)
     prefills = count_prefills(qo_indptr, count)
@@ -104,7 +104,7 @@ def _prompt(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: 
     convolved = _convolved(rows[:, : state.conv.shape[2]], weights.conv, state.conv)
     inputs = _inputs(convolved, rows, weights, state)
     recurrent = state.recurrent[0]
-    attended = _kernels().chunked(*inputs, recurrent) if _uses_kernels(mixed) else chunked(inputs, recurrent)
+    attended = _kernels().scan(*inputs, recurrent) if _uses_kernels(mixed) else chunked(inputs, recurrent)
     return _gated_norm(attended, rows, weights.norm, eps).to(mixed.dtype)
 
 

@@ -5,11 +5,8 @@ Tests: tests/ops/test_gated_delta_interpreted.py
 
 from __future__ import annotations
 
-#: Tokens of a prompt's chunk.
-CHUNK = 64
-
-#: Columns of a state that a program of the chunked form has.
-CHUNK_COLUMNS = 32
+#: Columns of a state that a program has while a prompt's tokens pass.
+SCAN_COLUMNS = 16
 
 
 def _power_of_two(least: int) -> int:
@@ -31,20 +28,19 @@ def step_constants(k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size
 
 def step_options(k_dim: int, v_dim: int) -> dict[str, int | bool]:
     """A program holds a head's state in registers: 64 values a thread for 128 × 128."""
-    return {"num_warps": 8 if k_dim * v_dim > 1 << 12 else 4}
+    return {"num_warps": 8 if k_dim * v_dim > 1 << 12 else 4, "enable_fp_fusion": True}
 
 
-def chunk_constants(v_heads: int, k_dim: int, v_dim: int, chunk: int = CHUNK) -> dict[str, int]:
-    """Compile-time constants of a launch for prompts, with a program for some columns of a head of a sequence."""
+def scan_constants(v_heads: int, k_dim: int, v_dim: int) -> dict[str, int]:
+    """Compile-time constants of a launch for a prompt, with a program for some columns of a head."""
     return {
         "V_HEADS": v_heads,
         "K_DIM": k_dim,
         "V_DIM": v_dim,
-        "CHUNK": chunk,
-        "BLOCK_K": max(16, _power_of_two(k_dim)),
-        "BLOCK_V": CHUNK_COLUMNS,
+        "BLOCK_K": _power_of_two(k_dim),
+        "BLOCK_V": SCAN_COLUMNS,
     }
 
 
-def chunk_options() -> dict[str, int | bool]:
-    return {"num_warps": 4, "num_stages": 1}
+def scan_options() -> dict[str, int | bool]:
+    return {"num_warps": 2, "enable_fp_fusion": True}

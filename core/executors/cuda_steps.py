@@ -141,8 +141,8 @@ class CudaSteps:
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
         self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)
-        self._states = model.new_states()
-        can_capture = self._states is None and (attention.captures or where.type == "cpu")
+        self._states = model.new_states(config.max_num_seqs)
+        can_capture = attention.captures or where.type == "cpu"
         self._captures = config.graph_capture != "off" and can_capture
         # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
         is_ahead = self._captures and config.graph_capture == "ahead" and model.ranks is None
@@ -152,7 +152,7 @@ class CudaSteps:
     def use_arena(self, arena: Arena) -> None:
         """Use another arena of the same layout from now on; nothing may have been captured yet."""
         self.decoder.use_arena(arena)
-        self._states = self.decoder.new_states()
+        self._states = self.decoder.new_states(self._config.max_num_seqs)
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
             self.mixed.allow_captures()

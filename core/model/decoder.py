@@ -128,9 +128,11 @@ class DecoderModel:
         config = self.config
         return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
 
-    def new_states(self) -> PagedStates | None:
-        """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""
-        return None if self.config.delta is None else PagedStates(self.config, self._arena)
+    def new_states(self, most: int = 0) -> PagedStates | None:
+        """Where steps have the states of their sequences; None for a model without Gated DeltaNet. most: see
+        `PagedStates`.
+        """
+        return None if self.config.delta is None else PagedStates(self.config, self._arena, most)
 
     def close(self) -> None:
         """Nothing outlives the object."""

@@ -24,22 +24,30 @@ class PagedStates:
     begins with the same state.
     """
 
-    def __init__(self, config: ModelConfig, arena: Arena) -> None:
-        """config: of a model with Gated DeltaNet; the arena's layout has its states."""
+    def __init__(self, config: ModelConfig, arena: Arena, most: int = 0) -> None:
+        """config: of a model with Gated DeltaNet; the arena's layout has its states. most: sequences of the largest
+        step that is captured: up to so many, tables stay where they are.
+        """
         assert config.delta is not None and arena.layout.states is not None
         self._spec, self._layout = config.delta, arena.layout.states
         self._pages = arena.pages.view(torch.float32)
         self._index = [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
         self.qo_indptr: Sequence[int] = [0]
-        self.read = torch.empty(0, self._layout.num_pages, dtype=torch.long)
-        """`[sequences, pages of a state]` int64: what each sequence reads."""
-        self.written = self.read
-        self.fresh = torch.empty(0, dtype=torch.bool)
+        self._make_tables(most)
+        self.read, self.written = self._tables[:, :0].unbind(0)
+        """`[sequences, pages of a state]` int64: what each sequence reads, and writes."""
+        self.fresh = self._fresh[:0]
         """`[sequences]`: True if a sequence begins with a state of zeros."""
+
+    def _make_tables(self, most: int) -> None:
+        device = self._pages.device
+        self._tables = torch.full((2, most, self._layout.num_pages), PagePool.DUMMY, device=device)
+        self._fresh = torch.ones(most, dtype=torch.bool, device=device)
 
     def set_step(self, sequences: Sequence[ScheduledSequence], qo_indptr: Sequence[int]) -> None:
         """Begin a step. qo_indptr: see `StepStates`; entries beyond the sequences are padding."""
-        padding = [[PagePool.DUMMY] * self._layout.num_pages] * (len(qo_indptr) - 1 - len(sequences))
+        count = len(qo_indptr) - 1
+        padding = [[PagePool.DUMMY] * self._layout.num_pages] * (count - len(sequences))
         read, written = list(padding), list(padding)
         slots = [each.states for each in sequences]
         if None in slots:
@@ -47,9 +55,12 @@ class PagedStates:
         read[:0] = [each.states.read_by(each.state_step) for each in sequences if each.states]
         written[:0] = [each.states.written_by(each.state_step) for each in sequences if each.states]
         self.qo_indptr = qo_indptr
-        device = self._pages.device
-        self.read, self.written = torch.tensor((read, written), dtype=torch.long, device=device).unbind(0)
-        self.fresh = torch.tensor([each.start == 0 for each in sequences] + [True] * len(padding), device=device)
+        if count > len(self._fresh):
+            self._make_tables(count)
+        tables, self.fresh = self._tables[:, :count], self._fresh[:count]
+        tables.copy_(torch.tensor((read, written)))
+        self.fresh.copy_(torch.tensor([each.start == 0 for each in sequences] + [True] * len(padding)))
+        self.read, self.written = tables.unbind(0)
 
     def of(self, layer: int) -> DeltaState:
         """See `StepStates.of`."""
@@ -60,8 +71,8 @@ class PagedStates:
         )
         heads = torch.cat([self._pages[self.read[:, page], begin:end] for page, begin, end in self._heads(index)], 1)
         recurrent = heads.unflatten(1, shape)
-        conv[self.fresh] = 0
-        recurrent[self.fresh] = 0
+        conv.masked_fill_(self.fresh[:, None, None], 0)  # an index of booleans would have a GPU wait for the host
+        recurrent.masked_fill_(self.fresh[:, None, None, None], 0)
         return DeltaState(conv, recurrent)
 
     def write(self, layer: int, state: DeltaState) -> None:

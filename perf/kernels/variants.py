@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...ops import elementwise_schedule, sampling_schedule
+from ...ops import elementwise_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
@@ -217,8 +217,24 @@ def _draws(vocab: int) -> dict[str, Elementwise]:
 #: Launches that sample tokens from float32 logits of Llama-3.1-8B's vocabulary.
 DRAWS = _draws(128256)
 
+
+def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
+    its, made = gated_delta_schedule, partial(Elementwise, "gated_delta_triton")
+    floats = dict.fromkeys(("conv_in", "conv_out", "recurrent", "taps", "dt_bias", "a_log", "norm"), "*fp32")
+    step = {**floats, "eps": "fp32", **_strides("mixed", "out")}
+    scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
+    constants = its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)
+    return {
+        "delta.step": made("step_heads", constants, its.step_options(k_dim, v_dim), ("out", "mixed"), step),
+        "delta.scan": made("scan_heads", its.scan_constants(v_heads, k_dim, v_dim), its.scan_options(), (), scan),
+    }
+
+
+#: Launches of Gated DeltaNet in Qwen3.5-9B.
+DELTAS = _deltas(16, 32, 128, 128)
+
 #: Launches that read no adapter.
-PLAIN = ELEMENTWISE | PRODUCTS | DRAWS
+PLAIN = ELEMENTWISE | PRODUCTS | DRAWS | DELTAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +381,9 @@ def plain_variants() -> Iterator[Variant]:
             yield Variant(launch.kernel, group, dtype, min(launch.constants["BLOCK_T"], most))
     for group, launch in DRAWS.items():
         yield Variant(launch.kernel, group, "fp32", 64)
+    for group, launch in DELTAS.items():
+        for dtype in ITEMSIZE if launch.own else ("fp32",):
+            yield Variant(launch.kernel, group, dtype, 64)
 
 
 def job_of(variant: Variant, arch: str) -> Job:

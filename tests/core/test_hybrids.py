@@ -22,6 +22,7 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.ops.gated_delta import DeltaWeights
 
 from .plain_states import PlainStates
+from .test_families import BF16_LOGITS_ERROR, executor_of, logits_of
 from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MIN_MARGIN, MLP, QWEN3_5, randomise, save_family
 
 pytestmark = pytest.mark.numerics
@@ -229,3 +230,28 @@ def test_what_peft_targets(tmp_path, targets, found):
     it.save_pretrained(tmp_path / "adapter")
     manifest = inspect_adapter(tmp_path / "adapter", read_model_config(tmp_path / "model").module_paths)
     assert {part.layers: list(part.targets) for part in manifest.parts} == found
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_native_bfloat16_is_float32_within_rounding(tmp_path, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+    want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
+    got = logits_of(executor_of(tmp_path, cpu_kernels="native"), prompts)
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_LOGITS_ERROR
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_native_bits_do_not_depend_on_the_batch(tmp_path, family, dtype):
+    save_family(family, tmp_path, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+    together = logits_of(executor_of(tmp_path, dtype=dtype, cpu_kernels="native"), prompts)
+    for index in (0, 2, 3):
+        alone = logits_of(executor_of(tmp_path, dtype=dtype, cpu_kernels="native"), [prompts[index]])
+        assert torch.equal(alone[0], together[index])

@@ -84,13 +84,13 @@ def test_the_delta_rule_of_a_prompt_is_torchs(layer, tokens):
     state = layer.state(1).recurrent[0]
     want_state = state.clone()
     want = torch_path.chunked(inputs, want_state)
-    torch.testing.assert_close(kernels.chunked(*inputs, state), want, **TOLERANCE)
+    torch.testing.assert_close(kernels.scan(*inputs, state), want, **TOLERANCE)
     torch.testing.assert_close(state, want_state, **TOLERANCE)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (66, 3), (20, 1, 1)])
 def test_a_step_of_a_gpu_is_torchs(layer, monkeypatch, lengths):
-    """Prompts by chunks, and the sequences of one token behind them in one launch."""
+    """Prompts by scans, and the sequences of one token behind them in one launch."""
     mixed, state = layer.normal(sum(lengths), layer.width), layer.state(len(lengths))
     want_state = copy(state)
     indptr: Sequence[int] = [0, *itertools.accumulate(lengths)]

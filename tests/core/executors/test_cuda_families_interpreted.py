@@ -75,3 +75,4 @@ def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
     check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
     assert driver.engine.stats().num_async_steps
+    assert driver.executor.inner.captured
