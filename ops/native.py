@@ -325,7 +325,14 @@ class NativeDecoder:
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = MergeDescriptor(_pointer(origin), _pointer(out), group, layer, ctypes.addressof(parts), len(rows))
+        merge = MergeDescriptor(
+            origin=_pointer(origin),
+            to=_pointer(out),
+            group=group,
+            layer=layer,
+            parts=ctypes.addressof(parts),
+            count=len(rows),
+        )
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:

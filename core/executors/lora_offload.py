@@ -151,7 +151,13 @@ class LoraOffload:
             cpus = offload_worker_cpus(workers)
             makers = {
                 f"offload worker {number} of {workers}": partial(
-                    OffloadWorkerProcess, layout, number, self._shapes, dtype, self._page_elems, cpus[number - 1]
+                    OffloadWorkerProcess,
+                    layout=layout,
+                    number=number,
+                    shapes=self._shapes,
+                    dtype=dtype,
+                    page_elems=self._page_elems,
+                    cpu=cpus[number - 1],
                 )
                 for number in range(1, 1 + workers)
             }

@@ -27,13 +27,14 @@ class OffloadWorkerProcess:
 
     def __init__(
         self,
+        memory_fd: int,
+        *,
         layout: MemoryLayout,
         number: int,
         shapes: tuple[int, int, int, int],
         dtype: torch.dtype,
         page_elems: int,
         cpu: int | None,
-        memory_fd: int,
     ) -> None:
         """cpu: the processor to which it is bound."""
         if cpu is not None:

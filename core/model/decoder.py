@@ -25,6 +25,7 @@ from ...ops.elementwise import (
 from ...ops.merge import merge
 from ...ops.packed_gemm import pack, packed_linear, unpack
 from ...ops.ranks import Collectives
+from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepBatch, StepLora, lora_groups
 from .config import ModelConfig
@@ -446,9 +447,8 @@ class DecoderModel:
         """A layer's query `[tokens, heads, head_dim]`; its keys and values are written."""
         qkv, rotation = layer.begin(x), rotations[self._ropes[index]]
         with span("attn.rope"):
-            return rotate_and_write(
-                qkv, rotation, self._norms[index], *self._arena.kv_layers[index], batch.page, batch.offset, out
-            )
+            slots = KvSlots(*self._arena.kv_layers[index], batch.page, batch.offset)
+            return rotate_and_write(qkv, rotation, self._norms[index], slots, out)
 
 
 def scores_of(mixer: AttentionSpec, max_model_len: int) -> Scores:
