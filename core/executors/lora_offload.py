@@ -152,7 +152,13 @@ class LoraOffload:
             cpus = offload_worker_cpus(workers)
             makers = {
                 f"offload worker {number} of {workers}": partial(
-                    OffloadWorkerProcess, layout, number, products, dtype, self._page_elems, cpus[number - 1]
+                    OffloadWorkerProcess,
+                    layout=layout,
+                    number=number,
+                    products=products,
+                    dtype=dtype,
+                    page_elems=self._page_elems,
+                    cpu=cpus[number - 1],
                 )
                 for number in range(1, 1 + workers)
             }
