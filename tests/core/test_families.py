@@ -70,12 +70,12 @@ def test_comparisons_mean_something(tiny, family):
     assert len({token for base in outputs[None] for token in base}) >= 4
 
 
-def logits_of(executor: CpuExecutor, prompts: list[list[int]]) -> torch.Tensor:
+def logits_of(executor: CpuExecutor, prompts: list[list[int]], **config: Any) -> torch.Tensor:
     """Logits `[prompts, vocab]` of each prompt's last token, all in one step."""
     seen: list[torch.Tensor] = []
     forward = executor.decoder.forward
     executor.decoder.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
-    engine = Engine(EngineConfig(model="."), executor)
+    engine = Engine(EngineConfig(model=".", **config), executor)
     for index, prompt in enumerate(prompts):
         engine.add_request(Request(str(index), prompt, SamplingParams(1, temperature=0, logprobs=0)))
     engine.step()
