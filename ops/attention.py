@@ -61,8 +61,8 @@ class AttentionSetup:
     """The most sequences of a step."""
     max_pages_per_row: int
     """The most pages of a sequence."""
-    scale: float | None = None
-    """See `Scores`."""
+    scores: Scores = PLAIN
+    """Of all layers."""
 
 
 class PlannedRows(NamedTuple):

@@ -111,8 +111,8 @@ def choose_attention(
     heads, dtype, device = setup.heads, setup.dtype, setup.device
     if wanted == "torch":
         return TorchBackend(heads, device, reason="attention is torch")
-    setup = replace(setup, scale=next(iter(scores)).scale)
-    theirs = ours = _scores_obstacle(scores)
+    setup = replace(setup, scores=next(iter(scores)))
+    theirs, ours = _scores_obstacles(scores)
     if wanted != "triton":
         theirs = theirs or flashinfer_obstacle(heads.group, heads.head_dim, dtype, device)
         if theirs is None:
@@ -132,15 +132,14 @@ def choose_attention(
     return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
 
 
-def _scores_obstacle(scores: Collection[Scores]) -> Obstacle | None:
-    """Reason why only torch's attention serves layers with such scores."""
-    if any(each.window is not None for each in scores):
-        return Obstacle("requests may be longer than the attention window of some layers", "lower max_model_len to it")
-    if any(each.softcap is not None for each in scores):
-        return Obstacle("scores have a soft cap")
+def _scores_obstacles(scores: Collection[Scores]) -> tuple[Obstacle | None, Obstacle | None]:
+    """Reasons why FlashInfer, and why the Triton decode kernel, can't serve layers with such scores."""
     if len(set(scores)) > 1:
-        return Obstacle("layers scale their scores differently")
-    return None
+        return (mixed := Obstacle("layers make weights of scores in different ways")), mixed
+    (each,) = set(scores)
+    if each.window is not None:
+        return Obstacle("requests may be longer than the attention window"), None
+    return (None if each.softcap is None else Obstacle("scores have a soft cap")), None
 
 
 def _num_sms(device: torch.device) -> int:

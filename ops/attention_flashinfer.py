@@ -89,7 +89,7 @@ class FlashInferBackend:
             "page_size": heads.block_tokens,
             "q_data_type": setup.dtype,
             "kv_data_type": setup.dtype,
-            **({} if setup.scale is None else {"sm_scale": setup.scale}),
+            **({} if setup.scores.scale is None else {"sm_scale": setup.scores.scale}),
         }
         self.head_dim = heads.head_dim
         self.buffers = PlanBuffers(setup.max_rows, setup.max_pages_per_row, heads.block_tokens, self.device)

@@ -66,6 +66,8 @@ def attention_constants(
         "BLOCK_D": _power_of_two(head_dim),
         "TILE": tile_tokens(head_dim, itemsize),
         "PARTS": PARTS,
+        "WINDOW": 0,
+        "CAPS": 0,
         "PDL": 0,
     }
 

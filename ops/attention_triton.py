@@ -47,6 +47,7 @@ def attend_rows(
     totals,
     arrived,
     scale,
+    softcap,
     least,
     page_stride,
     token_stride,
@@ -59,6 +60,8 @@ def attend_rows(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attention of one token per sequence over its pages; see the module for the equation.
@@ -66,8 +69,9 @@ def attend_rows(
     Grid (KV_HEADS, rows, the most programs that share a row); a row is one sequence.
 
     out, q: [rows, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, BLOCK_TOKENS, KV_HEADS, HEAD_DIM] with the
-    given strides. indptr, last_page_len, indices: int32, as in `PlanBuffers`. scale: scale of the scores, times
-    log2(e). least: the least number of tiles of a program.
+    given strides. indptr, last_page_len, indices: int32, as in `PlanBuffers`. scale: of the scores, times log2(e)
+    unless CAPS: then scores s become softcap · tanh(s / softcap). least: the least number of tiles of a program.
+    WINDOW: tokens that a row sees, if it is not 0.
 
     Rows that several programs share use values [rows, KV_HEADS, PARTS, GROUP, BLOCK_D], tops and totals [rows,
     KV_HEADS, PARTS, GROUP], all float32, and arrived [rows, KV_HEADS] int32, which is 0 between launches. Each program
@@ -82,6 +86,8 @@ def attend_rows(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     first = tl.load(indptr + row)
     length = (tl.load(indptr + row + 1) - first - 1) * BLOCK_TOKENS + tl.load(last_page_len + row)
+    begin = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    length -= begin
     tiles = tl.cdiv(length, TILE)
     per_part = tl.cdiv(tiles, PARTS)
     parts = tl.cdiv(tiles, per_part)
@@ -107,12 +113,16 @@ def attend_rows(
     for tile in range(split * run * per_part, tl.minimum((split + 1) * run * per_part, tiles)):
         token = tile * TILE + tl.arange(0, TILE)
         is_there = token < length
-        page = tl.load(indices + first + token // BLOCK_TOKENS, mask=is_there, other=0).to(tl.int64)
-        at = page * page_stride + (token % BLOCK_TOKENS) * token_stride + head * head_stride
+        place_of = begin + token
+        page = tl.load(indices + first + place_of // BLOCK_TOKENS, mask=is_there, other=0).to(tl.int64)
+        at = page * page_stride + (place_of % BLOCK_TOKENS) * token_stride + head * head_stride
         at = at[:, None] + column[None, :]
         mask = is_there[:, None] if BLOCK_D == HEAD_DIM else is_there[:, None] & own[None, :]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        if CAPS:
+            tanh = 2 / (1 + tl.exp2(scores * (-2 * 1.4426950408889634 / softcap))) - 1
+            scores = softcap * 1.4426950408889634 * tanh
         scores = tl.where(is_there[None, :], scores, float("-inf"))
         highest = tl.maximum(part_top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - highest[:, None])
@@ -173,9 +183,12 @@ class TritonBackend:
         self.device = setup.device
         self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        scale = setup.scale
-        self._scale = math.log2(math.e) / math.sqrt(head_dim) if scale is None else math.log2(math.e) * scale
+        scale, window, softcap = setup.scores.scale, setup.scores.window, setup.scores.softcap
+        to_log2 = math.log2(math.e) if softcap is None else 1.0
+        self._scale = to_log2 / math.sqrt(head_dim) if scale is None else to_log2 * scale
+        self._softcap = softcap or 0.0
         constants = attention_constants(*self.heads, itemsize)
+        constants |= {"WINDOW": window or 0, "CAPS": int(softcap is not None)}
         tile, max_tokens = tile_tokens(head_dim, itemsize), setup.max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
@@ -225,7 +238,7 @@ class TritonBackend:
                 self._totals,
                 self._arrived,
             ),
-            (self._scale, least),
+            (self._scale, self._softcap, least),
             k_cache.stride()[:3],
         )
 

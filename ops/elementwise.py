@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from .rotation import HeadNorms, Rotation
+from .rotation import HeadNorms, KvSlots, Rotation
 
 
 @cache
@@ -102,21 +102,17 @@ def rotate_and_write(
     qkv: torch.Tensor,
     rotation: Rotation | None,
     norms: HeadNorms | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page: torch.Tensor,
-    offset: torch.Tensor,
+    slots: KvSlots,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate the heads of q and k, append k and v to the cache, return q `[tokens, heads, head_dim]`.
 
-    qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`, packed. k_cache, v_cache: `[num_pages, block_tokens, kv_heads,
-    head_dim]`, of one shape and the same strides. page, offset: `[tokens]` int64, where a token's k and v go; padding
-    tokens point at the dummy page. out: of q's shape, contiguous, to write q to. rotation: None: heads stay.
+    qkv: `[tokens, (heads + 2 · kv_heads) · head_dim]`, packed. out: of q's shape, contiguous, to write q to. rotation:
+    None: heads stay.
     """
-    kv_heads, head_dim = k_cache.shape[2:]
+    kv_heads, head_dim = slots.k_cache.shape[2:]
     if qkv.is_cuda and _has_kernel(rotation, norms, head_dim, qkv.dtype):
-        return _kernels().rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset, out)
+        return _kernels().rotate_and_write(qkv, rotation, norms, slots, out)
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
     if norms is not None:
@@ -126,7 +122,7 @@ def rotate_and_write(
         if rotation.rows is not None:
             cos, sin = cos[rotation.rows], sin[rotation.rows]
         q, k = (apply_rope(x, cos[:, None], sin[:, None], rotation.interleaved) for x in (q, k))
-    write_kv(k_cache, v_cache, k, v, page, offset)
+    write_kv(slots, k, v)
     return q.contiguous() if out is None else out.copy_(q)
 
 
@@ -142,20 +138,12 @@ def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return rms_norm(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
 
 
-def write_kv(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    page: torch.Tensor,
-    offset: torch.Tensor,
-) -> None:
-    """`cache[page[t], offset[t]] = k[t]` for every token t.
+def write_kv(slots: KvSlots, k: torch.Tensor, v: torch.Tensor) -> None:
+    """`k_cache[page[t], offset[t]] = k[t]` for every token t, and v likewise.
 
-    k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
-    k, v: `[tokens, kv_heads, head_dim]`, rounded to the cache's dtype. page, offset: `[tokens]` int64. Padding tokens
-    point at the dummy page.
+    k, v: `[tokens, kv_heads, head_dim]`, rounded to the cache's dtype.
     """
+    k_cache, v_cache, page, offset = slots
     k_cache[page, offset] = k.to(k_cache.dtype)
     v_cache[page, offset] = v.to(v_cache.dtype)
 

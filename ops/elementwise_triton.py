@@ -27,7 +27,7 @@ from .elementwise_schedule import (
     silu_options,
 )
 from .launch_triton import KernelLauncher
-from .rotation import HeadNorms, Rotation
+from .rotation import HeadNorms, KvSlots, Rotation
 
 
 def _early(early: bool) -> dict[str, int | bool]:
@@ -214,13 +214,13 @@ def rotate_and_write(
     qkv: torch.Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page: torch.Tensor,
-    offset: torch.Tensor,
+    slots: KvSlots,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows."""
+    """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows. Raises ValueError for
+    strides that the kernel does not take.
+    """
+    k_cache, v_cache, page, offset = slots
     tokens = len(qkv)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads

@@ -396,8 +396,14 @@ class NativeDecoder:
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        product = self._model.product_of[layer][group]
-        merge = MergeDescriptor(_pointer(origin), _pointer(out), product, layer, ctypes.addressof(parts), len(rows))
+        merge = MergeDescriptor(
+            origin=_pointer(origin),
+            to=_pointer(out),
+            product=self._model.product_of[layer][group],
+            layer=layer,
+            parts=ctypes.addressof(parts),
+            count=len(rows),
+        )
         return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:

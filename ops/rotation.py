@@ -1,8 +1,9 @@
-"""What the heads of a step are rotated by, and normalised with before."""
+"""Values for the heads of a step: angles to rotate them by, norms before that, and where their K and V go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,3 +32,16 @@ class HeadNorms:
     q: torch.Tensor
     k: torch.Tensor
     eps: float
+
+
+class KvSlots(NamedTuple):
+    """Where the K and V of a step's tokens go.
+
+    k_cache, v_cache: a layer's, `[num_pages, block_tokens, kv_heads, head_dim]`, of one shape and the same strides.
+    page, offset: `[tokens]` int64; padding tokens point at the dummy page.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,24 @@ class TablesFull(ValueError):
     """
 
 
+class TableSizes(NamedTuple):
+    """Room in `SgmvTables`."""
+
+    table_rows: int
+    layers: int
+    max_pages: int
+    """The most pages of an adapter."""
+    max_rank: int
+    max_tiles: int
+    scratch: int
+    """Elements of h for the largest launch, see `SgmvTables.scratch_elems`."""
+    page_elems: int
+    slab_elems: int
+    """The most of an adapter."""
+    max_passes: int = 2
+    """The most entries that a token may have on one module."""
+
+
 class SgmvTables:
     """Buffers that never move: a captured launch reads the data of the last `plan`.
 
@@ -66,40 +85,28 @@ class SgmvTables:
 
     def __init__(
         self,
-        *,
-        table_rows: int,
-        layers: int,
-        max_pages: int,
-        max_rank: int,
-        max_tiles: int,
-        scratch: int,
-        page_elems: int,
-        slab_elems: int,
+        sizes: TableSizes,
         device: torch.device | str = "cpu",
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
-        max_passes: int = 2,
     ) -> None:
-        """scratch: elements of h for the largest launch, see `scratch_elems`. slab_elems: the most of an adapter.
-
-        max_passes: the most entries that a token may have on one module. make_copy: returns a function that copies up
-        to the given number of bytes from the host to the device.
-        """
+        """make_copy: returns a function that copies up to the given number of bytes from the host to the device."""
+        table_rows, layers, max_rank, max_tiles = sizes.table_rows, sizes.layers, sizes.max_rank, sizes.max_tiles
         self.max_rank = max_rank
         self.max_tiles = max_tiles
         # every pass's table begins at a multiple of 16 bytes, as Triton assumes once it has seen one
         room = -(-max_tiles // 4) * 4
-        self.tiles = torch.full((max_passes, room, TILE_WIDTH), -1, dtype=torch.int32, device=device)
+        self.tiles = torch.full((sizes.max_passes, room, TILE_WIDTH), -1, dtype=torch.int32, device=device)
         self.tiles_of_pass = list(self.tiles)
         self.passes = self.tail_tiles = 0  # of the last step planned
         self.offsets = torch.full((table_rows, OFFSETS_WIDTH), -1, dtype=torch.int32, device=device)
         self.first_elem = torch.full((table_rows, layers), -1, dtype=torch.int64, device=device)
-        self.pages = torch.zeros((table_rows, max_pages), dtype=torch.int32, device=device)
-        self.page_elems, self._slab_elems = page_elems, slab_elems
-        self.place_pages = place_pages(page_elems, slab_elems)
+        self.pages = torch.zeros((table_rows, sizes.max_pages), dtype=torch.int32, device=device)
+        self.page_elems, self._slab_elems = sizes.page_elems, sizes.slab_elems
+        self.place_pages = place_pages(sizes.page_elems, sizes.slab_elems)
         self.places = torch.full(
             (table_rows, layers, place_blocks(max_rank), 1 + self.place_pages), -1, dtype=torch.int32, device=device
         )
-        self.h = torch.empty(scratch, dtype=torch.float32, device=device)
+        self.h = torch.empty(sizes.scratch, dtype=torch.float32, device=device)
         self._records = _Records(self, device, make_copy)
         self._of_table_row = np.zeros(
             (table_rows + 1, 3), dtype=np.int32

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ...memory.host.image import HostImage
-from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
@@ -128,14 +128,16 @@ class LoraOffload:
         most_rows: int | None = None,
         pinning: Pinning | None = None,
     ) -> None:
-        """most_rows: the most rows offloaded at once; by default, a step's tokens. pinning: of the device that is rank
+        """most_rows: the most tokens offloaded at once; by default, a step's. pinning: of the device that is rank
         0 instead of this process's processors.
         """
         self._workers = workers = config.offload_workers
         self._dtype, self._page_elems = dtype, page_elems
         self._projections = model.projections
         self._products = products = model.projections.products
-        self._most_rows = max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
+        # each part of an adapter has rows of its own
+        parts = len(uniform_parts(model.projections, 1))
+        self._most_rows = parts * max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
         layout = MemoryLayout(
             1 + workers,
             exchange_floats(products, self._most_rows),
@@ -150,7 +152,13 @@ class LoraOffload:
             cpus = offload_worker_cpus(workers)
             makers = {
                 f"offload worker {number} of {workers}": partial(
-                    OffloadWorkerProcess, layout, number, products, dtype, self._page_elems, cpus[number - 1]
+                    OffloadWorkerProcess,
+                    layout=layout,
+                    number=number,
+                    products=products,
+                    dtype=dtype,
+                    page_elems=self._page_elems,
+                    cpu=cpus[number - 1],
                 )
                 for number in range(1, 1 + workers)
             }

@@ -28,13 +28,14 @@ class OffloadWorkerProcess:
 
     def __init__(
         self,
+        memory_fd: int,
+        *,
         layout: MemoryLayout,
         number: int,
         products: Sequence[ProductShape],
         dtype: torch.dtype,
         page_elems: int,
         cpu: int | None,
-        memory_fd: int,
     ) -> None:
         """cpu: the processor to which it is bound."""
         if cpu is not None:

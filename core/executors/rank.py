@@ -144,11 +144,12 @@ class CpuTpWorker(TpWorker):
         self,
         config: EngineConfig,
         layout: MemoryLayout,
+        shard: Shard,
+        memory_fd: int,
+        *,
         page: PageLayout,
         num_pages: int,
         seconds: float,
-        shard: Shard,
-        memory_fd: int,
     ) -> None:
         """page: of a rank. seconds: see `Ranks`."""
         self._rank_context = CpuRankContext(shard, SharedMemory(memory_fd, layout), page, num_pages, seconds)

@@ -143,7 +143,8 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
             memory = SharedMemory(fd, layout)
             rank_context = CpuRankContext(shapes.shard, memory, one, num_pages, patience)
             self._ranks, self._steps = rank_context.ranks, 0
-            self._begin(partial(CpuTpWorker, config, layout, one, num_pages, patience), fd, rank_context.ranks)
+            make = partial(CpuTpWorker, config, layout, page=one, num_pages=num_pages, seconds=patience)
+            self._begin(make, fd, rank_context.ranks)
         finally:
             os.close(fd)
         try:

@@ -16,6 +16,7 @@ from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
+from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
@@ -353,15 +354,8 @@ class DecoderModel:
             if attention.output_gate:
                 qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
             kv = self._kv_index[index]
-            q = rotate_and_write(
-                qkv,
-                rotations[self._ropes[index]],
-                self._norms[index],
-                *self._arena.kv_layers[kv],
-                batch.page[self._page_groups[kv]],
-                batch.offset,
-                out,
-            )
+            slots = KvSlots(*self._arena.kv_layers[kv], batch.page[self._page_groups[kv]], batch.offset)
+            q = rotate_and_write(qkv, rotations[self._ropes[index]], self._norms[index], slots, out)
             if self._query_factors is not None:
                 q.mul_(self._query_factors[batch.positions])
             return q, gates

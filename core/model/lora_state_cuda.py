@@ -17,7 +17,7 @@ from ...memory.pages.projections import Group, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
-from ...ops.sgmv_tables import Copy, SgmvTables
+from ...ops.sgmv_tables import Copy, SgmvTables, TableSizes
 from ..cpus import available_cpus
 from .batch import LoraState, RowAdapters, rows_in
 from .config import ModelConfig
@@ -116,7 +116,7 @@ class CudaLoraState(LoraState):
         """
         self.offloaded: StepOffload | None = None
         """The offloaded part of the current step."""
-        self.tables = SgmvTables(
+        sizes = TableSizes(
             # one more, because a merged adapter is subtracted from the rows of others
             table_rows=(max_adapters + 1) * MAX_PARTS,
             layers=config.num_layers,
@@ -126,9 +126,8 @@ class CudaLoraState(LoraState):
             slab_elems=self._widest_slab(),
             max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
             scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
-            device=arena.device,
-            make_copy=make_copy,
         )
+        self.tables = SgmvTables(sizes, arena.device, make_copy)
 
     def set_step(
         self,

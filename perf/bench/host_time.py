@@ -53,7 +53,7 @@ def host_times(
     """Microseconds of each part of a step of `rows` decoding sequences of `tokens` tokens and more; lora: an adapter
     each.
     """
-    with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
+    with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), async_scheduling=False) as engine:
         decoding(engine, sorted(engine.store.names()) if lora else [None] * rows, tokens, 2 * steps + 4)
         engine.step()
         parts = {"step": (engine, "step"), "execute": (engine.executor, "execute"), "pages": (PlanBuffers, "write")}
@@ -90,7 +90,7 @@ def prefill_time(
             lora,
             work_dir,
             StubDevice(),
-            ahead=False,
+            async_scheduling=False,
             forward=True,
             mixed_graph_tokens=tokens + behind if pieces else 0,
         ) as engine,

@@ -105,11 +105,10 @@ def idle_engine(
     work_dir: Path,
     device: StubDevice,
     *,
-    ahead: bool,
     forward: bool = False,
-    mixed_graph_tokens: int = 0,
+    **fields: Any,
 ) -> Iterator[Engine]:
-    """Engine on a fake device. forward: steps compute, as far as the caller allows."""
+    """Engine on a fake device. forward: steps compute, as far as the caller allows. fields: more of `EngineConfig`."""
     model = random_model.RandomModel(GEOMETRY, (_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
@@ -125,8 +124,7 @@ def idle_engine(
         lookahead=rows,
         graph_capture="lazy",
         small_gemm="off",
-        async_scheduling=ahead,
-        mixed_graph_tokens=mixed_graph_tokens,
+        **{"mixed_graph_tokens": 0, **fields},
     )
 
     def flashinfer(setup: AttentionSetup, *wishes: Any) -> Any:

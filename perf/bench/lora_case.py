@@ -14,7 +14,7 @@ from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv import sgmv as sgmv_torch
 from ...ops.sgmv_schedule import Schedule
-from ...ops.sgmv_tables import SgmvTables
+from ...ops.sgmv_tables import SgmvTables, TableSizes
 from ..kernels.cost import Cost, expand_cost, shrink_cost
 from .sizes import ModelSize
 
@@ -38,7 +38,7 @@ class ArenaPages:
 
     def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, num_pages: int, seed: int) -> None:
         self.layout = size.geometry.page_layout(dtype.itemsize)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.seed = dtype, device, seed
         generator = torch.Generator(device).manual_seed(seed)
         self.pages = torch.empty(num_pages, self.layout.page_elems, dtype=dtype, device=device)
         self.pages.normal_(0, _SCALE, generator=generator)
@@ -68,7 +68,6 @@ class LoraCase:
         layers: int,
         schedule: Schedule,
         max_rank: int,
-        seed: int = 0,
     ) -> None:
         self.layers, self.schedule, self.ranks, self.lengths = layers, schedule, tuple(ranks), tuple(lengths)
         self._arena = arena
@@ -78,13 +77,13 @@ class LoraCase:
         for length, adapter in zip(lengths, rows, strict=True):
             self.segments.add(begin, begin + length, adapter)
             begin += length
-        generator = torch.Generator(arena.device).manual_seed(seed)
+        generator = torch.Generator(arena.device).manual_seed(arena.seed)
         self.groups = [
             self._group(name, d_in, modules, generator) for name, (d_in, modules) in size.geometry.groups.items()
         ]
         # a bucket's grid must work for any split of its tokens, so it is that of an adapter per token
         self.num_tiles = schedule.max_tiles(self.tokens, self.tokens if not schedule.tensor_cores else len(lengths))
-        self.tables = SgmvTables(
+        sizes = TableSizes(
             table_rows=len(rows),
             layers=layers,
             max_pages=max(len(adapter.pages) for adapter in rows),
@@ -96,8 +95,8 @@ class LoraCase:
                 SgmvTables.scratch_elems(schedule.splits(group.d_in), self.tokens, len(group.modules), max_rank)
                 for group in self.groups
             ),
-            device=arena.device,
         )
+        self.tables = SgmvTables(sizes, arena.device)
         self.tables.plan(self.segments, schedule.tile_tokens)
 
     def launch(self, layer: int, group: Group) -> None:

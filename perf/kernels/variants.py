@@ -5,12 +5,13 @@ Tests: tests/perf/kernels/test_kernels.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ops import elementwise_schedule, gated_delta_schedule, sampling_schedule
@@ -158,29 +159,37 @@ _PRODUCTS = {
 #: GEMMs of few rows, with either tile.
 PRODUCTS = dict([*_products("base", "lora", small.TILE_ROWS[0]), *_products("many", "multi", small.TILE_ROWS[-1])])
 
-#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads.
+#: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads; and
+#: of Gemma 2's layers with a window and a soft cap.
 ATTENTION = {
     "heads.128": (32, 8, 128),
     "heads.64": (8, 8, 64),
     "heads.96": (32, 8, 96),
     "heads.256": (16, 4, 256),
+    "heads.256 window": (8, 4, 256),
 }
 
 _BLOCK_TOKENS = 16  # of a page
 
 
-def _attention(heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Elementwise:
+#: Of a group with a window: what its kernel has besides.
+WINDOWED = {"WINDOW": 4096, "CAPS": 1}
+
+
+def _attention(
+    heads: int, kv_heads: int, head_dim: int, itemsize: int, more: Mapping[str, int] = MappingProxyType({})
+) -> Elementwise:
     shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
     return Elementwise(
         "attention_triton",
         "attend_rows",
-        constants=attention_constants(*shape, itemsize),
+        constants={**attention_constants(*shape, itemsize), **more},
         options=attention_options(),
         own=("out", "q", "k_cache", "v_cache"),
         others={
             **dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
             **dict.fromkeys(("values", "tops", "totals"), "*fp32"),
-            "scale": "fp32",
+            **dict.fromkeys(("scale", "softcap"), "fp32"),
             "least": "i32",
             **_strides("page", "token", "head"),
         },
@@ -244,7 +253,8 @@ class Variant:
     def launch(self) -> Elementwise | None:
         """The launch, if it reads no adapter."""
         if self.group in ATTENTION:
-            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype])
+            more = WINDOWED if self.group.endswith("window") else {}
+            return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more)
         return PLAIN.get(self.group)
 
     @property

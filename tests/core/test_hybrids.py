@@ -16,13 +16,19 @@ from chorus.core.model.layer import Residual
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import WeightLoader
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.gated_delta import DeltaWeights
 
 from .plain_states import PlainStates
+<<<<<<< HEAD
 from .test_families import executor_of, logits_of
 from .tiny_families import HYBRIDS, MIN_MARGIN, QWEN3_5, randomise, save_family
+=======
+from .test_families import BF16_LOGITS_ERROR, executor_of, logits_of
+from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MIN_MARGIN, MLP, QWEN3_5, randomise, save_family
+>>>>>>> g
 
 pytestmark = pytest.mark.numerics
 
@@ -211,6 +217,7 @@ def test_a_step_without_states_is_refused(model):
         runner.step((runner.sequence("a", [5, 6]), 2))
 
 
+<<<<<<< HEAD
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
@@ -220,6 +227,29 @@ def prompts() -> list[list[int]]:
 def whole_logits(model: Path, prompts: list[list[int]], **config: Any) -> torch.Tensor:
     """Logits after prompts that no checkpoint cuts."""
     return logits_of(executor_of(model, **config), prompts, state_checkpoint_tokens=0)
+=======
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        ("all-linear", {(0, 1, 2, 3, 4): MLP, (0, 1, 3, 4): LINEAR, (2,): ATTENTION}),
+        (r".*\.(q|v)_proj", {(2,): ["q_proj", "v_proj"]}),
+        (["in_proj_qkv", "q_proj"], {(0, 1, 3, 4): ["in_proj_qkv"], (2,): ["q_proj"]}),
+        (r".*\.layers\.[01]\..*_proj.*", {(0, 1): LINEAR + MLP}),
+    ],
+    ids=str,
+)
+def test_what_peft_targets(tmp_path, targets, found):
+    """A part for each set of layers that have the same targets."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_family("qwen3.5", tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    it = get_peft_model(base, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    it.save_pretrained(tmp_path / "adapter")
+    manifest = inspect_adapter(tmp_path / "adapter", read_model_config(tmp_path / "model").module_paths)
+    assert {part.layers: list(part.targets) for part in manifest.parts} == found
+>>>>>>> g
 
 
 @pytest.mark.native

@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from chorus.ops.attention import HeadShape, PagedAttention
 from chorus.ops.elementwise import write_kv
+from chorus.ops.rotation import KvSlots
 
 from .attention_ref import paged_attention_ref
 
@@ -173,7 +174,7 @@ def test_kv_is_written_where_it_belongs_and_nowhere_else(seed, count):
     page, offset = places // 4, places % 4
     k, v = torch.randn(2, count, 2, 8, generator=generator)
     before = k_cache.clone(), v_cache.clone()
-    write_kv(k_cache, v_cache, k, v, page, offset)
+    write_kv(KvSlots(k_cache, v_cache, page, offset), k, v)
     for cache, old, new in ((k_cache, before[0], k), (v_cache, before[1], v)):
         old[page, offset] = new
         assert torch.equal(cache, old)
@@ -184,7 +185,7 @@ def test_kv_is_written_where_it_belongs_and_nowhere_else(seed, count):
 def test_padding_may_write_one_place_many_times():
     k_cache, v_cache = torch.zeros(2, 3, 4, 2, 8)
     zeros = torch.zeros(5, dtype=torch.long)
-    write_kv(k_cache, v_cache, torch.ones(5, 2, 8), torch.ones(5, 2, 8), zeros, zeros)
+    write_kv(KvSlots(k_cache, v_cache, zeros, zeros), torch.ones(5, 2, 8), torch.ones(5, 2, 8))
     assert k_cache[0, 0].eq(1).all()
     assert k_cache.sum() == v_cache.sum() == 16
 

@@ -329,8 +329,9 @@ def test_flashinfer_where_it_can(hopper, compiler):
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
         ({"wanted": "triton"}, "triton", "attention is triton"),
-        ({"scores": [Scores(softcap=50.0)]}, "torch", "scores have a soft cap"),
-        ({"scores": [PLAIN, Scores(scale=0.5)]}, "torch", "layers scale their scores differently"),
+        ({"scores": [Scores(softcap=50.0)]}, "triton", "scores have a soft cap"),
+        ({"scores": [Scores(0.1, 512)] * 2}, "triton", "requests may be longer than the attention window"),
+        ({"scores": [PLAIN, Scores(scale=0.5)]}, "torch", "layers make weights of scores in different ways"),
     ],
 )
 def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, name, reason):
@@ -342,7 +343,8 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
         assert not backend.captures
     else:
         assert backend.setup.heads == (32, 8, change.get("head_dim", 128), 16)
-        assert (backend.setup.max_rows, backend.setup.max_pages_per_row, backend.setup.scale) == (8, 64, None)
+        assert (backend.setup.max_rows, backend.setup.max_pages_per_row) == (8, 64)
+        assert backend.setup.scores == next(iter(change.get("scores", [PLAIN])))
         assert backend.num_sms == 132
 
 

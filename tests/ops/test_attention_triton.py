@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from chorus.ops.attention import AttentionSetup, HeadShape
+from chorus.ops.attention import AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_schedule import PARTS, attention_splits, tile_tokens
 
 from ..processes import run_python
@@ -39,6 +39,9 @@ class Case:
     block_tokens: int
     lens: tuple[int, ...]
     seed: int = 0
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -55,6 +58,9 @@ CASES = [
     Case(6, 2, 16, 1, (7, 1, 140), seed=4),
     Case(16, 1, 32, 32, (33, 129), seed=5),
     Case(2, 1, 256, 16, (530, 16), seed=6),
+    Case(4, 2, 64, 16, (1, 64, 65, 330), seed=7, window=40, scale=0.2),
+    Case(4, 1, 32, 4, (7, 129), seed=8, window=1, softcap=2.0),
+    Case(2, 2, 32, 16, (33, 300), seed=9, softcap=0.7),
 ]
 
 
@@ -82,8 +88,12 @@ class Inputs:
             arena[:, 1, 0][at], arena[:, 1, 1][at] = k, v
             self.largest = max(self.largest, float(v.abs().max()))
             k, v = (part.double().repeat_interleave(case.heads // case.kv_heads, 1) for part in (k, v))
-            weights = (torch.einsum("hd,thd->ht", self.q[row].double(), k) / math.sqrt(case.head_dim)).softmax(-1)
-            self.want[row] = torch.einsum("ht,thd->hd", weights, v).flatten()
+            scores = torch.einsum("hd,thd->ht", self.q[row].double(), k) * (case.scale or case.head_dim**-0.5)
+            if case.softcap is not None:
+                scores = case.softcap * (scores / case.softcap).tanh()
+            if case.window is not None:
+                scores[:, : max(0, length - case.window)] = -math.inf
+            self.want[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), v).flatten()
         self.q, self.arena = self.q.to(device), arena.to(device)
 
     @property
@@ -106,6 +116,7 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
         more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     pages = -(-max(case.lens) // case.block_tokens) + 1
     setup = AttentionSetup(HeadShape(*case.shape), dtype, torch.device(device), max_rows=16, max_pages_per_row=pages)
+    setup = replace(setup, scores=Scores(case.scale, case.window, case.softcap))
     return TritonBackend(setup, num_sms, reason="", **more)
 
 
@@ -137,7 +148,8 @@ def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
         table, lens = inputs.table[[0, *everyone]], [max(2, case.lens[0]), *case.lens]
         ragged.plan([0, split, *range(split + 1, split + 1 + len(everyone))], table, lens)
         q = torch.cat((inputs.q[:1], inputs.q[:1], inputs.q))
-        if not torch.equal(ragged.run(q, *inputs.caches)[split:], torch.stack(want)):
+        scores = Scores(case.scale, case.window, case.softcap)
+        if not torch.equal(ragged.run(q, *inputs.caches, scores=scores)[split:], torch.stack(want)):
             return "rows behind a prompt have other bits"
     return ""
 
@@ -149,7 +161,7 @@ def check_broken_key(case: Case, dtype: torch.dtype, device: str) -> str:
         attention = new_backend(case, dtype, device, num_sms).decode(len(everyone))
         whole = inputs.run(attention, everyone)
         for row in (0, len(everyone) - 1):
-            token = (case.lens[row] - 1) // 2
+            token = max((case.lens[row] - 1) // 2, case.lens[row] - (case.window or case.lens[row]))
             page, offset = inputs.tables[row][token // case.block_tokens], token % case.block_tokens
             k, v = inputs.caches
             kept = k[page, offset, -1].clone(), v[page, offset, -1].clone()

@@ -19,6 +19,7 @@ from chorus.ops.elementwise import (
     silu_and_mul,
     write_kv,
 )
+from chorus.ops.rotation import KvSlots
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -107,13 +108,14 @@ def test_rotate_and_write_is_norm_rotation_and_write(tokens, normed):
     if norms is not None:
         q, k = rms_norm(q, norms.q, 1e-5), rms_norm(k, norms.k, 1e-5)
     q, k = (apply_rope(x, cos[positions][:, None], sin[positions][:, None]) for x in (q, k))
-    write_kv(caches[0][:, 1, 0], caches[0][:, 1, 1], k, v, place // 4, place % 4)
+    write_kv(KvSlots(caches[0][:, 1, 0], caches[0][:, 1, 1], place // 4, place % 4), k, v)
 
     rotary = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1, 0.01]), 50, torch.float32)
     table = Rotation(cos, sin, positions)  # as on a GPU: the table and where to look
     for rotation in (rotary.at(positions), table):
         caches[1].zero_()
-        got = rotate_and_write(qkv, rotation, norms, caches[1][:, 1, 0], caches[1][:, 1, 1], place // 4, place % 4)
+        slots = KvSlots(caches[1][:, 1, 0], caches[1][:, 1, 1], place // 4, place % 4)
+        got = rotate_and_write(qkv, rotation, norms, slots)
         assert got.shape == (tokens, heads, head_dim)
         assert torch.equal(got, q)
         assert torch.equal(caches[0], caches[1])

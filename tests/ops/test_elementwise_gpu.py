@@ -7,6 +7,7 @@ import torch
 
 from chorus.ops import dependent_launch
 from chorus.ops.elementwise import RotaryEmbedding, add_rms_norm, rms_norm, rotate_and_write, silu_and_mul
+from chorus.ops.rotation import KvSlots
 
 from .test_elementwise_triton import CHECKS, TOLERANCE, Case, cases
 
@@ -56,7 +57,8 @@ def test_captured_launches_follow_their_inputs():
     arena = torch.zeros(8, 2, 2, 4, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
 
     def step():
-        return rotate_and_write(qkv, embeddings[1].at(positions), None, arena[:, 1, 0], arena[:, 1, 1], page, offset)
+        slots = KvSlots(arena[:, 1, 0], arena[:, 1, 1], page, offset)
+        return rotate_and_write(qkv, embeddings[1].at(positions), None, slots)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -74,7 +76,8 @@ def test_captured_launches_follow_their_inputs():
         graph.replay()
         torch.cuda.synchronize()
         rotation = embeddings[0].at(at)
-        want_q = rotate_and_write(values, rotation, None, want[:, 1, 0], want[:, 1, 1], place // 4, place % 4)
+        slots = KvSlots(want[:, 1, 0], want[:, 1, 1], place // 4, place % 4)
+        want_q = rotate_and_write(values, rotation, None, slots)
         assert torch.equal(q.cpu(), want_q)
         assert torch.equal(arena[1:].cpu(), want[1:])
 

@@ -25,6 +25,7 @@ from chorus.ops.elementwise import (
     rotate_and_write,
     silu_and_mul,
 )
+from chorus.ops.rotation import KvSlots
 
 from ..processes import run_python
 
@@ -131,14 +132,13 @@ def check_rotary(case: Case, dtype: torch.dtype, device: str, normed: bool = Fal
     place = inputs.places(4 * 5)
     page, offset = place // 5, place % 5
     arenas = [torch.full((4, 3, 2, 5, kv_heads, head_dim), math.nan, dtype=dtype, device=to) for to in ("cpu", device)]
-    want = rotate_and_write(qkv, rotation, norms, arenas[0][:, 1, 0], arenas[0][:, 1, 1], page, offset)
+    want = rotate_and_write(qkv, rotation, norms, KvSlots(arenas[0][:, 1, 0], arenas[0][:, 1, 1], page, offset))
     # on a GPU the kernel looks the rows up itself; here the rows of a reversed table are named backwards
     rows = torch.arange(case.tokens - 1, -1, -1, device=device)
     table = Rotation(rotation.cos.flip(0).to(device), rotation.sin.flip(0).to(device), rows)
     moved = norms and HeadNorms(norms.q.to(device), norms.k.to(device), EPS)
-    got = elementwise_triton.rotate_and_write(
-        qkv.to(device), table, moved, arenas[1][:, 1, 0], arenas[1][:, 1, 1], page.to(device), offset.to(device)
-    )
+    slots = KvSlots(arenas[1][:, 1, 0], arenas[1][:, 1, 1], page.to(device), offset.to(device))
+    got = elementwise_triton.rotate_and_write(qkv.to(device), table, moved, slots)
     written, expected = arenas[1].cpu(), arenas[0]
     if not torch.equal(written.isnan(), expected.isnan()):
         return math.inf, "wrote elsewhere"
@@ -173,7 +173,8 @@ def check_broken_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
     def write(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = torch.zeros(2, tokens, 1, kv_heads, head_dim, dtype=dtype, device=device)
         rotation = Rotation(*table, places)
-        elementwise_triton.rotate_and_write(values.to(device), rotation, None, k, v, places, torch.zeros_like(places))
+        slots = KvSlots(k, v, places, torch.zeros_like(places))
+        elementwise_triton.rotate_and_write(values.to(device), rotation, None, slots)
         return k[:, 0].cpu(), v[:, 0].cpu()
 
     whole = write(qkv)

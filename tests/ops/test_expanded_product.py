@@ -18,7 +18,7 @@ from chorus.core.cpus import available_cpus
 from chorus.ops.elementwise import silu_and_mul
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode
-from chorus.ops.sgmv_tables import SgmvTables
+from chorus.ops.sgmv_tables import SgmvTables, TableSizes
 from chorus.ops.small_gemm_schedule import MAX_EXPANDED_ROWS
 
 from ..processes import run_python
@@ -73,17 +73,12 @@ class World:
         self.weight = (torch.randn(rows, self.d_in, generator=generator) / self.d_in**0.5).to(dtype)
         self.bias = torch.randn(rows, generator=generator).to(dtype) if index % 3 else None
         self.x = torch.randn(MAX_EXPANDED_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
-        self.tables = SgmvTables(
-            table_rows=9,
-            layers=LAYERS,
-            max_pages=1 << 15,
-            max_rank=MAX_RANK,
-            max_tiles=64,
-            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=MAX_RANK),
-            page_elems=page_elems,
+        sizes = TableSizes(
+            table_rows=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
+            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=MAX_RANK), page_elems=page_elems,
             slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)),
-            device=device,
-        )
+        )  # fmt: skip
+        self.tables = SgmvTables(sizes, device)
 
     def segments(self, used: Sequence[int]) -> Segments:
         segments = Segments()

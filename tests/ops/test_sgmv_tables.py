@@ -19,6 +19,7 @@ from chorus.ops.sgmv_tables import (
     TABLE_ROW,
     SgmvTables,
     TablesFull,
+    TableSizes,
     place_pages,
 )
 from chorus.perf.kernels.cost import expand_cost, shrink_cost
@@ -32,7 +33,7 @@ def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1), slab=48):
 def make_tables(**changes):
     sizes = {"table_rows": 2, "layers": 2, "max_pages": 3, "max_rank": 8, "max_tiles": 6, "scratch": 0}
     sizes |= {"page_elems": 512, "slab_elems": 48}
-    return SgmvTables(**{**sizes, **changes})
+    return SgmvTables(TableSizes(**{**sizes, **changes}))
 
 
 def make_segments(*entries):

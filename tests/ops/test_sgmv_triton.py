@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import Schedule, decode, prefill
-from chorus.ops.sgmv_tables import MAX_MODULES, SgmvTables
+from chorus.ops.sgmv_tables import MAX_MODULES, SgmvTables, TableSizes
 
 from ..processes import run_python
 from .sgmv_ref import sgmv_ref
@@ -210,16 +210,10 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 
 def make_tables(page_elems: int) -> SgmvTables:
     scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256)
-    return SgmvTables(
-        table_rows=9,
-        layers=LAYERS,
-        max_pages=1 << 15,
-        max_rank=256,
-        max_tiles=64,
-        scratch=scratch,
-        page_elems=page_elems,
-        slab_elems=SLAB_ELEMS,
+    sizes = TableSizes(
+        9, LAYERS, 1 << 15, max_rank=256, max_tiles=64, scratch=scratch, page_elems=page_elems, slab_elems=SLAB_ELEMS
     )
+    return SgmvTables(sizes)
 
 
 class Kept(dict):

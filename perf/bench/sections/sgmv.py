@@ -86,7 +86,6 @@ def run(context: Context) -> dict[str, Any]:
                 layers=_layers(context, cell),
                 schedule=decode(cell.tokens, MAX_RANK),
                 max_rank=MAX_RANK,
-                seed=context.seed,
             )
             found["cells"].append(_measure(context, cell, case))
             if (
@@ -153,7 +152,6 @@ def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None
                         layers=layers,
                         schedule=schedule,
                         max_rank=MAX_RANK,
-                        seed=context.seed,
                     )
                     error = _checked(context, name, case)
                     sample, cost = context.timer.time(case.run), case.cost()

@@ -131,7 +131,7 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
         patch.object(PlanBuffers, "__init__", plan_buffers),
         patch.object(sampling, "_launch", _draw),
         patch.object(sampling, "_launch_ban", _ban),
-        idle_engine(ROWS, 64, lora, tmp_path, device, ahead=ahead) as engine,
+        idle_engine(ROWS, 64, lora, tmp_path, device, async_scheduling=ahead) as engine,
     ):
         names = sorted(engine.store.names()) if lora else [None] * ROWS
         for index, name in enumerate(names):

@@ -85,6 +85,19 @@ def test_no_layer_arrives_and_the_tokens_are_the_reference_s(subject, with_offlo
     assert max(plan.num_tokens for plan in driver.plans) > 100
 
 
+def test_layers_of_two_kinds(tiny, with_offload):
+    """An adapter's parts have layers of their own; none is waited for in the layers of others."""
+    it = tiny("qwen3.5")
+    driver, link, offload = with_offload(it, max_num_batched_tokens=200, max_model_len=128)
+    want = {}
+    for index, adapter in enumerate([None, "r3-all", "r17-o-mlp", "r3-all"]):
+        prompt, want[str(index)] = it.case(adapter, 20 + 10 * index, seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+    assert link.most == 0 and offload.starts.num_offloaded == 2 and offload.starts.num_streamed == 0
+
+
 def test_bfloat16_differs_by_rounding_alone(subject, with_offload, drive):
     it = subject("gqa")
     driver, *_ = with_offload(it, dtype="bfloat16")
