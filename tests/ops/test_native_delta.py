@@ -120,7 +120,8 @@ def test_a_state_may_go_to_another_place(layer, level, length):
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_what_is_in_a_new_sequences_memory_does_not_matter(layer, level, length):
     (rows,), zeros = layer.rows((length,)), layer.state(1)
-    zeros.conv.zero_(), zeros.recurrent.zero_()
+    zeros.conv.zero_()
+    zeros.recurrent.zero_()
     (want,) = layer.run([rows], zeros)
     for garbage in (torch.nan, 3.0):
         state = DeltaState(torch.full_like(zeros.conv, garbage), torch.full_like(zeros.recurrent, garbage))

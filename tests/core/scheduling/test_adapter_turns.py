@@ -137,19 +137,19 @@ class Waiting(list):
 
 
 def test_adapters_that_preempt_each_other_do_not_keep_a_third_from_its_turn():
-    """Each step one of two adapters runs and the other waits for the index that was left to it in the step before."""
-    holder, third, *pair = map(Named, "abcd")
-    request = {each.name: SimpleNamespace(adapter=each, arrival_time=0.0) for each in (holder, third, *pair)}
+    """In each step one of two adapters runs and the other waits, with one that waits longer and lacks pages."""
+    holder, third, *pair, longest = map(Named, "abcde")
+    request = {each.name: SimpleNamespace(adapter=each, arrival_time=0.0) for each in (holder, third, *pair, longest)}
     waiting = Waiting()
     running = SimpleNamespace(by_adapter=lambda: {holder: [], third: []})
     limits = SimpleNamespace(max_adapters_per_step=1, max_overtake_seconds=0.0)
     turns = AdapterTurns(limits, running, waiting)
-    for now, each in enumerate((*pair, third, holder)):
+    for now, each in enumerate((*pair, third, holder), start=1):
         turns.note_step([each], float(now))
     for step in range(8):
         now = 9.0 + step
         one, other = pair if step % 2 else pair[::-1]
-        waiting[:] = [request[other.name]]
+        waiting[:] = [request[longest.name], request[other.name]]
         chosen = turns.share([request[each.name] for each in (holder, third, one)], list, now)
         if chosen[0].adapter is not holder:
             break
