@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -150,27 +150,37 @@ def _own_base(path: Path) -> _Base:
 
     A layer has linear attention if the adapter has a tensor of it there.
     """
-    mixers = attention_projections(1, 1, 1, 1), linear_projections(1, 1, 1, 1)
     feed_forward = gated_projections(1, 1)
+    attention, linear = attention_projections(1, 1, 1, 1) + feed_forward, linear_projections(1, 1, 1, 1) + feed_forward
+    usual = Projections((attention, linear))
+    dims, layers_of = _own_modules(path, usual)
+    found = set[int]().union(*layers_of.values())
+    with_linear = {layer for name, layers in layers_of.items() if name not in _names(attention) for layer in layers}
+    attention, linear = (
+        tuple(_with_dims(each, *dims.get(each.name, (1, 1))) for each in layer) for layer in usual.layers
+    )
+    own = (linear if layer in with_linear else attention for layer in range(max(found, default=0) + 1))
+    return _Base(ModulePaths(Projections(tuple(own))), "float32", None)
+
+
+def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, int]], dict[str, set[int]]]:
+    """Inputs and outputs of the projections that an adapter changes, and the layers where it does."""
     dims: dict[str, tuple[int, int]] = {}
-    layers, linear = {0}, set[int]()
-    usual = Projections(tuple(mixer + feed_forward for mixer in mixers))
+    layers_of: dict[str, set[int]] = {}
     with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     for name, shape in shapes.items():
-        parts = name.split(".")
-        if len(shape) == 2 and name.endswith("lora_A.weight") and parts[-3] in usual:
+        *parents, module, _, _ = name.split(".") if name.count(".") > 2 else ("", "", "", "")
+        if len(shape) == 2 and name.endswith("lora_A.weight") and module in usual:
             d_out = _size(shapes.get(name.replace("lora_A", "lora_B"), ()))
-            dims.setdefault(parts[-3], (shape[1], d_out))
-            found = {int(part) for part in parts if part.isdecimal() and len(part) <= 6}
-            layers |= found
-            if usual.layers_of(parts[-3]) == (1,):
-                linear |= found
-    attention, with_state = (
-        tuple(_with_dims(each, *dims.get(each.name, (1, 1))) for each in mixer + feed_forward) for mixer in mixers
-    )
-    own = (with_state if layer in linear else attention for layer in range(max(layers) + 1))
-    return _Base(ModulePaths(Projections(tuple(own))), "float32", None)
+            dims.setdefault(module, (shape[1], d_out))
+            numbers = (int(part) for part in parents if part.isdecimal() and len(part) <= 6)
+            layers_of.setdefault(module, set()).update(numbers)
+    return dims, layers_of
+
+
+def _names(layer: Sequence[Projection]) -> set[str]:
+    return {projection.name for projection in layer}
 
 
 def _with_dims(projection: Projection, inputs: int, outputs: int) -> Projection:
