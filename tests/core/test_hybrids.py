@@ -22,13 +22,8 @@ from chorus.memory.pages.layout import PageLayout
 from chorus.ops.gated_delta import DeltaWeights
 
 from .plain_states import PlainStates
-<<<<<<< HEAD
 from .test_families import executor_of, logits_of
-from .tiny_families import HYBRIDS, MIN_MARGIN, QWEN3_5, randomise, save_family
-=======
-from .test_families import BF16_LOGITS_ERROR, executor_of, logits_of
 from .tiny_families import ATTENTION, HYBRIDS, LINEAR, MIN_MARGIN, MLP, QWEN3_5, randomise, save_family
->>>>>>> g
 
 pytestmark = pytest.mark.numerics
 
@@ -217,17 +212,6 @@ def test_a_step_without_states_is_refused(model):
         runner.step((runner.sequence("a", [5, 6]), 2))
 
 
-<<<<<<< HEAD
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
-
-
-def whole_logits(model: Path, prompts: list[list[int]], **config: Any) -> torch.Tensor:
-    """Logits after prompts that no checkpoint cuts."""
-    return logits_of(executor_of(model, **config), prompts, state_checkpoint_tokens=0)
-=======
 @pytest.mark.parametrize(
     ("targets", "found"),
     [
@@ -249,7 +233,17 @@ def test_what_peft_targets(tmp_path, targets, found):
     it.save_pretrained(tmp_path / "adapter")
     manifest = inspect_adapter(tmp_path / "adapter", read_model_config(tmp_path / "model").module_paths)
     assert {part.layers: list(part.targets) for part in manifest.parts} == found
->>>>>>> g
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+
+
+def whole_logits(model: Path, prompts: list[list[int]], **config: Any) -> torch.Tensor:
+    """Logits after prompts that no checkpoint cuts."""
+    return logits_of(executor_of(model, **config), prompts, state_checkpoint_tokens=0)
 
 
 @pytest.mark.native
