@@ -104,9 +104,9 @@ class AdapterTurns:
         """Put None among the recipients of indices, longest wait first, at the rank of an overdue waiting request.
 
         If the request doesn't take the index, because it lacks pages or its adapter, no further index is left for one
-        until the adapter that lost its turn has had one.
+        until the adapter that lost its turn has had one, even if its requests were preempted and wait again.
         """
-        if self._denied in since:
+        if self._denied in since or self._denied in self._waiting.by_adapter:
             return
         first = islice(self._waiting, _MOST_WAITING)
         waits = [self._since(each.adapter, each.arrival_time) for each in first if each.adapter not in (None, *since)]

@@ -17,6 +17,7 @@ from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import Projections
 from chorus.ops import native, native_library
 from chorus.ops.elementwise import rotary_table
 
@@ -51,6 +52,7 @@ class Config:
             "delta": None,
             "vocab_size": VOCAB,
             "norm": kind.norm,
+            "projections": Projections(tuple(layer.projections(kind.hidden) for layer in self.layers)),
         }
         return names[name] if name in names else getattr(kind, name)
 

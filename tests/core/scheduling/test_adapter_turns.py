@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
+from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.perf.inline_reads import InlineReads
 
 from ...simulation.checked_engine import CheckedEngine
@@ -115,3 +118,40 @@ def test_each_of_many_adapters_has_its_turn(most, slots, is_async):
         oldest = checked.clock.now - min(last.values())
         assert oldest <= 2 * OVERTAKE + 2 * len(names) * STEP, f"{oldest:.2f} s without a step"
     assert max(rows.values()) <= 2 * min(rows.values()), f"turns are uneven: {rows}"
+
+
+@dataclass(frozen=True)
+class Named:
+    """An adapter."""
+
+    name: str
+    version: int = 1
+
+
+class Waiting(list):
+    """Waiting requests, and their adapters."""
+
+    @property
+    def by_adapter(self):
+        return {request.adapter: {} for request in self}
+
+
+def test_adapters_that_preempt_each_other_do_not_keep_a_third_from_its_turn():
+    """In each step one of two adapters runs and the other waits, with one that waits longer and lacks pages."""
+    holder, third, *pair, longest = map(Named, "abcde")
+    request = {each.name: SimpleNamespace(adapter=each, arrival_time=0.0) for each in (holder, third, *pair, longest)}
+    waiting = Waiting()
+    running = SimpleNamespace(by_adapter=lambda: {holder: [], third: []})
+    limits = SimpleNamespace(max_adapters_per_step=1, max_overtake_seconds=0.0)
+    turns = AdapterTurns(limits, running, waiting)
+    for now, each in enumerate((*pair, third, holder), start=1):
+        turns.note_step([each], float(now))
+    for step in range(8):
+        now = 9.0 + step
+        one, other = pair if step % 2 else pair[::-1]
+        waiting[:] = [request[longest.name], request[other.name]]
+        chosen = turns.share([request[each.name] for each in (holder, third, one)], list, now)
+        if chosen[0].adapter is not holder:
+            break
+        turns.note_step([holder], now)
+    assert chosen[0].adapter is not holder, "it keeps its index"
