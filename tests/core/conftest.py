@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -63,7 +63,7 @@ class RecordingExecutor(ExecutorBase):
     @property
     def rank(self) -> CpuExecutor:
         """The part of the model that this process computes: all of it, or the first rank's shard."""
-        return getattr(self.inner, "first", self.inner)
+        return cast(CpuExecutor, getattr(self.inner, "first", self.inner))
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._note(plan)
@@ -71,6 +71,7 @@ class RecordingExecutor(ExecutorBase):
 
     def _start(self, plan: StepPlan) -> StartedStep:
         self._note(plan)
+        assert self.inner.start is not None
         return self.inner.start(plan)
 
     def _note(self, plan: StepPlan) -> None:

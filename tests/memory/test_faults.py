@@ -109,7 +109,7 @@ class Life:
         params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         request = Request(id, [3, 5, 7], params, name)
         self.engine.add_request(request)
-        version = "" if name is None else request.adapter.manifest.path.name
+        version = "" if request.adapter is None else request.adapter.manifest.path.name
         self.answers[f"{id} {version}"] = ([], None, None)
 
     def step(self, count=1):

@@ -96,8 +96,8 @@ def ask_all(live, reference):
     given = bodies(reference)
     routes = [route for route in live.app.routes if isinstance(route, GuardedRoute)]
     order = {"POST": 0, "GET": 1, "PATCH": 2, "DELETE": 3}
-    for route in sorted(routes, key=lambda one: min(order.get(method, 9) for method in one.methods)):
-        for method in sorted(route.methods - {"HEAD"}):
+    for route in sorted(routes, key=lambda one: min(order.get(method, 9) for method in one.methods or ())):
+        for method in sorted((route.methods or set()) - {"HEAD"}):
             path = route.path.replace("{name:path}", "one")
             if path == "/ui/events":
                 with live.client.stream(method, path) as stream:

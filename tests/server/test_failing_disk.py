@@ -63,6 +63,7 @@ def client(adapters, disk):
             command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT, pass_fds=[disk.theirs.fileno()]
         ) as process,
     ):
+        assert process.stderr is not None
         lines = []
         try:
             for line in process.stderr:

@@ -34,6 +34,7 @@ def served(model_dir, *more):
     with subprocess.Popen(
         [sys.executable, "-m", "chorus.server", "serve", *flags], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
+        assert process.stderr is not None
         for line in process.stderr:
             if found := re.search(r"listening on (\S+)", line):
                 break
@@ -71,6 +72,7 @@ def test_keys_change_while_the_server_runs(model_dir, tmp_path):
         assert (status("sk-the-old-one"), status("sk-the-new-one")) == (200, 401)
         keys.write_text("sk-the-new-one new\n")
         process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
         said = next(line for line in process.stderr if "chorus.audit" in line)
         assert said.rstrip().endswith("reloaded the keys: 1 tenants, new: new, removed: old")
         assert (status("sk-the-old-one"), status("sk-the-new-one")) == (401, 200)
@@ -135,7 +137,9 @@ def test_two_ranks_say_what_peft_says(model_dir, subject, flags, metric, count):
             found = 0.0
             while not found:
                 assert await asyncio.gather(*(ask(client, prompt) for prompt in prompts)) == wanted
-                found = float(re.search(rf"^{metric} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)[1])
+                line = re.search(rf"^{metric} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
+                assert line is not None
+                found = float(line[1])
 
     ranks = "--tensor-parallel-size", 2, "--dtype", "float32"
     with served(model_dir, *ranks, "--lora-modules", f"{name}={path}", *flags) as (_, url):

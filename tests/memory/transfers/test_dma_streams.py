@@ -190,6 +190,7 @@ class Streams(RuleBasedStateMachine):
         return [load for load in self.loads if load.image is not None]
 
     def _read_layer(self, load: Load, tells: bool) -> None:
+        assert load.image is not None and load.layout is not None
         if load.image.data is None:
             load.image.data = self._new_image(np.full_like(load.expected, GARBAGE))
         for begin, end in load.layout.layer_ranges(load.num_published):

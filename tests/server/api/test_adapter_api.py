@@ -256,6 +256,7 @@ def test_an_adapter_is_unloaded_at_once_by_force(live, reference):
 
     tokens, error = stream_until(live, {"model": "first", "prompt": prompt, "max_tokens": 60}, 3, unload)
     assert len(tokens) < 60 and tokens == reference.greedy("r2-qv", prompt, 60)[: len(tokens)]
+    assert error is not None
     assert error["code"] == "adapter_removed" and "'first' was removed" in error["message"]
     assert live.engine.stats().num_adapter_pages == 0
     assert live.post(model="base", prompt=[5, 6], max_tokens=2).status_code == 200

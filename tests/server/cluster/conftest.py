@@ -82,6 +82,7 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
     with subprocess.Popen(
         [sys.executable, "-m", "chorus.server", *arguments], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
+        assert process.stderr is not None
         lines = []
         for line in process.stderr:
             lines.append(line)

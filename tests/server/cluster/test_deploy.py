@@ -40,8 +40,11 @@ def test_images_install_extras_that_exist_and_serve(file):
     text = file.read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.search(r"EXTRAS=([\w,]+)", text) or re.search(r"/src\[([\w,]+)\]", text)
+    assert named is not None
     assert set(named[1].split(",")) <= extras.keys()
-    command = json.loads(re.search(r"^CMD (.*)", text, re.M)[1])
+    started = re.search(r"^CMD (.*)", text, re.M)
+    assert started is not None
+    command = json.loads(started[1])
     assert make_parser().parse(command[1:]).setting_host == "0.0.0.0"
 
 
@@ -90,6 +93,7 @@ def test_kuberay_starts_as_many_replicas_as_it_has_workers_for_and_mounts_what_i
     (workers,) = cluster["spec"]["workerGroupSpecs"]
     (container,) = head["containers"]
     command = re.search(r"exec (chorus .*)", container["args"][0])
+    assert command is not None
     plan, given = plan_of(shlex.split(command[1]))
     assert plan.ray == "auto" and plan.replicas == workers["replicas"] and "api_key_file" in given
     groups = [cluster["spec"]["headGroupSpec"], workers]

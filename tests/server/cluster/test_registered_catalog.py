@@ -73,7 +73,9 @@ class ApiServer:
         return await asyncio.wrap_future(self.catalog.remove(name, force=force))
 
     def content(self, name):
-        return self.catalog.find(name).manifest.content_hash[0]
+        content_hash = self.catalog.find(name).manifest.content_hash
+        assert content_hash is not None
+        return content_hash[0]
 
 
 def api_servers_of(test, count=2, disk=None):

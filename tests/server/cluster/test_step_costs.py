@@ -35,6 +35,7 @@ def plan(rows, start, tokens=1):
 def test_steps_teach_their_price():
     replica, learned, draw = engine(), LearnedCosts(), random.Random(0)
     assert learned.observe(replica) == {}
+    told = {}
     for _ in range(300):
         rows = draw.randint(1, 32)
         replica.last_decode = plan(rows, 100), 0.01 + 0.001 * rows
@@ -50,6 +51,7 @@ def test_steps_teach_their_price():
 def test_a_prompts_token_is_priced_beside_the_step_that_it_is_in():
     """Of a short prompt most is the step's own time, which a token must not pay for again."""
     replica, learned, draw = engine(), LearnedCosts(), random.Random(0)
+    told = {}
     for _ in range(300):
         rows, prompts, tokens = draw.randint(1, 32), draw.randint(1, 4), draw.randint(16, 64)
         replica.last_decode = plan(rows, draw.randint(1, 400)), 0.01 + 0.001 * rows

@@ -468,7 +468,8 @@ def test_keys_are_never_shown(capsys, monkeypatch, caplog, guarded):
 def test_listening_beyond_this_machine_needs_a_key_or_a_word(tmp_path):
     with pytest.raises(LaunchError, match="--allow-unauthenticated"):
         check_access(Settings(host="0.0.0.0"))
-    assert "without an API key" in check_access(Settings(host="0.0.0.0", allow_unauthenticated=True))
+    warning = check_access(Settings(host="0.0.0.0", allow_unauthenticated=True))
+    assert warning is not None and "without an API key" in warning
     assert check_access(Settings(host="0.0.0.0", api_key=[KEY])) is None
     assert check_access(Settings()) is None
     with pytest.raises(LaunchError, match="--allow-unauthenticated"):  # an admin key leaves the model open to all

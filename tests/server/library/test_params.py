@@ -76,6 +76,7 @@ def test_values_may_be_what_programs_have():
     asked = CompletionRequest.of(given.for_text("x", 100), RequestLimits())
     assert asked.stop == ["a", "b"] and asked.logit_bias == {"5": 1.5}
     assert asked.stop_token_ids == [1, 2] and asked.seed == 7
+    assert isinstance(asked.guided_json, dict)
     assert asked.guided_json["properties"]["town"] == {"title": "Town", "type": "string"}
 
 
