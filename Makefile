@@ -1,6 +1,6 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
 .PHONY: help check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
-    timed studies compare levels plain
+    timed studies compare levels plain families
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -99,6 +99,9 @@ simulation: ## simulation tests of the engine, by seeds
 	python -m tests.attacks.linearizability --questions 60
 
 lives: simulation
+
+families: ## every geometry of every model family over every path of an engine
+	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py
 
 level-%: ## native tests at one ISA level, such as level-avx2
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native

@@ -167,6 +167,12 @@ class EngineConfig(BaseModel):
         "are used; lru: the least recently used, a baseline",
     )
     prefix_cache: bool = Field(default=True, description="reuse the KV cache of equal prompt prefixes")
+    state_checkpoint_tokens: int = Field(
+        default=1024,
+        ge=0,
+        description="models with linear attention: keep the recurrent state in the prefix cache at the end of a "
+        "prompt, and after every so many tokens; 0: never, so that no prefix is reused",
+    )
     share_prefix_cache: bool = Field(
         default=False,
         description="share the prefix cache between tenants; a tenant can then find out what another has asked. "

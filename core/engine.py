@@ -69,8 +69,10 @@ class Engine:
         self.model: ModelInfo = executor.model
         self.executor = executor
         self._clock = clock
-        self.block_tokens = executor.layout.block_tokens
-        """KV tokens per page."""
+        layout = executor.layout
+        self.block_tokens = layout.block_tokens
+        """Tokens of a block, whose KV fills a page of each page group."""
+        self.pages_per_token = layout.pages_per_block / layout.block_tokens
         self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
@@ -83,13 +85,15 @@ class Engine:
             images=images,
             order=order,
             costs=costs,
-            page_bytes=executor.layout.page_bytes,
+            page_bytes=layout.page_bytes,
             clock=clock,
         )
-        self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
+        self.prefix = PrefixCache(
+            self.pool, order, costs, self.block_tokens, layout.group_windows, has_states=layout.states is not None
+        )
         self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
-        self._servable = Servable(self.model, config, self.pool, self.store, self.block_tokens)
+        self._servable = Servable(self.model, config, self.pool, self.store, layout)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
         self.store.on_leaving = self._leave
@@ -97,20 +101,24 @@ class Engine:
             costs.swapped_page = executor.swaps.page_seconds
         elif config.preemption == "swap":
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
-        self.swapped = SwappedKv(executor.swaps, images.budget, executor.layout.page_bytes)
+        self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes)
         memory = RequestMemory(
             pool=self.pool,
             store=self.store,
             prefix=self.prefix,
             reclaimer=self.reclaimer,
-            block_tokens=self.block_tokens,
+            layout=layout,
+            max_chunk=config.max_num_batched_tokens,
+            checkpoint_tokens=config.state_checkpoint_tokens // self.block_tokens * self.block_tokens
+            if config.chunked_prefill
+            else 0,
             use_prefix_cache=config.prefix_cache,
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,
             may_swap=lambda: swaps(config.preemption, costs),
         )
         self.starts = executor.cold_starts
-        loads = LoadPolicy(self.store, costs, self.starts, self.block_tokens, config.max_load_stall_seconds)
+        loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
         policies = policies or Policies()
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, queue=policies.queue)
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
@@ -265,10 +273,10 @@ class Engine:
                 adapter.num_overflows += 1
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
-        """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
+        """Update the estimated cost of recomputing a cached page from the time of a prefill step."""
         if plan.num_tokens >= self.block_tokens * len(plan.sequences):
             self.last_prefill = plan, seconds
-            self.costs.observe("prefix_page", seconds * self.block_tokens / plan.num_tokens)
+            self.costs.observe("prefix_page", seconds / plan.num_tokens / self.pages_per_token)
 
     def check_when_idle(self) -> None:
         """Run `check_integrity` when idle, at most once a second.

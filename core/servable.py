@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
+from ..memory.pages.layout import PageLayout
 from ..memory.pages.pool import PagePool
 from .config import EngineConfig
 from .executors.base import ModelInfo
@@ -23,10 +24,11 @@ class Servable:
     """Checks requests against the model, the token budget of a step and the arena. Checks raise InvalidRequest."""
 
     def __init__(
-        self, model: ModelInfo, config: EngineConfig, pool: PagePool, store: AdapterStore, block_tokens: int
+        self, model: ModelInfo, config: EngineConfig, pool: PagePool, store: AdapterStore, layout: PageLayout
     ) -> None:
         self._model, self._config, self._pool, self._store = model, config, pool, store
-        self._block_tokens = block_tokens
+        self._layout = layout
+        self._chunk = config.max_num_batched_tokens
         self._eos_token_ids = frozenset(model.eos_token_ids)
 
     def accept(self, request: Request, find: Callable[[str, Request | None], Adapter]) -> None:
@@ -99,8 +101,9 @@ class Servable:
             if adapter is not None and self._store.is_pinned(adapter):
                 usable += adapter_pages
         if asked is None:
-            most = min(most, (usable - adapter_pages) * self._block_tokens + 1)
-        pages = adapter_pages - (-(max(most, request.num_prompt_tokens + 1) - 1) // self._block_tokens)
+            most = min(most, self._layout.tokens_in_pages(usable - adapter_pages, self._chunk, most) + 1)
+        tokens = max(most, request.num_prompt_tokens + 1) - 1
+        pages = adapter_pages + self._layout.pages_for_tokens(tokens, self._chunk)
         if pages > usable:
             fix = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
             raise InvalidRequest(

@@ -10,9 +10,6 @@ import torch
 
 from .device import Blocks, CudaDevice
 
-#: Per-token tensors of a step: the first four of `DecodeViews`.
-_COLUMNS = 4
-
 #: Columns begin at multiples of 16 bytes, so kernels compiled for that alignment are right for every bucket.
 _ALIGN = 2
 
@@ -22,16 +19,27 @@ class DecodeViews:
     """One bucket's slices of the static buffers; every entry is one token."""
 
     token_ids: torch.Tensor
-    """`[bucket]` int64, as are positions, page and offset."""
+    """`[bucket]` int64, as are positions and offset."""
     positions: torch.Tensor
-    page: torch.Tensor
     offset: torch.Tensor
+    page: torch.Tensor
+    """`[page groups, bucket]` int64."""
     page_table: torch.Tensor
-    """`[bucket, max_pages]` int64."""
+    """`[bucket, max_pages]` int64, block by block."""
     kv_lens: list[int]
     """`[bucket]` integers on the host, updated in place by `fill`."""
     tables: list[Sequence[int]]
     """The block table of each entry, updated in place by `fill`."""
+
+
+def num_columns(groups: int) -> int:
+    """Per-token columns of a step: token ids, positions, offsets in a page, and a page of each page group."""
+    return 3 + groups
+
+
+def split_columns(columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, positions, offsets and pages from `[num_columns, tokens]`; pages are `[groups, tokens]`."""
+    return columns[0], columns[1], columns[2], columns[3:]
 
 
 class DecodeBuffers:
@@ -47,12 +55,15 @@ class DecodeBuffers:
         max_pages_per_row: int,
         block_tokens: int,
         dummy_page: int,
+        groups: int = 1,
     ) -> None:
+        """groups: page groups, each of which has a page in every block of a block table."""
         largest = max(sizes)
         self._block_tokens = block_tokens
         self._dummy_page = dummy_page
-        self._padding = [[0], [0], [dummy_page], [0]]
-        self._vectors = torch.zeros(4, largest, dtype=torch.long)
+        self._groups = groups
+        self._padding = [[0], [0], [0], *([dummy_page] for _ in range(groups))]
+        self._vectors = torch.zeros(num_columns(groups), largest, dtype=torch.long)
         self.columns = self._vectors.numpy()  # the same memory: writing a few numbers through torch is slow
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
         self._table = self._page_table.numpy()
@@ -60,7 +71,7 @@ class DecodeBuffers:
         self._lengths = [0] * largest  # the number of pages copied for each entry
         self.views = {
             size: DecodeViews(
-                *self._vectors[:, :size].unbind(0),
+                *split_columns(self._vectors[:, :size]),
                 page_table=self._page_table[:size],
                 kv_lens=[1] * size,
                 tables=[()] * size,
@@ -82,15 +93,21 @@ class DecodeBuffers:
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
     ) -> DecodeViews:
-        """Like `fill`, but write the per-token vectors into the rows of `columns`, int64 `[4, bucket or more]`."""
-        views, block_tokens, used = self.views[bucket], self._block_tokens, len(token_ids)
+        """Like `fill`, but write the per-token vectors into the rows of `columns`, int64 `[num_columns, bucket or
+        more]`.
+        """
+        views, block_tokens, used, groups = self.views[bucket], self._block_tokens, len(token_ids), self._groups
         if used < bucket:
             columns[:, used:bucket] = self._padding
+        firsts = [position // block_tokens * groups for position in positions]
         columns[:, :used] = (
             token_ids,
             positions,
-            [table[position // block_tokens] for table, position in zip(block_tables, positions, strict=True)],
             [position % block_tokens for position in positions],
+            *(
+                [table[first + group] for table, first in zip(block_tables, firsts, strict=True)]
+                for group in range(groups)
+            ),
         )
         padding = bucket - used
         tables = [*block_tables, *([()] * padding)]
@@ -121,22 +138,29 @@ class DeviceDecodeBuffers:
     """`DecodeBuffers` with per-token tensors on `device`; block tables and lengths stay on the host, where
     `attention.plan` reads them.
 
-    The four columns of a bucket are contiguous, so one copy fills them. All buckets use the same memory: a bucket's
+    The columns of a bucket are contiguous, so one copy fills them. All buckets use the same memory: a bucket's
     views are valid until another bucket is filled.
     """
 
     def __init__(
-        self, sizes: Sequence[int], max_pages_per_row: int, block_tokens: int, dummy_page: int, device: CudaDevice
+        self,
+        sizes: Sequence[int],
+        max_pages_per_row: int,
+        block_tokens: int,
+        dummy_page: int,
+        device: CudaDevice,
+        groups: int = 1,
     ) -> None:
         widths = {size: -(-size // _ALIGN) * _ALIGN for size in sizes}
-        self._host = DecodeBuffers(sizes, max_pages_per_row, block_tokens, dummy_page)
-        values = torch.zeros(_COLUMNS * max(widths.values()), dtype=torch.long, device=device.torch_device)
-        self._columns = {size: values[: _COLUMNS * width].view(_COLUMNS, width) for size, width in widths.items()}
+        self._host = DecodeBuffers(sizes, max_pages_per_row, block_tokens, dummy_page, groups)
+        count = num_columns(groups)
+        values = torch.zeros(count * max(widths.values()), dtype=torch.long, device=device.torch_device)
+        self._columns = {size: values[: count * width].view(count, width) for size, width in widths.items()}
         self._device = device
         self._blocks = Blocks(device, values.numel() * values.itemsize)
         self.views = {
             size: DecodeViews(
-                *self._columns[size][:, :size].unbind(0),
+                *split_columns(self._columns[size][:, :size]),
                 page_table=host.page_table,
                 kv_lens=host.kv_lens,
                 tables=host.tables,

@@ -136,7 +136,9 @@ class PagedAttention(Attention):
     tokens times all that it sees.
     """
 
-    def __init__(self, heads: HeadShape, device: torch.device | str = "cpu") -> None:
+    def __init__(self, heads: HeadShape, device: torch.device | str = "cpu", window: int | None = None) -> None:
+        """window: of all layers that it runs, behind which pages may have left their place in a block table."""
+        self._window = window
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
         num_heads, self._kv_heads, self._head_dim, self._block_tokens = heads
@@ -156,19 +158,29 @@ class PagedAttention(Attention):
             pages = on_device(page_table[:num_prefills], self._device)
             for row in range(num_prefills):
                 tokens, kv_len = slice(qo_indptr[row], qo_indptr[row + 1]), kv_lens[row]
-                self._prefills.append(
-                    _Prefill(tokens, pages[row, : -(-kv_len // self._block_tokens)], kv_len, self._device)
-                )
+                first = self._first_block(kv_len - (tokens.stop - tokens.start))
+                seen = pages[row, first : -(-kv_len // self._block_tokens)]
+                self._prefills.append(_Prefill(tokens, seen, kv_len - first * self._block_tokens, self._device))
         self._first_decode_token = qo_indptr[num_prefills]
         if num_prefills < len(kv_lens):
-            self._decode_lens = torch.tensor(kv_lens[num_prefills:])[:, None]
-            num_blocks = -(-int(self._decode_lens.max()) // self._block_tokens)
-            self._decode_pages = on_device(page_table[num_prefills:, :num_blocks], self._device)
+            table, lens = page_table[num_prefills:], torch.tensor(kv_lens[num_prefills:])[:, None]
+            if self._window is not None:
+                firsts = torch.tensor([self._first_block(kv_len - 1) for kv_len in kv_lens[num_prefills:]])[:, None]
+                lens = lens - firsts * self._block_tokens
+                places = firsts + torch.arange(-(-int(lens.max()) // self._block_tokens))
+                table = table.gather(1, places.clamp_(max=table.shape[1] - 1))
+            self._decode_lens = lens
+            num_blocks = -(-int(lens.max()) // self._block_tokens)
+            self._decode_pages = on_device(table[:, :num_blocks], self._device)
             visible = torch.arange(num_blocks * self._block_tokens) < self._decode_lens
             self._decode_masks = {None: on_device(visible[:, None, None, :], self._device)}
             self._decode_tail = on_device((~visible).flatten().nonzero()[:, 0], self._device)
         else:
             self._decode_pages = page_table[:0]
+
+    def _first_block(self, position: int) -> int:
+        """The first block that a token at a position sees."""
+        return 0 if self._window is None else max(0, position - self._window + 1) // self._block_tokens
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         for prefill in self._prefills:
@@ -233,6 +245,34 @@ class PagedAttention(Attention):
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
         return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+
+
+class GroupedAttention:
+    """Plans a step for every page group; a layer runs the attention of its group."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, groups: Sequence[Attention]) -> None:
+        self._groups = groups
+
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """See `PagedAttention.plan`. page_table: `[rows, max_pages]`, a page of each group for every block."""
+        count = len(self._groups)
+        if count == 1:
+            self._groups[0].plan(qo_indptr, page_table, kv_lens, tables)
+            return
+        for index, attention in enumerate(self._groups):
+            attention.plan(qo_indptr, page_table[:, index::count], kv_lens)
+
+    def of(self, group: int) -> Attention:
+        """The attention of a group."""
+        return self._groups[group]
 
 
 class _Prefill:

@@ -5,7 +5,7 @@ Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from .attention import PLAIN, Attention, AttentionSetup, HeadShape, PagedAttention, Scores
+from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
@@ -68,9 +68,11 @@ class TorchBackend:
     name = "torch"
     captures = False
 
-    def __init__(self, heads: HeadShape, device: torch.device, reason: str, fix: str = "") -> None:
+    def __init__(
+        self, heads: HeadShape, device: torch.device, reason: str, fix: str = "", window: int | None = None
+    ) -> None:
         self.reason, self.fix = reason, fix
-        self._shape = heads, device
+        self._shape = heads, device, window
 
     def ragged(self) -> PagedAttention:
         return PagedAttention(*self._shape)
@@ -79,16 +81,38 @@ class TorchBackend:
         return PagedAttention(*self._shape)
 
 
+class GroupedBackend:
+    """The backends of a model's page groups, as one."""
+
+    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
+        """backends: of each group; groups with equal windows may share one."""
+        self._backends = backends
+        distinct = list(dict.fromkeys(backends))
+        self.name = ", ".join(dict.fromkeys(each.name for each in distinct))
+        self.reason = "; ".join(dict.fromkeys(each.reason for each in distinct))
+        self.fix = "; ".join(dict.fromkeys(each.fix for each in distinct if each.fix))
+        self.captures = all(each.captures for each in distinct)
+
+    def ragged(self) -> GroupedAttention:
+        """See `AttentionBackend.ragged`."""
+        return GroupedAttention([each.ragged() for each in self._backends])
+
+    def decode(self, bucket: int) -> GroupedAttention:
+        """See `AttentionBackend.decode`."""
+        return GroupedAttention([each.decode(bucket) for each in self._backends])
+
+
 def choose_attention(
     setup: AttentionSetup, wanted: Wanted = "auto", scores: Collection[Scores] = (PLAIN,)
 ) -> AttentionBackend:
     """Return the backend for a model's heads on a device.
 
-    wanted: raises AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers.
+    wanted: raises AttentionUnavailable if it names a backend that can't serve. scores: of the model's layers, which
+    have the same window.
     """
     heads, dtype, device = setup.heads, setup.dtype, setup.device
     if wanted == "torch":
-        return TorchBackend(heads, device, reason="attention is torch")
+        return TorchBackend(heads, device, reason="attention is torch", window=next(iter(scores)).window)
     setup = replace(setup, scale=next(iter(scores)).scale)
     theirs = ours = _scores_obstacle(scores)
     if wanted != "triton":
@@ -107,7 +131,8 @@ def choose_attention(
     if wanted != "auto":
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
-    return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
+    fix, window = theirs.fix if theirs is not None else "", next(iter(scores)).window
+    return TorchBackend(heads, device, reason, fix, window)
 
 
 def _scores_obstacle(scores: Collection[Scores]) -> Obstacle | None:

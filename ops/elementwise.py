@@ -160,3 +160,18 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) · up`, gelu by its approximation with tanh, for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Part a projection in which each head's query is followed by a gate of its output.
+
+    qkv: `[tokens, 2 · heads · head_dim + …]`. Returns it without gates, and the gates `[tokens, heads · head_dim]`.
+    """
+    size = num_heads * head_dim
+    q, gates = qkv[:, : 2 * size].unflatten(1, (num_heads, 2, head_dim)).unbind(2)
+    return torch.cat((q.flatten(1), qkv[:, 2 * size :]), 1), gates.flatten(1)
+
+
+def gate_output(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """`attended · sigmoid(gates)`, both `[tokens, heads · head_dim]`."""
+    return attended * torch.sigmoid(gates)

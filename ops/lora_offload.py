@@ -20,10 +20,12 @@ from .native_descriptors import (
     ELEMENT_OF,
     EXCHANGE,
     MAX_EXCHANGES,
-    MODULES,
+    MAX_MODULES,
     AdapterDescriptor,
     OffloadDescriptor,
     OffloadWorkerDescriptor,
+    ProductShape,
+    described_products,
 )
 from .native_library import library
 from .ranks import Ranks
@@ -70,10 +72,17 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
         rank=rows.rank,
         scale=rows.scale,
         slab_elems=rows.slab_elems,
-        a_offset=(c_int32 * MODULES)(*rows.a_offset),
-        b_offset=(c_int32 * MODULES)(*rows.b_offset),
+        a_offset=_offsets(rows.a_offset),
+        b_offset=_offsets(rows.b_offset),
     )
     return descriptor, (pages, first_elem)
+
+
+def _offsets(offsets: Sequence[int]) -> Any:
+    """Offsets of a model's modules, and -1 for the others that the library has room for."""
+    if len(offsets) > MAX_MODULES:
+        raise ValueError(f"an adapter has {len(offsets)} modules, but the native library has room for {MAX_MODULES}")
+    return (c_int32 * MAX_MODULES)(*offsets, *[-1] * (MAX_MODULES - len(offsets)))
 
 
 class OffloadTables:
@@ -109,16 +118,13 @@ class OffloadTables:
 
 
 class OffloadWorker:
-    """Computes a share of the offloaded rows of each step, in its own process.
+    """Computes a share of the offloaded rows of each step, in its own process. products: of the model's layers."""
 
-    shapes: hidden size, MLP size, widths of q and of k.
-    """
-
-    def __init__(self, shapes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    def __init__(self, products: Sequence[ProductShape], dtype: torch.dtype) -> None:
         found = library()
         if found is None:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
-        self._library, self._shapes = found, shapes
+        self._library, self._products = found, described_products(products)
         self._handle = found.chorus_offload_create(ELEMENT_OF[dtype])
 
     def serve(
@@ -144,7 +150,7 @@ class OffloadWorker:
             (c_void_p * count)(*images),
         )
         descriptor = OffloadWorkerDescriptor(
-            *self._shapes, *share, count, page_elems, *map(ctypes.addressof, tables), exchanges
+            len(self._products), *share, count, page_elems, self._products, *map(ctypes.addressof, tables), exchanges
         )
         self._library.chorus_offload_serve(self._handle, ranks.handle, ctypes.addressof(descriptor))
 
@@ -154,20 +160,17 @@ class OffloadWorker:
             self._handle = None
 
 
-def exchange_floats(shapes: tuple[int, int, int, int], tokens: int) -> int:
+def exchange_floats(products: Sequence[ProductShape], tokens: int) -> int:
     """Float32 values of memory that a process needs for `tokens` rows of x or of LoRA terms. See `Ranks`."""
     found = library()
     if found is None:
         return 0
-    return tokens * row_elems(torch.float32, max(map(max, group_widths(shapes))))
+    return tokens * row_elems(torch.float32, max(map(max, product_widths(products))))
 
 
-def group_widths(shapes: tuple[int, int, int, int]) -> list[tuple[int, int]]:
-    """Inputs and outputs of the groups of projections, in the order of the library's `Groups`. shapes: see
-    `OffloadWorker`.
-    """
-    hidden, ffn, q, kv = shapes
-    return [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * ffn), (ffn, hidden)]
+def product_widths(products: Sequence[ProductShape]) -> list[tuple[int, int]]:
+    """Inputs and outputs of products."""
+    return [(inputs, sum(width for _, _, width in modules)) for _, inputs, modules in products]
 
 
 def input_dtype(dtype: torch.dtype) -> torch.dtype:

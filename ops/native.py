@@ -10,8 +10,8 @@ import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32, c_void_p
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,8 +28,10 @@ from .native_descriptors import (
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
+    ProductShape,
     SegmentsDescriptor,
     StepDescriptor,
+    described_products,
 )
 from .native_library import library
 from .ranks import Ranks
@@ -92,8 +94,52 @@ class LayerValues:
     parallel: bool = False
     """The feed-forward part has attention's input, and there is no mlp_norm."""
 
+    page_group: int = 0
+    """The page group whose pages have its keys and values."""
+
+    query_factors: torch.Tensor | None = None
+    """`[positions]` float32, factors of queries; None: none."""
+
+    page_layer: int | None = None
+    """Its place among the layers in these pages; None: its index."""
+
     residual_multiplier: float = 1.0
     activation: Activation = Activation.SILU
+
+    state_layer: int = 0
+    """Of a layer with Gated DeltaNet: its place among such layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDelta:
+    """Shapes of a model's Gated DeltaNet, and where states are in their pages: see `memory.pages.states`."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_size: int
+    delta_eps: float
+    convs_per_page: int
+    heads_per_page: int
+    conv_pages: int
+
+
+class NativeStates(Protocol):
+    """Pages of the states of a step's sequences; see `core.model.paged_states`."""
+
+    @property
+    def read(self) -> torch.Tensor:
+        """`[sequences, pages]` int64."""
+        ...
+
+    @property
+    def written(self) -> torch.Tensor: ...
+
+    @property
+    def fresh(self) -> torch.Tensor:
+        """`[sequences]` bool: those that begin with a state of zeros."""
+        ...
 
 
 @dataclass(slots=True)
@@ -114,6 +160,10 @@ class NativeModel:
     eps: float
     layers: Sequence[Any]
     values: Sequence[LayerValues]
+    products: Sequence[ProductShape]
+    """The different products of the layers."""
+    product_of: Sequence[Sequence[int]]
+    """Indices in `products`, by layer and group."""
     positions: int
     embed: torch.Tensor
     """`[vocab, hidden]`."""
@@ -131,6 +181,14 @@ class NativeModel:
 
     logits_softcap: float = 0.0
     """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
+
+    page_groups: int = 1
+
+    output_gate: bool = False
+    """Each head's query is followed by a gate of its output."""
+
+    delta: NativeDelta | None = None
+    """None: no layer has Gated DeltaNet."""
 
 
 class NativeRows:
@@ -157,18 +215,23 @@ def check_step(
     """Raise IndexError if a step would read or write outside the model's tensors, the arena or its own tokens."""
     block, table = model.block_tokens, rows.page_table
     last = torch.tensor(rows.kv_lens, dtype=torch.long) - 1
-    read = table[torch.arange(table.shape[1]) <= (last // block)[:, None]]
+    width = table.shape[1] // model.page_groups
+    read = table[torch.arange(table.shape[1]) // model.page_groups <= (last // block)[:, None]]
     for name, values, limit in (
         ("token id", token_ids, len(model.embed)),
         ("position", positions, model.positions),
         ("page that is written", page, len(model.arena)),
         ("offset in a page", offset, block),
-        ("last position of a row", last, table.shape[1] * block),
+        ("last position of a row", last, width * block),
         ("page that is read", read, len(model.arena)),
         ("token that has logits", logit_tokens, len(token_ids)),
     ):
-        if len(wrong := values[(values < 0) | (values >= limit)]):
-            raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
+        _check(name, values, limit)
+
+
+def _check(name: str, values: torch.Tensor, limit: int) -> None:
+    if len(wrong := values[(values < 0) | (values >= limit)]):
+        raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
 
 
 class _LogitsRoom:
@@ -202,14 +265,18 @@ class NativeDecoder:
             WeakKeyDictionary()
         )
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
-        layers = _described_layers(model.layers, model.values)
+        layers = _described_layers(model.layers, model)
         description = ModelDescriptor(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
-            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps,
+            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens,
+            page_groups=model.page_groups, num_products=len(model.products), eps=model.eps,
             centered=model.centered, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
+            products=described_products(model.products),
             embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
+            page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
+            **({} if model.delta is None else asdict(model.delta)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
@@ -240,14 +307,16 @@ class NativeDecoder:
         max_stall: float = 0.0,
         prompt_logprob_tokens: torch.Tensor | None = None,
         merged: bool = False,
+        states: NativeStates | None = None,
     ) -> torch.Tensor:
         """Compute a step and write its KV; return logits `[kept, vocab]` float32, in memory that the next step
         overwrites.
 
-        token_ids, positions, page, offset: `[tokens]` int64. logit_tokens: `[logits]` int64, the tokens to compute
-        logits for; `kept` names those to return, None: all. prompt_logprob_tokens: `[logprobs]` int64, the tokens for
+        token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64.
+        logit_tokens: `[logits]` int64, the tokens to compute logits for; `kept` names those to return, None: all.
+        prompt_logprob_tokens: `[logprobs]` int64, the tokens for
         which `prompt_logits` computes logits afterwards. max_stall: total seconds to wait for adapters being loaded.
-        merged: use the weights of `use_merged`.
+        merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet.
 
         Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
         +inf) or, for tokens in `row_params`, a sampled one. Logits that sampling needs and that were not kept are
@@ -280,7 +349,7 @@ class NativeDecoder:
         best = array("q", bytes(8 * wanted))
         step.tokens, step.rows, step.logits_wanted = len(token_ids), len(rows.kv_lens), wanted
         step.token_ids, step.positions = _pointer(token_ids), _pointer(positions)
-        step.page, step.offset = _pointer(page), _pointer(offset)
+        step.offset, step.page, step.page_stride = _pointer(offset), page.data_ptr(), page.stride(0)
         step.qo_indptr, step.kv_lens = rows.qo_indptr.buffer_info()[0], rows.kv_lens.buffer_info()[0]
         step.page_table, step.table_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
         step.logit_tokens = _pointer(logit_tokens)
@@ -294,6 +363,8 @@ class NativeDecoder:
             rows_to_sample = np.zeros(wanted, sampled.dtype)
             rows_to_sample[list(self.row_params)] = sampled
         step.samples = None if rows_to_sample is None else rows_to_sample.ctypes.data
+        if self._model.delta is not None:
+            self._set_states(states, len(rows.kv_lens))
         step.max_stall_ns = int(max_stall * 1e9)
         step.layer = ctypes.addressof(self._merged[0]) if merged else None
         step.offloaded = None if offloaded is None else offloaded.address
@@ -328,7 +399,7 @@ class NativeDecoder:
         merge = MergeDescriptor(
             origin=_pointer(origin),
             to=_pointer(out),
-            group=group,
+            product=self._model.product_of[layer][group],
             layer=layer,
             parts=ctypes.addressof(parts),
             count=len(rows),
@@ -337,7 +408,18 @@ class NativeDecoder:
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:
         """Have steps that say so take these layers' weights in place of the model's; None: there are none."""
-        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model.values), layers)
+        self._merged = (None, ()) if layers is None else (_described_layers(layers, self._model), layers)
+
+    def _set_states(self, states: NativeStates | None, count: int) -> None:
+        """Describe the states of a step's sequences, which are `count`."""
+        if states is None or len(states.fresh) != count:
+            raise RuntimeError(f"a step of {count} sequences has no states for them")
+        if CHECKS_STEPS:
+            for pages in (states.read, states.written):
+                _check("page of a state", pages, len(self._model.arena))
+        step = self._step
+        step.state_read, step.state_written = _pointer(states.read), _pointer(states.written)
+        step.state_fresh, step.state_stride = _pointer(states.fresh), states.read.shape[1]
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments, once for all steps with the same ones; return the offloaded ones."""
@@ -431,16 +513,22 @@ def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
     return logits.data_ptr(), 4 * logits.stride(0)
 
 
-def _described_layers(layers: Sequence[Any], values: Sequence[LayerValues]) -> Any:
+def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
-    for descriptor, layer, own in zip(descriptors, layers, values, strict=True):
+    for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
         for name in LAYER_WEIGHTS:
             setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
         for field in fields(own):
-            if field.name not in ("cos", "sin"):
+            if field.name not in ("cos", "sin", "query_factors", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
+        descriptor.query_factors = _pointer_or_null(own.query_factors)
         descriptor.cos, descriptor.sin = _pointer_or_null(own.cos), _pointer_or_null(own.sin)
+        descriptor.product[:] = model.product_of[index]
+        if (delta := layer.delta) is not None:
+            descriptor.taps, descriptor.dt_bias = _pointer(delta.conv), _pointer(delta.dt_bias)
+            descriptor.a_log, descriptor.delta_norm = _pointer(delta.a_log), _pointer(delta.norm)
+        descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
     return descriptors
 

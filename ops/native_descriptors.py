@@ -8,15 +8,16 @@ Tests: tests/ops/test_native_layout.py
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-MODULES = 7
-"""Number of projections of a layer that adapters may change."""
+MAX_MODULES = 16
+"""The most projections that a model's table may have: kModules in adapters.h."""
 
 
 class Element(IntEnum):
@@ -39,9 +40,39 @@ class AdapterDescriptor(Structure):
         ("rank", c_int32),
         ("scale", c_float),
         ("slab_elems", c_int64),
-        ("a_offset", c_int32 * MODULES),
-        ("b_offset", c_int32 * MODULES),
+        ("a_offset", c_int32 * MAX_MODULES),
+        ("b_offset", c_int32 * MAX_MODULES),
     ]
+
+
+MAX_TARGETS = 4
+"""Most projections of a product: kMaxTargets in descriptors.h."""
+
+#: A product of layers: its group in a layer, inputs, and (module id, first column, width) of its projections.
+ProductShape = tuple[int, int, Sequence[tuple[int, int, int]]]
+
+
+class ProductDescriptor(Structure):
+    """A product of layers."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("group", "inputs", "count")),
+        ("targets", c_int32 * (3 * MAX_TARGETS)),
+    ]
+
+
+def described_products(products: Sequence[ProductShape]) -> Array[ProductDescriptor]:
+    """Products in the library's form."""
+    found = (ProductDescriptor * len(products))()
+    for descriptor, (group, inputs, modules) in zip(found, products, strict=True):
+        if len(modules) > MAX_TARGETS or any(module >= MAX_MODULES for module, _, _ in modules):
+            raise ValueError(
+                f"a product has the modules {[module for module, _, _ in modules]}; the native library has room for "
+                f"{MAX_TARGETS} of a product, with ids below {MAX_MODULES}"
+            )
+        descriptor.group, descriptor.inputs, descriptor.count = group, inputs, len(modules)
+        descriptor.targets[: 3 * len(modules)] = [value for module in modules for value in module]
+    return found
 
 
 class Activation(IntEnum):
@@ -75,10 +106,24 @@ class LayerDescriptor(Structure):
     """A layer's weights, and how it computes."""
 
     _fields_ = [
-        *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin")),
+        *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin", "query_factors")),
         *((name, c_float) for name in ("scale", "softcap", "residual_multiplier")),
-        *((name, c_int32) for name in ("window", "rotary_dim", "interleaved", "norms_all_heads", "parallel")),
+        *(
+            (name, c_int32)
+            for name in (
+                "window",
+                "rotary_dim",
+                "interleaved",
+                "norms_all_heads",
+                "parallel",
+                "page_group",
+                "page_layer",
+            )
+        ),
         ("activation", c_int32),
+        ("product", c_int32 * 4),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "delta_norm")),
+        ("state_layer", c_int32),
     ]
 
 
@@ -87,11 +132,15 @@ class ModelDescriptor(Structure):
 
     _fields_ = [
         *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
+          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens",
+           "page_groups", "num_products")),
         ("eps", c_float), ("centered", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
-        ("layer", POINTER(LayerDescriptor)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")), ("page_elems", c_int64),
+        ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")),
+        ("page_elems", c_int64), ("page_bytes", c_int64),
+        *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
     ]  # fmt: skip
 
 
@@ -108,15 +157,18 @@ class StepDescriptor(Structure):
         *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "prompt_logits_wanted")),
         *(
             (name, c_void_p)
-            for name in ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")
+            for name in ("token_ids", "positions", "offset", "page", "qo_indptr", "kv_lens", "page_table")
         ),
         ("table_stride", c_int64),
+        ("page_stride", c_int64),
         ("logit_tokens", c_void_p),
         ("segments", SegmentsDescriptor),
         ("segment_ready", c_void_p),
         ("segment_late", c_void_p),
         ("max_stall_ns", c_int64),
         *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
+        *((name, c_void_p) for name in ("state_read", "state_written", "state_fresh")),
+        ("state_stride", c_int64),
     ]
 
 
@@ -134,23 +186,39 @@ class OffloadWorkerDescriptor(Structure):
     """A step's segments, for an offload worker that computes a share of them."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("hidden", "ffn", "q", "kv", "first", "last")),
+        *((name, c_int32) for name in ("num_products", "first", "last")),
         ("count", c_int64),
         ("page_elems", c_int64),
+        ("products", POINTER(ProductDescriptor)),
         *((name, c_void_p) for name in ("row", "adapters", "images", "exchanges")),
     ]
 
 
 class MergeDescriptor(Structure):
-    """A group of a layer's projections, and the adapter parts to add."""
+    """A product of a layer, and the adapter parts to add."""
 
     _fields_ = [
         ("origin", c_void_p),
         ("to", c_void_p),
-        ("group", c_int32),
+        ("product", c_int32),
         ("layer", c_int32),
         ("parts", c_void_p),
         ("count", c_int64),
+    ]
+
+
+class DeltaDescriptor(Structure):
+    """A step of one layer of Gated DeltaNet: see `native/gated_delta.h`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm")),
+        ("rows", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("qo_indptr", "begins", "conv_in", "recurrent_in", "conv_out", "recurrent_out", "mixed", "out")
+        ),
     ]
 
 
@@ -204,7 +272,7 @@ LOGPROB_ROW = np.dtype(
 )
 EXCHANGE = np.dtype(
     {
-        "names": ["layer", "group", "active"],
+        "names": ["layer", "product", "active"],
         "formats": ["i4", "i4", ("u1", MAX_OFFLOADED)],
         "offsets": [0, 4, 8],
         "itemsize": -(-(8 + MAX_OFFLOADED) // 64) * 64,
@@ -218,12 +286,14 @@ SPAN = _numbers("start", "end")
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor,
     "LayerDesc": LayerDescriptor,
+    "ProductDesc": ProductDescriptor,
     "ModelDesc": ModelDescriptor,
     "Segments": SegmentsDescriptor,
     "StepDesc": StepDescriptor,
     "OffloadDesc": OffloadDescriptor,
     "OffloadWorkerDesc": OffloadWorkerDescriptor,
     "MergeDesc": MergeDescriptor,
+    "DeltaDesc": DeltaDescriptor,
     "ReadFault": ReadFaultDescriptor,
     "Exchange": EXCHANGE,
     "SampleRow": SAMPLE_ROW,

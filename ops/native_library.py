@@ -73,7 +73,9 @@ _FUNCTIONS = (
     ("offload_serve", None, c_void_p, c_void_p, c_void_p),
     ("offload_destroy", None, c_void_p),
     ("read_rate", c_double, c_int, c_void_p, c_int64),
+    ("update_rate", c_double, c_int, c_void_p, c_int64),
     ("product_rate", c_double, c_int, c_int64, c_int64),
+    ("delta_run", c_double, c_int, c_void_p, c_int),
 )
 
 

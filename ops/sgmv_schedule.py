@@ -20,6 +20,10 @@ RULE_LIMITS: dict[Kind, tuple[int, ...]] = {"decode": (8, 64), "prefill": (256, 
 RANK_CLASSES = (16, 64, 256)
 
 
+#: Most projections of a launch.
+MAX_TARGETS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Sizes of a shrink and an expand launch; all are compile-time constants of the kernels."""
@@ -123,6 +127,11 @@ def token_limits(kind: Kind, most: int) -> list[int]:
     return [*(limit for limit in RULE_LIMITS[kind] if limit < most), most]
 
 
+def _each(letter: str, values: Sequence[int]) -> dict[str, int]:
+    """A constant of each projection of a launch, 0 for those that it doesn't have."""
+    return {f"{letter}{index}": values[index] if index < len(values) else 0 for index in range(MAX_TARGETS)}
+
+
 def shrink_constants(
     schedule: Schedule,
     modules: Sequence[tuple[int, int, int]],
@@ -134,7 +143,7 @@ def shrink_constants(
 ) -> dict[str, int]:
     """Compile-time constants of a shrink launch. rank: the tables' largest. pages: of one of their records."""
     ids = [module for module, _, _ in modules]
-    constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
+    constants = _each("M", ids)
     constants |= {"MODULES": len(ids), "D_IN": d_in, "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
     constants |= {"BLOCKS": place_blocks(rank), "CHUNKS": schedule.chunks(d_in), "LANES": schedule.lanes}
     constants |= {"BLOCK_R": schedule.block_r, "BLOCK_K": schedule.block_k}
@@ -155,8 +164,7 @@ def expand_constants(
     """Compile-time constants of an expand launch."""
     ids, widths = [module for module, _, _ in modules], [width for _, _, width in modules]
     splits = schedule.splits(d_in)
-    constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
-    constants |= dict(zip(("W0", "W1", "W2"), [*widths, 0, 0], strict=False))
+    constants = _each("M", ids) | _each("W", widths)
     constants |= {"MODULES": len(ids), "ROW": max(widths), "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
     constants |= {"BLOCKS": place_blocks(rank), "SPLITS": splits}
     constants |= {"BLOCK_R": schedule.expand_r, "BLOCK_N": schedule.block_n}
@@ -208,14 +216,16 @@ class ExpandShape:
         )
 
     def constants(self) -> dict[str, int]:
-        constants = dict(zip(("M0", "M1", "M2"), [*self.modules, 0, 0], strict=False))
-        constants |= dict(zip(("W0", "W1", "W2"), [*self.widths, 0, 0], strict=False))
-        return constants | {
-            "MODULES": len(self.modules),
-            "PAGE": self.page_elems,
-            "VEC": max(1, 16 // self.itemsize),
-            "BLOCKS": place_blocks(self.max_rank),
-            "PAGES": self.pages,
-            "PARTS": self.splits,
-            "PART_BLOCK": 1 << (self.splits - 1).bit_length(),
-        }
+        return (
+            _each("M", self.modules)
+            | _each("W", self.widths)
+            | {
+                "MODULES": len(self.modules),
+                "PAGE": self.page_elems,
+                "VEC": max(1, 16 // self.itemsize),
+                "BLOCKS": place_blocks(self.max_rank),
+                "PAGES": self.pages,
+                "PARTS": self.splits,
+                "PART_BLOCK": 1 << (self.splits - 1).bit_length(),
+            }
+        )

@@ -11,16 +11,17 @@ import torch
 
 from .sgmv import AdapterRows, Segments
 
-NUM_MODULES = 7
+#: The most projections that a model's table may have.
+MAX_MODULES = 16
 
 #: Columns of `SgmvTables.tiles`, 32 bytes: the tile's tokens and table row, and values that are the same in every
 #: layer.
 BEGIN, END, TABLE_ROW, RANK, SLAB, SCALE = range(6)
 TILE_WIDTH = 8
 
-#: Columns of `SgmvTables.offsets`, 64 bytes: the modules' a_offset, then b_offset.
-OFFSETS_B = 8
-OFFSETS_WIDTH = 16
+#: Columns of `SgmvTables.offsets`, 128 bytes: the modules' a_offset, then b_offset.
+OFFSETS_B = MAX_MODULES
+OFFSETS_WIDTH = 2 * MAX_MODULES
 
 #: Rank-rows per record in `SgmvTables.places`: at least as many as a program of a decode launch reads at once.
 PLACE_ROWS = 16
@@ -217,6 +218,8 @@ class SgmvTables:
         return True
 
     def _check(self, rows: AdapterRows) -> None:
+        if len(rows.a_offset) > MAX_MODULES:
+            raise ValueError(f"an adapter has {len(rows.a_offset)} modules, but the tables hold {MAX_MODULES}")
         if rows.rank > self.max_rank:
             raise ValueError(f"rank {rows.rank} is above the tables' {self.max_rank}")
         if len(rows.pages) > self.pages.shape[1]:
@@ -259,8 +262,8 @@ class _Records:
             record[table_row].view(np.int64)[:] = index
             record[first].view(np.int64)[:] = rows.first_elem
             record[offsets] = -1
-            record[offsets][:NUM_MODULES] = rows.a_offset
-            record[offsets][OFFSETS_B : OFFSETS_B + NUM_MODULES] = rows.b_offset
+            record[offsets][: len(rows.a_offset)] = rows.a_offset
+            record[offsets][OFFSETS_B : OFFSETS_B + len(rows.b_offset)] = rows.b_offset
             record[pages][: len(rows.pages)] = rows.pages
             record[places] = self._places(rows).reshape(-1)
         device = self._device[: len(entries)]

@@ -29,7 +29,7 @@ import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
 from .launch_triton import KernelLauncher
-from .sgmv_schedule import ExpandShape, Schedule, expand_constants, shrink_constants
+from .sgmv_schedule import MAX_TARGETS, ExpandShape, Schedule, expand_constants, shrink_constants
 from .sgmv_tables import (
     BEGIN,
     END,
@@ -50,9 +50,21 @@ _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_B, OFFSETS_WIDTH, PLA
 
 
 @triton.jit
-def _pick(index, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
-    """Return item `index` of three constants."""
-    return tl.where(index == 0, V0, tl.where(index == 1, V1, V2))
+def _pick(index, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr, COUNT: tl.constexpr):
+    """Return item `index` of the first COUNT of four constants."""
+    last = V2
+    if COUNT > 3:
+        last = tl.where(index == 2, V2, V3)
+    return tl.where(index == 0, V0, tl.where(index == 1, V1, last))
+
+
+@triton.jit
+def _find_module(block, BLOCKS_0: tl.constexpr, BLOCKS_1: tl.constexpr, BLOCKS_2: tl.constexpr, COUNT: tl.constexpr):
+    """Return the index of the module, of up to four, that has a block of columns. BLOCKS: where the next one begins."""
+    index = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
+    if COUNT > 3:
+        index += (block >= BLOCKS_2).to(tl.int32)
+    return index
 
 
 @triton.jit
@@ -187,6 +199,7 @@ def shrink_decode(
     M0: tl.constexpr,
     M1: tl.constexpr,
     M2: tl.constexpr,
+    M3: tl.constexpr,
     MODULES: tl.constexpr,
     D_IN: tl.constexpr,
     PAGE: tl.constexpr,
@@ -205,7 +218,7 @@ def shrink_decode(
 
     Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: warps of a program. h: float32 [splits,
     tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart. arena: [num_pages, PAGE]. tiles,
-    offsets, places, first_elem, pages: see SgmvTables. M0 … M2: ids of the modules.
+    offsets, places, first_elem, pages: see SgmvTables. M0 … M3: ids of the modules.
 
     Each warp has its own rank-rows, [BLOCK_R / WARPS, WARPS], and loads x for itself, so no warp waits for another.
     With PDL the first weight loads are issued before the previous launch has ended.
@@ -221,7 +234,7 @@ def shrink_decode(
         if PDL:
             cuda.gdc_wait()
         return
-    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2))
+    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2, M3, MODULES))
     pages += table_row.to(tl.int64) * max_pages
     warp = tl.arange(0, WARPS)
     each = tl.arange(0, BLOCK_R // WARPS)[:, None] * WARPS + warp[None, :]
@@ -264,6 +277,7 @@ def shrink_prefill(
     M0: tl.constexpr,
     M1: tl.constexpr,
     M2: tl.constexpr,
+    M3: tl.constexpr,
     MODULES: tl.constexpr,
     D_IN: tl.constexpr,
     PAGE: tl.constexpr,
@@ -282,7 +296,7 @@ def shrink_prefill(
     table_row = tl.load(tiles + _TABLE_ROW)
     if table_row < 0:
         return
-    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2))
+    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2, M3, MODULES))
     base = tl.load(first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
@@ -351,10 +365,12 @@ def expand_decode(
     M0: tl.constexpr,
     M1: tl.constexpr,
     M2: tl.constexpr,
+    M3: tl.constexpr,
     MODULES: tl.constexpr,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
+    W3: tl.constexpr,
     ROW: tl.constexpr,
     PAGE: tl.constexpr,
     VEC: tl.constexpr,
@@ -369,7 +385,7 @@ def expand_decode(
 ):
     """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; a tile is one token.
 
-    Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + W1 + W2], rows y_stride apart; the W_m columns of
+    Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + … + W3], rows y_stride apart; the W_m columns of
     module m begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
     PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
     next power of two. STAGES: blocks of rank-rows in flight at once, after the first.
@@ -390,13 +406,14 @@ def expand_decode(
         return
     BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_2: tl.constexpr = BLOCKS_1 + (W2 + BLOCK_N - 1) // BLOCK_N
     WIDTH: tl.constexpr = BLOCKS * _ROWS
-    group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2))
+    group = _find_module(block, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
+    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2, M3, MODULES))
     pages += table_row.to(tl.int64) * max_pages
-    width = _pick(group, W0, W1, W2)
-    column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = y + token * y_stride + _pick(group, 0, W0, W0 + W1) + column
+    width = _pick(group, W0, W1, W2, W3, MODULES)
+    column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = y + token * y_stride + _pick(group, 0, W0, W0 + W1, W0 + W1 + W2, MODULES) + column
     rows = tl.arange(0, BLOCK_R)
     is_changed, start, near = _find_block(
         places, first_elem, table_row, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
@@ -444,10 +461,12 @@ def expand_prefill(
     M0: tl.constexpr,
     M1: tl.constexpr,
     M2: tl.constexpr,
+    M3: tl.constexpr,
     MODULES: tl.constexpr,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
+    W3: tl.constexpr,
     ROW: tl.constexpr,
     PAGE: tl.constexpr,
     VEC: tl.constexpr,
@@ -468,8 +487,9 @@ def expand_prefill(
         return
     BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
-    group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2))
+    BLOCKS_2: tl.constexpr = BLOCKS_1 + (W2 + BLOCK_N - 1) // BLOCK_N
+    group = _find_module(block, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
+    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2, M3, MODULES))
     base = tl.load(first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
@@ -478,8 +498,8 @@ def expand_prefill(
     rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
     pages += table_row.to(tl.int64) * max_pages
-    width = _pick(group, W0, W1, W2)
-    column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    width = _pick(group, W0, W1, W2, W3, MODULES)
+    column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
     for row in range(0, rank, BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
@@ -492,7 +512,12 @@ def expand_prefill(
             at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (BLOCKS * _ROWS)
             value += tl.load(h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
-    target = y + token.to(tl.int64)[:, None] * y_stride + _pick(group, 0, W0, W0 + W1) + column[None, :]
+    target = (
+        y
+        + token.to(tl.int64)[:, None] * y_stride
+        + _pick(group, 0, W0, W0 + W1, W0 + W1 + W2, MODULES)
+        + column[None, :]
+    )
     mask = own[:, None] & (column < width)[None, :]
     after = tl.load(target, mask=mask, other=0.0).to(tl.float32) + factor * total
     tl.store(target, after.to(y.dtype.element_ty), mask=mask)
@@ -520,7 +545,7 @@ class Sgmv:
         d_in: int,
         schedule: Schedule,
     ) -> None:
-        """arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), adjacent
+        """arena: `[num_pages, page_elems]`. modules: at most four of (module id, first column in y, width), adjacent
         in y. d_in: width of their input.
         """
         self._tables = tables
@@ -640,8 +665,8 @@ def _launch(
     pdl: bool,
 ) -> _Launch:
     columns = [sum(width for _, _, width in modules[:index]) for index in range(len(modules))]
-    if len(modules) > 3 or columns != [column for _, column, _ in modules]:
-        raise ValueError("modules must be at most three projections with adjacent outputs")
+    if len(modules) > MAX_TARGETS or columns != [column for _, column, _ in modules]:
+        raise ValueError("modules must be at most four projections with adjacent outputs")
     if page_elems * itemsize % 16:
         raise ValueError("the size of a page must be a multiple of 16 bytes")
     shape = schedule, modules, d_in, page_elems, itemsize, rank, pages

@@ -77,7 +77,7 @@ class GemmSchedule:
 
 #: Constants of a launch that expands no adapters, except the width of its result.
 _ALONE = dict.fromkeys(
-    ("MODULES", "M0", "M1", "M2", "W1", "W2", "PAGE", "VEC", "BLOCKS", "PAGES", "PARTS", "PART_BLOCK"), 0
+    ("MODULES", "M0", "M1", "M2", "M3", "W1", "W2", "W3", "PAGE", "VEC", "BLOCKS", "PAGES", "PARTS", "PART_BLOCK"), 0
 )
 
 

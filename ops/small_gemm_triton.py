@@ -31,7 +31,7 @@ from . import dependent_launch
 from .launch_triton import KernelLauncher
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
-from .sgmv_triton import Shrunk, _find_block, _find_columns, _pick
+from .sgmv_triton import Shrunk, _find_block, _find_columns, _find_module, _pick
 from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
 
 #: 16-bit elements of a cache line, and those of a row that one prefetch step covers.
@@ -371,9 +371,11 @@ def multiply_rows(
     M0: tl.constexpr,
     M1: tl.constexpr,
     M2: tl.constexpr,
+    M3: tl.constexpr,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
+    W3: tl.constexpr,
     PAGE: tl.constexpr,
     VEC: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -405,11 +407,12 @@ def multiply_rows(
     dtype = y.dtype.element_ty
     BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS_2: tl.constexpr = BLOCKS_1 + (W2 + BLOCK_N - 1) // BLOCK_N
     group, begin, width = 0, 0, W0
     if MODULES > 1 and not SILU:
-        group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-        begin, width = _pick(group, 0, W0, W0 + W1), _pick(group, W0, W1, W2)
-        block -= _pick(group, 0, BLOCKS_0, BLOCKS_1)
+        group = _find_module(block, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
+        begin, width = _pick(group, 0, W0, W0 + W1, W0 + W1 + W2, MODULES), _pick(group, W0, W1, W2, W3, MODULES)
+        block -= _pick(group, 0, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
     within = block * BLOCK_N + tl.arange(0, BLOCK_N)
     own_column = within < width
     column = begin + within
@@ -424,7 +427,7 @@ def multiply_rows(
             if SILU:
                 _prefetch(first + place + D_OUT * D_IN)
     if MODULES:
-        module = _pick(group, M0, M1, M2)
+        module = _pick(group, M0, M1, M2, M3, MODULES)
         tile = _load_tiles(tiles, 0, num_tiles, TILES)
         b, own = _load_rank_rows(
             arena,

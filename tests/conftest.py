@@ -1,4 +1,4 @@
-"""Tiny random models with PEFT adapters, and what transformers + peft answer for them, one request at a time."""
+"""Tiny random models with PEFT adapters, with transformers + peft as the reference, one request at a time."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def _unneeded(
 
 
 def pytest_collection_finish() -> None:
-    """What all tests share stays: `gc.collect`, which many call, need not go through a million objects each time."""
+    """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
+    time.
+    """
     gc.collect()
     gc.freeze()
 
@@ -153,8 +155,8 @@ def _kernels(item: pytest.Item) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _settings_of_the_process() -> Iterator[None]:
-    """An executor sets the tensor library's threads, and a command what is logged, for the whole process: the next
-    test, which may be any other, has them as they were.
+    """Restore the tensor library's threads, which an executor sets, and the logging levels, which a command sets, for
+    the next test of the process.
     """
     yield
     torch.set_num_threads(1)
@@ -252,7 +254,7 @@ def save_adapter(
     seed: int = 0,
     **more: Any,
 ) -> None:
-    """Write a random adapter with peft itself; B is not zero, so it changes what the model says."""
+    """Write a random adapter with peft itself; B is not zero, so it changes the model's output."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
@@ -271,7 +273,9 @@ def save_adapter(
 
 @dataclass
 class Subject:
-    """A base model and its adapters, with the reference answers: what transformers and peft choose in float32."""
+    """A base model and its adapters, with the reference answers: the greedy tokens of transformers and peft in
+    float32.
+    """
 
     model: Path
     adapters: dict[str, Path]

@@ -10,7 +10,7 @@ import numpy as np
 class LlamaDraft:
     """A model of transformers, with the adapter that peft has active in its matrices. It knows no biases.
 
-    In NumPy, whose operations on a single row take a tenth of what torch's do.
+    In NumPy, whose operations on a single row take a tenth of the time of torch's.
     """
 
     def __init__(self, model: Any) -> None:

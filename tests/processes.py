@@ -1,4 +1,4 @@
-"""Processes that tests begin: whether they still run, and what they take of the machine."""
+"""Processes that tests start: whether they still run, and their use of the machine."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PAGES = [
     *sorted(ROOT.glob("perf/**/*.py")),
 ]
 
-#: A module and what stands behind it, up to the end of the command.
+#: A module and the rest of the command.
 _COMMAND = re.compile(r"python3? -m (?:chorus\.)?((?:perf|tests|server|core)[\w.]*)((?:[^`|>;&#\n\\]|\\\n)*)")
 
 _HISTORY = "CHANGELOG.md"  # names commands as they were

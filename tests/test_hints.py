@@ -1,4 +1,4 @@
-"""Hints that tell what to install: the distribution's own name, and extras that it has."""
+"""Hints that tell which package to install: the distribution's own name, and extras that it has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("core", "docs", "examples", "graphs", "memory", "ops", "perf", "server", ".github")
-#: What pip would be told: a name with extras, or a bare name after `pip install`.
+#: The arguments of pip: a name with extras, or a bare name after `pip install`.
 WITH_EXTRAS = re.compile(r"([\w.-]*chorus[\w.-]*)\[([\w,{}]+)\]")
 BARE = re.compile(r"pip install (?:-\S+ )*['\"]?([\w-]*chorus[\w-]*)")
 

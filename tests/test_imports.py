@@ -1,4 +1,4 @@
-"""What importing costs: optional dependencies are imported lazily, and the root package imports nothing.
+"""The cost of an import: optional dependencies are imported lazily, and the root package imports nothing.
 
 `.importlinter` (`make imports`) says which package may import which, and gives optional dependencies their homes.
 Ruff's TID251 holds that source imports its own packages relatively.

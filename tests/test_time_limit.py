@@ -14,7 +14,7 @@ def test_time_that_is_up_is_no_counterexample(monkeypatch):
     if not callable(signal.getsignal(signal.SIGALRM)):
         pytest.skip("no test's time is limited by a signal")
     monkeypatch.setattr("pytest_timeout.dump_stacks", lambda terminal: None)
-    monkeypatch.setattr("threading.enumerate", lambda: [None])  # what they do is printed, too
+    monkeypatch.setattr("threading.enumerate", lambda: [None])  # the stacks of threads are printed, too
     examples = []
 
     @given(st.integers())

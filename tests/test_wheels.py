@@ -1,4 +1,4 @@
-"""What is published: the check of wheels, and the levels that it asks for."""
+"""The published files: the check of wheels, and the levels that it asks for."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ Tests: tests/core/costs/test_costs.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import fields
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ...memory.files import strict_json
-from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout, module_dims
+from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import Projections, dense_projections
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -98,23 +102,25 @@ class Geometry(_Strict):
     max_model_len: int = Field(ge=2)
     itemsize: Annotated[int, AfterValidator(_checked_itemsize)]
 
-    @property
-    def module_dims(self) -> ModuleDims:
-        """(in_features, out_features) of every projection that an adapter may target."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return module_dims(self.hidden_size, self.intermediate_size, q_size, kv_size)
+    @cached_property
+    def projections(self) -> Projections:
+        """The projections that adapters may change."""
+        return dense_projections(
+            self.num_layers, self.hidden_size, self.intermediate_size, self.num_heads, self.num_kv_heads, self.head_dim
+        )
 
     def page_layout(self, block_tokens: int) -> PageLayout:
         return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)
 
-    def adapter_bytes(self, rank: int, targets: tuple[str, ...] = MODULES) -> int:
-        """Bytes on device and host of an adapter with `rank` on `targets` in every layer."""
-        slab = SlabLayout.build(self.module_dims, targets, self.itemsize)
-        return slab.slab_elems * rank * self.num_layers * self.itemsize
+    def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
+        """Bytes on device and host of an adapter with `rank` on `targets`, by default on all, in every layer."""
+        parts = uniform_parts(self.projections, rank, targets=targets)
+        return AdapterLayout.build(parts, self.projections, 1, self.itemsize).num_elems * self.itemsize
 
-    def product_bytes(self, targets: tuple[str, ...] = MODULES) -> int:
-        """Bytes of a token's x·A·B of all layers."""
-        return sum(self.module_dims[name][1] for name in targets) * self.num_layers * self.itemsize
+    def product_bytes(self, targets: Collection[str] | None = None) -> int:
+        """Bytes of a token's x·A·B of all layers, on `targets` or all projections."""
+        every = (projection for layer in self.projections.layers for projection in layer)
+        return sum(each.outputs for each in every if targets is None or each.name in targets) * self.itemsize
 
 
 class Profile(_Strict):

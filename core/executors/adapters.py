@@ -50,8 +50,7 @@ class ModelAdapters:
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        config = self._config
-        return inspect_adapter(path, config.module_dims, config.num_layers, roots, config.module_paths)
+        return inspect_adapter(path, self._config.module_paths, roots)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """Return the layout of the manifest's parts; adapters of equal shape share one."""
@@ -60,12 +59,12 @@ class ModelAdapters:
         if found is None:
             config, page = self._config, self._page
             found = self._layouts[key] = AdapterLayout.build(
-                manifest.parts, config.module_dims, config.num_layers, page.page_elems, page.itemsize
+                manifest.parts, config.projections, page.page_elems, page.itemsize
             )
         return found
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        form = ImageForm(layout, self._config.module_dims, self._page.page_elems, self._dtype)
+        form = ImageForm(layout, self._config.projections, self._page.page_elems, self._dtype)
         read_image(manifest, form, image, self.dma.buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:

@@ -6,17 +6,20 @@ Tests: tests/core/executors/test_cpu_executor.py, tests/core/executors/test_watc
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
+from ...memory.pages.states import StateShape
 from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.layers import GatedDeltaSpec
 from ..model.read_config import read_model_config
 from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
@@ -160,6 +163,9 @@ class ExecutorBase:
 class ModelExecutor(ExecutorBase):
     """The shapes of the configured checkpoint: everything that an executor knows before it reads weights."""
 
+    state_slots = 2
+    """Slots of a request for its recurrent states: one more than steps that are under way at once."""
+
     within_window = False
     """Whether requests are by default no longer than the model's attention window."""
 
@@ -177,8 +183,26 @@ class ModelExecutor(ExecutorBase):
         window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
         self.layout = PageLayout(
-            model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize
+            num_layers=len(model.attention_layers),
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_tokens=config.block_tokens,
+            itemsize=self._dtype.itemsize,
+            state_slots=self.state_slots,
+            state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
+            windows=tuple(mixer.window_within(limit) for mixer in model.attention_layers),
         )
+
+
+def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | None:
+    if delta is None:
+        return None
+    return StateShape(
+        num_layers,
+        conv_elems=math.prod(delta.conv_shape),
+        num_heads=delta.num_v_heads,
+        head_elems=delta.k_dim * delta.v_dim,
+    )
 
 
 def max_model_len_of(config: EngineConfig, model: ModelConfig, *, within_window: bool = False) -> int:

@@ -16,7 +16,7 @@ from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
-from ...ops.attention import PagedAttention
+from ...ops.attention import GroupedAttention
 from ...ops.native import NativeRows
 from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
@@ -26,6 +26,7 @@ from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.native_decoder import NativeDecoderModel
 from ..model.open_weights import open_weights
+from ..model.paged_states import PagedStates
 from ..model.sampler import (
     RowLogits,
     Sampling,
@@ -159,6 +160,8 @@ class _Decoder(Protocol[A]):
 
     def new_attention(self) -> A: ...
 
+    def new_states(self) -> PagedStates | None: ...
+
     def forward(self, batch: StepBatch[A, LoraState], /) -> torch.Tensor: ...
 
 
@@ -175,8 +178,10 @@ class CpuSteps(ABC, Generic[A]):
         self._lora = lora
         self._layout = layout
         self._eager_attention = decoder.new_attention()
-        pages = layout.pages_for_tokens(max_model_len)
-        self._buffers = DecodeBuffers(sizes, pages, layout.block_tokens, PagePool.DUMMY)
+        self._buffers = DecodeBuffers(
+            sizes, layout.table_width(max_model_len), layout.block_tokens, PagePool.DUMMY, layout.pages_per_block
+        )
+        self._states = decoder.new_states()
         self._bucket_attention = {size: decoder.new_attention() for size in sizes}
         self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
@@ -206,11 +211,12 @@ class CpuSteps(ABC, Generic[A]):
             lora = self._lora
         batch = ragged_batch(
             plan.sequences,
-            self._layout.block_tokens,
+            self._layout,
             PagePool.DUMMY,
             attention=self._eager_attention,
             lora=lora,
             merged=plan.merged is not None,
+            states=self._states,
         )
         return self._computing.forward(batch)
 
@@ -221,6 +227,8 @@ class CpuSteps(ABC, Generic[A]):
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
+        if self._states is not None:
+            self._states.set_step(rows, range(bucket + 1))
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepMode.BASE)
         self._lora.set_step(plan.adapters, [row.lora_index for row in rows], [1] * len(rows), plan.merged)
@@ -236,12 +244,13 @@ class CpuSteps(ABC, Generic[A]):
             attention=self._bucket_attention[bucket],
             lora=None if mode is StepMode.BASE else self._lora,
             merged=mode is StepMode.MERGED,
+            states=self._states,
         )
         decoder = self._computing
         return lambda: decoder.forward(batch)
 
 
-class TorchSteps(CpuSteps[PagedAttention]):
+class TorchSteps(CpuSteps[GroupedAttention]):
     """Steps on PyTorch's operators, which give every entry's logits."""
 
     def __init__(

@@ -20,7 +20,7 @@ from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention import AttentionSetup
-from ...ops.attention_backend import AttentionUnavailable, choose_attention
+from ...ops.attention_backend import AttentionUnavailable, GroupedBackend, choose_attention
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of
@@ -73,6 +73,7 @@ class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
 
     within_window = True
+    state_slots = 3
 
     def __init__(
         self,
@@ -234,18 +235,23 @@ class CudaExecutor(ModelExecutor):
     def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
+        limit = self.model.max_model_len
+        scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
         try:
             setup = AttentionSetup(
                 decoder.heads,
                 self._dtype,
                 device.torch_device,
                 max_rows=config.max_num_seqs,
-                max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
+                max_pages_per_row=self.layout.blocks_for_tokens(limit),
             )
-            scores = [scores_of(layer.mixer, self.model.max_model_len) for layer in model.layers]
-            attention = choose_attention(setup, config.attention, scores)
+            backends = {
+                window: choose_attention(setup, config.attention, [each for each in scores if each.window == window])
+                for window in dict.fromkeys(self.layout.group_windows)
+            }
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
+        attention = GroupedBackend([backends[window] for window in self.layout.group_windows])
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from ...memory.transfers.cuda_driver import CupyDriver
-from ...ops.lora_offload import EXCHANGES_BYTES, group_widths, input_dtype, row_elems
-from ...ops.native_descriptors import EXCHANGE, MAX_EXCHANGES
+from ...ops.lora_offload import EXCHANGES_BYTES, input_dtype, product_widths, row_elems
+from ...ops.native_descriptors import EXCHANGE, MAX_EXCHANGES, ProductShape
 from ...ops.ranks import Ranks, RanksLost
 
 _MASK = 0xFFFFFFFF
@@ -40,15 +40,13 @@ class CudaExchange:
         ranks: Ranks,
         exchanges: int,
         driver: CupyDriver,
-        shapes: tuple[int, int, int, int],
+        products: Sequence[ProductShape],
         dtype: torch.dtype,
         most_rows: int,
         device: torch.device,
     ) -> None:
-        """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. shapes: see `OffloadWorker`; dtype:
-        the model's.
-        """
-        self._ranks, self._driver, self._widths = ranks, driver, group_widths(shapes)
+        """ranks: of rank 0, in pinned memory. exchanges: see `OffloadedSegments`. products, dtype: the model's."""
+        self._ranks, self._driver, self._widths = ranks, driver, product_widths(products)
         memory = (ctypes.c_uint8 * EXCHANGES_BYTES).from_address(exchanges)
         self._exchanges = np.ctypeslib.as_array(memory).view(EXCHANGE)
         inputs = input_dtype(dtype)
@@ -63,30 +61,30 @@ class CudaExchange:
         self.is_given_up = False
         """LoRA terms that came back since then are void."""
 
-    def input_rows(self, group: int, rows: int) -> torch.Tensor:
+    def input_rows(self, product: int, rows: int) -> torch.Tensor:
         """Rows `[rows, in]` on the device, to be written before they are offloaded."""
-        elems = self._x_elems[group]
-        return self._x[: rows * elems].view(rows, elems)[:, : self._widths[group][0]]
+        elems = self._x_elems[product]
+        return self._x[: rows * elems].view(rows, elems)[:, : self._widths[product][0]]
 
-    def offload(self, group: int, layer: int, active: Sequence[int], rows: int) -> None:
+    def offload(self, product: int, layer: int, active: Sequence[int], rows: int) -> None:
         """Send `rows` of the `input_rows` to the workers, once the compute stream's work so far is done.
 
         active: the offloaded segments that the rows belong to.
         """
         driver, ranks, stream = self._driver, self._ranks, self._driver.compute_stream()
         asked = self._exchanges[ranks.num_sums // 2 % MAX_EXCHANGES]
-        asked["layer"], asked["group"] = layer, group
+        asked["layer"], asked["product"] = layer, product
         asked["active"][:] = 0
         asked["active"][list(active)] = 1
         number = ranks.count()
         if ranks.num_sums == 1:
             self._words[0].value = number - 1  # the stream writes only the lower half
         self._number = number
-        num_bytes = rows * self._x_elems[group] * self._x.itemsize
+        num_bytes = rows * self._x_elems[product] * self._x.itemsize
         driver.memcpy_async(ranks.part(0), self._x.data_ptr(), num_bytes, False, stream)
         driver.write_value(stream, ranks.word(0), number & _MASK)
 
-    def collect(self, group: int, share: Sequence[int]) -> torch.Tensor:
+    def collect(self, product: int, share: Sequence[int]) -> torch.Tensor:
         """Return the LoRA terms `[rows, out]` float32 of the last exchange, valid for work launched from now on.
 
         share: see `OffloadedSegments`.
@@ -96,13 +94,13 @@ class CudaExchange:
         driver.write_value(stream, ranks.word(0), number & _MASK)
         for rank in range(1, ranks.size):
             driver.wait_value(stream, ranks.word(rank), number & _MASK)
-        elems = self._y_elems[group]
+        elems = self._y_elems[product]
         row_bytes = elems * self._y.itemsize
         for rank, (begin, end) in enumerate(itertools.pairwise(share), 1):
             if begin < end:
                 target = self._y.data_ptr() + begin * row_bytes
                 driver.memcpy_async(target, ranks.part(rank), (end - begin) * row_bytes, True, stream)
-        return self._y[: share[-1] * elems].view(share[-1], elems)[:, : self._widths[group][1]]
+        return self._y[: share[-1] * elems].view(share[-1], elems)[:, : self._widths[product][1]]
 
     def is_stuck(self, patience: float) -> bool:
         """True if the device waits for a worker that has ended, or no launched exchange has progressed for `patience`

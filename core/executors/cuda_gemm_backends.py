@@ -16,7 +16,9 @@ from ...graphs.device import CudaDevice
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
 from ..model.batch import ATTN_O, BY_LIBRARY, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends
-from ..model.decoder import HEAD, DecoderModel
+from ..model.config import ModelConfig
+from ..model.decoder import DecoderModel
+from ..model.layer import HEAD
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model.weights import LayerWeights
 
@@ -59,7 +61,7 @@ def choose_gemm_backends(
     """
     backends = dict.fromkeys(sizes, BY_LIBRARY)
     dtype = decoder.weight(QKV).dtype
-    if (obstacle := _obstacle(setting, dtype, captures)) is not None:
+    if (obstacle := _obstacle(setting, decoder.config, dtype, captures)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return backends
     few = [size for size in sizes if size <= MAX_ROWS]
@@ -78,9 +80,11 @@ def choose_gemm_backends(
     return backends
 
 
-def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | None:
+def _obstacle(setting: SmallGemm, model: ModelConfig, dtype: torch.dtype, captures: bool) -> str | None:
     if setting == "off":
         return "small_gemm is off"
+    if model.delta is not None:
+        return "the kernel for few rows needs layers of one kind"
     if setting == "auto" and not captures:
         return "steps are not captured, so launches from the host take longer than any kernel"
     if dtype not in TOLERANCE:

@@ -9,8 +9,9 @@ Tests: tests/core/executors/test_cuda_lora_offload.py
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -19,6 +20,7 @@ import torch
 
 from ...graphs.device import CudaDevice
 from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.projections import Projections
 from ...memory.transfers.cuda_driver import CupyDriver
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops.lora_offload import OffloadedSegments
@@ -26,7 +28,6 @@ from ...ops.ranks import RanksLost, StepGivenUp
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_tables import SgmvTables
 from ..config import EngineConfig
-from ..model.batch import QKV, lora_groups
 from ..model.config import ModelConfig
 from ..requests.types import StepPlan
 from .adapters import CudaAdapters
@@ -68,16 +69,16 @@ class CudaLoraOffload(LoraOffload):
             pinning=driver,
         )
         self._device = device
-        self._modules = [[module for module, _, _ in group] for group in lora_groups(model)]
         self._exchange = CudaExchange(
             ranks=self._ranks,
             exchanges=self._memory.exchanges,
             driver=driver,
-            shapes=self._shapes,
+            products=self._products,
             dtype=dtype,
             most_rows=self._most_rows,
             device=device.torch_device,
         )
+        self._uses = _uses(model.projections)
         self._plan: StepPlan | None = None  # of the step in flight
         self._step_offload: CudaStepOffload | None = None  # of the step in flight
         self._ended: ExecutorLost | None = None  # why an offload worker has ended
@@ -117,7 +118,7 @@ class CudaLoraOffload(LoraOffload):
                 segments=segments,
                 lora_indices=lora_indices,
                 tables=tables,
-                modules=self._modules,
+                projections=self._projections,
             )
         return self._step_offload
 
@@ -146,17 +147,16 @@ class CudaLoraOffload(LoraOffload):
 
     def _returned_seconds(self, layout: AdapterLayout, tokens: int) -> float:
         targets = {module for part in layout.parts for module, at in enumerate(part.slabs.b_offset) if at >= 0}
-        columns = sum(
-            out for (_, out), modules in zip(self._widths, self._modules, strict=True) if targets.intersection(modules)
+        values = tokens * sum(
+            uses * outputs for uses, outputs, modules in self._uses if not targets.isdisjoint(modules)
         )
-        values = tokens * columns * layout.num_layers
         return self._per_elem * values * torch.float32.itemsize / self._dtype.itemsize
 
     def _exchange_once(self, x: torch.Tensor, share: Sequence[int]) -> None:
         with self._device.scope():
-            self._exchange.input_rows(QKV, len(x)).copy_(x)
-            self._exchange.offload(QKV, 0, [0], len(x))
-            self._exchange.collect(QKV, share)
+            self._exchange.input_rows(0, len(x)).copy_(x)
+            self._exchange.offload(0, 0, [0], len(x))
+            self._exchange.collect(0, share)
             self._device.synchronize()
 
     def _note_end(self, error: ExecutorLost) -> None:
@@ -173,6 +173,12 @@ class CudaLoraOffload(LoraOffload):
                 )
 
 
+def _uses(projections: Projections) -> list[tuple[int, int, list[int]]]:
+    """Of each product, how many groups of all layers are it, its outputs and its modules."""
+    uses, products = Counter(itertools.chain.from_iterable(projections.product_of)), enumerate(projections.products)
+    return [(uses[index], each.outputs, [module for module, _, _ in each.modules]) for index, each in products]
+
+
 class CudaStepOffload:
     """The part of a GPU step that is offloaded, while the step is launched layer by layer; see `StepOffload`."""
 
@@ -183,10 +189,11 @@ class CudaStepOffload:
         segments: Segments,
         lora_indices: Sequence[int],
         tables: SgmvTables,
-        modules: Sequence[Sequence[int]],
+        projections: Projections,
     ) -> None:
         """Give each offloaded segment its own descriptor, in which the offloaded layers are left out."""
-        self._exchange, self._offloaded, self._tables, self._modules = exchange, offloaded, tables, modules
+        self._exchange, self._offloaded, self._tables = exchange, offloaded, tables
+        self._products, self._product_of = projections.products, projections.product_of
         self._places = [range(segments.begin[entry], segments.end[entry]) for entry in offloaded.entries]
         self._ready = [segments.ready[entry] for entry in offloaded.entries]
         self._rows = [replace(segments.rows[entry]) for entry in offloaded.entries]
@@ -214,27 +221,29 @@ class CudaStepOffload:
         return True
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
-        self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], group)]
+        product = self._product_of[layer][group]
+        self._under_way = [index for index in self._active.get(layer, ()) if self._changes(self._rows[index], product)]
         if not self._under_way:
             return
         row = self._offloaded.row
-        given = self._exchange.input_rows(group, row[-1])
+        given = self._exchange.input_rows(product, row[-1])
         for index in self._under_way:
             tokens = self._places[index]
             given[row[index] : row[index + 1]].copy_(x[tokens.start : tokens.stop])
-        self._exchange.offload(group, layer, self._under_way, row[-1])
+        self._exchange.offload(product, layer, self._under_way, row[-1])
 
-    def collect(self, group: int, y: torch.Tensor) -> None:
+    def collect(self, group: int, y: torch.Tensor, layer: int) -> None:
         if not self._under_way:
             return
-        row, products = self._offloaded.row, self._exchange.collect(group, self._offloaded.share)
+        product = self._product_of[layer][group]
+        row, terms = self._offloaded.row, self._exchange.collect(product, self._offloaded.share)
         for index in self._under_way:
             tokens = self._places[index]
-            y[tokens.start : tokens.stop].add_(products[row[index] : row[index + 1]])
+            y[tokens.start : tokens.stop].add_(terms[row[index] : row[index + 1]])
         self._under_way = []
 
-    def _changes(self, rows: AdapterRows, group: int) -> bool:
-        return any(rows.b_offset[module] >= 0 for module in self._modules[group])
+    def _changes(self, rows: AdapterRows, product: int) -> bool:
+        return any(rows.b_offset[module] >= 0 for module, _, _ in self._products[product].modules)
 
     def _is_well(self) -> bool:
         try:

@@ -10,12 +10,14 @@ from functools import partial
 
 import torch
 
+from ...graphs.buffers import num_columns, split_columns
 from ...graphs.device import CudaDevice
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
-from ...ops.attention import Attention
-from ..model.batch import StepBatch, column_width
-from ..model.decoder import DecoderModel, Residual
+from ...ops.attention import GroupedAttention
+from ..model.batch import StepBatch, StepStates, column_width
+from ..model.decoder import DecoderModel
+from ..model.layer import Residual
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
@@ -35,33 +37,35 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class PiecewiseSteps:
-    """Pads a step to a bucket of tokens and computes it in pieces, with attention between them.
+    """Pads a step to a bucket of tokens and computes it in pieces, with the layers' mixers between them.
 
-    There is one piece before each layer's attention and one after the last. Attention is planned for the step's own
-    sequences and covers only its tokens, as in any step.
+    There is one piece before each layer's mixer and one after the last. Mixers (attention, Gated DeltaNet) are run for
+    the step's own sequences and cover only its tokens, as in any step.
 
     A piece reads only static buffers, so it can be captured. It depends only on its bucket, so captured and eager
     pieces give the same bits. Padding tokens are token 0 at position 0 of the dummy page, without an adapter and with
-    zeros for the attention output. They don't affect the bits of other tokens.
+    zeros for a mixer's output. They don't affect the bits of other tokens.
     """
 
     def __init__(
         self,
         decoder: DecoderModel,
         device: CudaDevice,
-        attention: Attention,
+        attention: GroupedAttention,
         lora: CudaLoraState,
         columns: torch.Tensor,
         sizes: Sequence[int],
     ) -> None:
-        """attention: for sequences of any length. columns: flat int64 buffer for a step's token ids, positions, pages
-        and offsets, one after the other, with `column_width(bucket)` values each. sizes: buckets in rising order; may
+        """attention: for sequences of any length. columns: flat int64 buffer for a step's token ids, positions, offsets
+        and pages, one after the other, with `column_width(bucket)` values each. sizes: buckets in rising order; may
         be empty.
         """
         self._decoder, self._device, self._attention, self._lora = decoder, device, attention, lora
         self._columns, self.sizes = columns, sizes
+        self._groups = decoder.arena.layout.pages_per_block
         self._flow = decoder.new_flow(max(sizes, default=0))
         self._num_tokens = 0  # of the current step
+        self._states: StepStates | None = None
         self._captures = False
         self.launches = {size: lora.padded(size) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
@@ -76,11 +80,15 @@ class PiecewiseSteps:
         """Write a step's adapter tables; return the launches of its bucket, or others if those have too few tiles."""
         return self._lora.begin_padded(adapters, lora_indices, lengths, self.launches[bucket]) if adapters else None
 
-    def run(self, bucket: int, num_tokens: int, lora: Lora) -> Residual:
-        """Compute a step with inputs in `columns`, up to the residual stream after the last layer."""
+    def run(self, bucket: int, num_tokens: int, lora: Lora, states: StepStates | None = None) -> Residual:
+        """Compute a step with inputs in `columns`, up to the residual stream after the last layer.
+
+        states: see `StepBatch`.
+        """
         flow = self._flow.of(bucket)
-        flow.attended[num_tokens:].zero_()
-        self._num_tokens = num_tokens
+        for mixed in (flow.attended, flow.delta_out):
+            mixed[num_tokens:].zero_()
+        self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora is self.launches[bucket]):
             self.graphs.replay(bucket, StepMode.BASE if lora is None else StepMode.LORA)
         else:
@@ -93,20 +101,21 @@ class PiecewiseSteps:
 
     def prepare(self, bucket: int) -> None:
         """Make a bucket's buffers and the adapter tables hold a step without sequences."""
-        self._columns[: 4 * column_width(bucket)].zero_()
+        self._columns[: num_columns(self._groups) * column_width(bucket)].zero_()
         self._lora.rest()
 
     def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
-        width = column_width(bucket)
-        token_ids, positions, page, offset = self._columns[: 4 * width].view(4, width)[:, :bucket].unbind(0)
+        count, width = num_columns(self._groups), column_width(bucket)
+        columns = self._columns[: count * width].view(count, width)[:, :bucket]
+        token_ids, positions, offset, page = split_columns(columns)
         batch = StepBatch(
-            token_ids=token_ids, positions=positions, page=page, offset=offset, attention=self._attention, lora=lora
+            token_ids=token_ids, positions=positions, offset=offset, page=page, attention=self._attention, lora=lora
         )
         flow = self._flow.of(bucket)
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
 
     def _run(self, pieces: Sequence[Callable[[], None]], has_lora: bool) -> None:
-        """Run all pieces, with attention between them. Before each piece, wait for that layer of adapters being loaded.
+        """Run all pieces, with mixers between them. Before each piece, wait for that layer of adapters being loaded.
 
         has_lora: without it, the waits of the last step with adapters don't apply to this step.
         """
@@ -115,7 +124,7 @@ class PiecewiseSteps:
             if has_lora:
                 self._lora.wait(index)
             piece()
-            self._decoder.attend(index, self._attention, flow.q, flow.attended)
+            self._decoder.mix(index, self._attention, self._states, flow)
         pieces[-1]()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:

@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from ...graphs.buffers import DeviceDecodeBuffers
+from ...graphs.buffers import DeviceDecodeBuffers, num_columns, split_columns
 from ...graphs.device import CudaDevice, DeviceUpload, Download
 from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
-from ...ops.attention import Attention
-from ...ops.attention_backend import AttentionBackend
+from ...memory.pages.states import StateSlots
+from ...ops.attention import GroupedAttention
+from ...ops.attention_backend import GroupedBackend
 from ...ops.ranks import Collectives
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
@@ -80,7 +81,7 @@ class CudaSteps:
         config: EngineConfig,
         model: DecoderModel,
         arena: Arena,
-        attention: AttentionBackend,
+        attention: GroupedBackend,
         device: CudaDevice,
         max_model_len: int,
     ) -> None:
@@ -95,7 +96,12 @@ class CudaSteps:
         self._ragged_attention = attention.ragged()
         self._attention = {size: attention.decode(size) for size in sizes}
         self._buffers = DeviceDecodeBuffers(
-            sizes, layout.pages_for_tokens(max_model_len), layout.block_tokens, PagePool.DUMMY, device
+            sizes,
+            layout.table_width(max_model_len),
+            layout.block_tokens,
+            PagePool.DUMMY,
+            device,
+            layout.pages_per_block,
         )
         self.logits = torch.zeros(rows, model.logits_width, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)
@@ -106,7 +112,9 @@ class CudaSteps:
         self._chosen = self._samplable[: 2 * rows]
         self._views: dict[int, Outputs] = {}  # of logits and `_chosen`, by number of rows
         self._download = Download(device, 8 * max_fetched_values(rows))
-        self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
+        self._inputs = torch.zeros(
+            (num_columns(layout.pages_per_block) + 2) * (tokens + 1), dtype=torch.long, device=where
+        )
         self._upload = DeviceUpload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
             model.config,
@@ -133,7 +141,9 @@ class CudaSteps:
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
         self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)
-        self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
+        self._states = model.new_states()
+        can_capture = self._states is None and (attention.captures or where.type == "cpu")
+        self._captures = config.graph_capture != "off" and can_capture
         # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
         is_ahead = self._captures and config.graph_capture == "ahead" and model.ranks is None
         ahead = sizes[::-1] if is_ahead else ()
@@ -142,6 +152,7 @@ class CudaSteps:
     def use_arena(self, arena: Arena) -> None:
         """Use another arena of the same layout from now on; nothing may have been captured yet."""
         self.decoder.use_arena(arena)
+        self._states = self.decoder.new_states()
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
             self.mixed.allow_captures()
@@ -173,11 +184,12 @@ class CudaSteps:
             lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
         host = ragged_batch(
             rows,
-            self._layout.block_tokens,
+            self._layout,
             PagePool.DUMMY,
             attention=self._ragged_attention,
             lora=lora,
             merged=is_merged,
+            states=self._states,
         )
         if sources is not None:
             places = torch.tensor(sources)
@@ -191,7 +203,7 @@ class CudaSteps:
         if bucket is None:
             self.decoder.forward(batch, logits)
         else:
-            self.decoder.compute_logits(self.mixed.run(bucket, num_tokens, lora), batch, logits)
+            self.decoder.compute_logits(self.mixed.run(bucket, num_tokens, lora, self._states), batch, logits)
         self._pick(logits, chosen)
         return logits, chosen
 
@@ -307,6 +319,8 @@ class CudaSteps:
         tokens = [row.tokens[0] for row in rows] if places is None else places
         views = self._buffers.fill(bucket, tokens, [row.start for row in rows], [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
+        if self._states is not None:
+            self._states.set_step(rows, range(bucket + 1))
 
     def _step(self, bucket: int, lora: LoraLaunches | None, merged: bool = False) -> Callable[[], None]:
         """Make a bucket's step, from static buffers to static buffers."""
@@ -314,12 +328,13 @@ class CudaSteps:
         batch = StepBatch(
             token_ids=views.token_ids,
             positions=views.positions,
-            page=views.page,
             offset=views.offset,
+            page=views.page,
             attention=self._attention[bucket],
             lora=lora,
             merged=merged,
             backends=self.backends[bucket],
+            states=self._states,
         )
         logits, chosen = self._outputs(bucket)
 
@@ -346,22 +361,27 @@ class CudaSteps:
             found = self._views[rows] = self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
         return found
 
-    def _to_device(self, batch: StepBatch[Attention, LoraLaunches], tokens: int) -> StepBatch[Attention, LoraLaunches]:
+    def _to_device(
+        self, batch: StepBatch[GroupedAttention, LoraLaunches], tokens: int
+    ) -> StepBatch[GroupedAttention, LoraLaunches]:
         """Copy the batch's tensors to static buffers on the device, in one copy; each has room for `tokens`, padded
         with zeros.
         """
-        names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
-        if batch.prompt_logprob_tokens is not None:
-            names.append("prompt_logprob_tokens")
-        values = [getattr(batch, name) for name in names]
-        columns = torch.zeros(len(names), column_width(tokens), dtype=torch.long)
+        wanted = batch.logit_tokens, batch.prompt_logprob_tokens
+        indices = [each for each in wanted if each is not None]
+        values = [batch.token_ids, batch.positions, batch.offset, *batch.page, *indices]
+        columns = torch.zeros(len(values), column_width(tokens), dtype=torch.long)
         for column, value in zip(columns, values, strict=True):
             column[: len(value)] = value
         static = self._inputs[: columns.numel()].view(columns.shape)
         self._upload(static, columns)
-        return replace(
-            batch, **{name: column[: len(value)] for name, value, column in zip(names, values, static, strict=True)}
-        )
+        inputs = split_columns(static[: len(values) - len(indices), : len(batch.token_ids)])
+        names = ("token_ids", "positions", "offset", "page")
+        rest = [
+            column[: len(value)] for column, value in zip(static[len(values) - len(indices) :], indices, strict=True)
+        ]
+        moved = dict(zip(("logit_tokens", "prompt_logprob_tokens"), rest, strict=False))
+        return replace(batch, **dict(zip(names, inputs, strict=True)), **moved)
 
     # -- capture
 
@@ -433,7 +453,7 @@ class CudaSteps:
             left -= lengths[-1]
         rows = []
         for length in lengths + decoding:
-            tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
+            tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.table_width(length)
             rows.append(
                 ScheduledSequence(
                     request_id=str(len(rows)),
@@ -446,6 +466,7 @@ class CudaSteps:
                     samples=True,
                     token_ids=tokens,
                     num_prompt_tokens=length,
+                    states=StateSlots([[PagePool.DUMMY] * self._layout.state_pages]) if self._layout.states else None,
                 )
             )
         logits, chosen = self.ragged(rows, ())

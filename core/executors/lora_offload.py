@@ -28,11 +28,10 @@ import torch
 
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
-from ...memory.pages.layout import MODULES
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.pinned import PinnedBuffers
 from ...memory.transfers.transfer import ExecutorLost, Transfer
-from ...ops.lora_offload import EXCHANGES_BYTES, OffloadedSegments, exchange_floats, group_widths, post_exchange
+from ...ops.lora_offload import EXCHANGES_BYTES, OffloadedSegments, exchange_floats, post_exchange
 from ...ops.native_descriptors import MAX_OFFLOADED
 from ...ops.sgmv import AdapterRows, Segments
 from ..cold_start import Arrival, ColdStart, ColdStarts, CpuLoraCost, Stalls, stalls
@@ -134,12 +133,12 @@ class LoraOffload:
         """
         self._workers = workers = config.offload_workers
         self._dtype, self._page_elems = dtype, page_elems
-        self._shapes = model.hidden_size, model.intermediate_size, model.q_size, model.kv_size
-        self._widths = group_widths(self._shapes)
+        self._projections = model.projections
+        self._products = products = model.projections.products
         self._most_rows = max(_PROFILE_TOKENS, most_rows or config.max_num_batched_tokens)
         layout = MemoryLayout(
             1 + workers,
-            exchange_floats(self._shapes, self._most_rows),
+            exchange_floats(products, self._most_rows),
             EXCHANGES_BYTES,
             image_bytes(config.host_bytes),
             is_woken=pinning is None,
@@ -154,7 +153,7 @@ class LoraOffload:
                     OffloadWorkerProcess,
                     layout=layout,
                     number=number,
-                    shapes=self._shapes,
+                    products=products,
                     dtype=dtype,
                     page_elems=self._page_elems,
                     cpu=cpus[number - 1],
@@ -193,7 +192,8 @@ class LoraOffload:
         except BaseException:
             self.close()
             raise
-        elems = _PROFILE_RANK * (self._shapes[0] + self._shapes[2])
+        inputs, (_, _, width) = self._products[0].inputs, self._products[0].modules[0]
+        elems = _PROFILE_RANK * (inputs + width)
         self.profile = OffloadProfile(one, max(0.0, many - one) / (elems * (_PROFILE_TOKENS - 1)))
         logger.info(
             "%d offload workers: an exchange takes %.0f µs, a token %.2f ns per element of an adapter",
@@ -351,24 +351,24 @@ class LoraOffload:
     def time_exchange(
         self, tokens: int, workers: int, rank: int = _PROFILE_RANK, rounds: int = _PROFILE_ROUNDS
     ) -> float:
-        """Median seconds to send inputs of the query projection and get the LoRA terms of an adapter of zeros back.
+        """Median seconds to send inputs of the first projection and get the LoRA terms of an adapter of zeros back.
 
         workers: number of offload workers that share the tokens.
         """
-        hidden, q = self._shapes[0], self._shapes[2]
-        pages = range(-(-rank * (hidden + q) // self._page_elems))
+        hidden, (module, _, width) = self._products[0].inputs, self._products[0].modules[0]
+        pages = range(-(-rank * (hidden + width) // self._page_elems))
         image = self.adapters.dma.buffers.take((len(pages), self._page_elems), self._dtype).zero_()
         offset = self._memory.offset(image)
         if offset is None:
             raise MemoryError(f"host_cache_bytes leaves no room for the {image.nbytes} bytes of a profile; raise it")
-        others = (-1,) * (len(MODULES) - 1)
+        ids = range(len(self._projections))
         rows = AdapterRows(
             pages=pages,
             rank=rank,
             scale=1.0,
-            slab_elems=hidden + q,
-            a_offset=(0, *others),
-            b_offset=(hidden, *others),
+            slab_elems=hidden + width,
+            a_offset=[0 if each == module else -1 for each in ids],
+            b_offset=[hidden if each == module else -1 for each in ids],
             first_elem=(0,),
         )
         x = torch.zeros(tokens, hidden)
@@ -383,7 +383,7 @@ class LoraOffload:
         return statistics.median(found)
 
     def _exchange_once(self, x: torch.Tensor, share: Sequence[int]) -> None:
-        """Send rows of one offloaded segment's query input, and wait for the LoRA terms."""
+        """Send rows of one offloaded segment's input of the first product, and wait for the LoRA terms."""
         post_exchange(self._ranks, self._memory.exchanges, x, self._dtype)
         self._ranks.meet()
 

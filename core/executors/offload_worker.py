@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ...ops.lora_offload import OffloadWorker
+from ...ops.native_descriptors import ProductShape
 from ...ops.sgmv import AdapterRows
 from .shared_memory import MemoryLayout, SharedMemory
 
@@ -31,7 +32,7 @@ class OffloadWorkerProcess:
         *,
         layout: MemoryLayout,
         number: int,
-        shapes: tuple[int, int, int, int],
+        products: Sequence[ProductShape],
         dtype: torch.dtype,
         page_elems: int,
         cpu: int | None,
@@ -41,7 +42,7 @@ class OffloadWorkerProcess:
             os.sched_setaffinity(0, {cpu})
         self._memory = SharedMemory(memory_fd, layout)
         self._ranks = self._memory.ranks(number, _PATIENCE_SECONDS)
-        self._offload_worker = OffloadWorker(shapes, dtype)
+        self._offload_worker = OffloadWorker(products, dtype)
         self._number, self._page_elems = number, page_elems
 
     def serve(

@@ -89,7 +89,7 @@ class TpWorker:
         for version in gone:
             self._adapters.pop(version, None)
         for version, parts in adapters.items():
-            layout = AdapterLayout.build(parts, model.module_dims, model.num_layers, page.page_elems, page.itemsize)
+            layout = AdapterLayout.build(parts, model.projections, page.page_elems, page.itemsize)
             self._adapters[version] = Adapter(str(version), version, AdapterManifest(Path(), parts), layout)
 
     def begin_shadow(self, adapter: Mapping[str, Any], runs: list[range]) -> None:

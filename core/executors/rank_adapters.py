@@ -17,12 +17,11 @@ from ...memory.host.buffers import Buffers
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
-from ...memory.pages.layout import MODULES, ModuleDims
+from ...memory.pages.projections import Projections
 from ...memory.transfers.dma import Dma
 from ...memory.transfers.host_copies import CompleteTransfer, HostCopies, HostTransfer
 from ...memory.transfers.transfer import CopyEngine, Transfer, check_pages
 from ..model.config import ModelConfig
-from ..model.shard import Shard
 from .adapters import ModelAdapters
 from .shared_memory import SharedMemory
 
@@ -61,8 +60,8 @@ class RankAdapters(ModelAdapters):
         super().__init__(share, arena, dtype)
         self.dma = Dma(copies, buffers)
         self._whole = ModelAdapters(whole, arena, dtype)
-        self._parts = [{name: Shard(rank, size).of_module(name, whole) for name in MODULES} for rank in range(size)]
-        self._dims = whole.module_dims, share.module_dims
+        self._parts = [{each.name: each.share(rank, size) for each in whole.projections} for rank in range(size)]
+        self._projections = whole.projections, share.projections
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         return self._whole.inspect(path, roots)
@@ -84,7 +83,7 @@ class RankAdapters(ModelAdapters):
                         whole=(whole_layout, whole.data),
                         share=(layout, share),
                         parts=parts,
-                        dims=self._dims,
+                        projections=self._projections,
                     )
             done = ready
             image.publish(ready)
@@ -145,12 +144,12 @@ def _cut(
     whole: tuple[AdapterLayout, torch.Tensor],
     share: tuple[AdapterLayout, torch.Tensor],
     parts: Mapping[str, tuple[slice, slice]],
-    dims: tuple[ModuleDims, ModuleDims],
+    projections: tuple[Projections, Projections],
 ) -> None:
     """Copy a rank's part of a layer.
 
-    whole, share: layout and elements. parts: the rank's inputs and outputs of each projection. dims: of the whole
-    projections and of the shares.
+    whole, share: layout and elements. parts: the rank's inputs and outputs of each projection. projections: the whole
+    ones and the shares.
     """
     places = zip(manifest.parts, whole[0].parts, share[0].parts, strict=True)
     for part, from_place, to_place in places:
@@ -161,8 +160,8 @@ def _cut(
             for place, (_, data) in ((from_place, whole), (to_place, share))
         )
         for name in part.targets:
-            m = MODULES.index(name)
-            (d_in, d_out), (to_in, to_out) = dims[0][name], dims[1][name]
+            m = projections[0].id(name)
+            (d_in, d_out), (to_in, to_out) = (each[name].dims for each in projections)
             inputs, outputs = parts[name]
             a, b = from_place.slabs.a_offset[m], from_place.slabs.b_offset[m]
             to_a, to_b = to_place.slabs.a_offset[m], to_place.slabs.b_offset[m]

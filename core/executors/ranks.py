@@ -12,6 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,7 +21,6 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.host.buffers import HostBuffers
 from ...memory.pages.arena import Arena
-from ...memory.pages.layout import PageLayout
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
@@ -70,7 +70,7 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
         """Shapes of the first rank's share."""
         self.model, one = self.shapes.model, self.shapes.layout
         heads = self._size * one.kv_heads
-        self.layout = PageLayout(one.num_layers, heads, one.head_dim, one.block_tokens, one.itemsize)
+        self.layout = replace(one, kv_heads=heads)
         """Of a page of all ranks together."""
 
     def _begin(self, make: Callable[[Shard, int], Any], memory_fd: int, ranks: Losable) -> None:

@@ -210,8 +210,8 @@ def _count_beginning(scheduler: Scheduler) -> int:
     if not scheduler.waiting or not running:
         return len(scheduler.waiting)
     memory = lifecycle.memory
-    growth = Growth(lifecycle.lengths, memory.block_tokens, running).total
-    pages = sum([request.room for request in running]) // memory.block_tokens + growth
+    growth = Growth(lifecycle.lengths, memory.layout, running).total
+    pages = sum([memory.layout.pages_for_tokens(request.room) for request in running]) + growth
     return max(0, memory.num_available_pages - growth) * len(running) // max(1, pages)
 
 

@@ -14,10 +14,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from ...graphs.buffers import split_columns
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout
-from ...memory.pages.layout import MODULES
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import Group, Projections
 from ...memory.transfers.transfer import Transfer
+from ...ops.gated_delta import DeltaState
 from ...ops.sgmv import AdapterRows, Segments, sgmv
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
@@ -25,6 +28,7 @@ from .sampler import following_tokens
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk
+    from .paged_states import PagedStates
 
 T = TypeVar("T")
 
@@ -32,8 +36,8 @@ T = TypeVar("T")
 #: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
 RowAdapters = int | tuple[tuple[int, float], ...]
 
-#: Groups of projections that share an input, in `lora_groups`' order.
-QKV, ATTN_O, GATE_UP, DOWN = range(4)
+#: Groups of projections that share an input.
+QKV, ATTN_O, GATE_UP, DOWN = map(int, Group)
 
 #: The page list that rows were made for, and the rows of each part.
 _Resident = tuple[list[int], list[AdapterRows]]
@@ -72,7 +76,7 @@ class LoraState:
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
-        self._groups = lora_groups(config)
+        self._groups = lora_groups(config.projections)
 
     def set_step(
         self,
@@ -165,14 +169,14 @@ class LoraState:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self.arena, self.segments, layer, self._groups[group])
+        sgmv(y, x, self.arena, self.segments, layer, self._groups[layer][group])
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
 
-    def modules(self, group: int) -> list[int]:
-        """The modules of a group of projections."""
-        return [module for module, _, _ in self._groups[group]]
+    def modules(self, layer: int, group: int) -> list[int]:
+        """The modules of a layer's group of projections."""
+        return [module for module, _, _ in self._groups[layer][group]]
 
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""
@@ -220,20 +224,9 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
     )
 
 
-def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
-    """The projections of QKV, ATTN_O, GATE_UP and DOWN; see `_group`."""
-    widths = {name: out for name, (_, out) in config.module_dims.items()}
-    names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-    return [_group(group, widths) for group in names]
-
-
-def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:
-    """(module id, first column, width) of projections with outputs packed side by side."""
-    group, column = [], 0
-    for name in names:
-        group.append((MODULES.index(name), column, widths[name]))
-        column += widths[name]
-    return group
+def lora_groups(projections: Projections) -> list[list[tuple[tuple[int, int, int], ...]]]:
+    """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
+    return [[projections.products[index].modules for index in layer] for layer in projections.product_of]
 
 
 class RowPlan(Protocol):
@@ -266,27 +259,50 @@ GemmBackends = tuple[GemmBackend, ...]
 BY_LIBRARY: GemmBackends = (GemmBackend.LIBRARY,) * 5
 
 
+class StepStates(Protocol):
+    """The states of a step's sequences in layers of Gated DeltaNet."""
+
+    @property
+    def qo_indptr(self) -> Sequence[int]:
+        """Sequence i has the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1, in the batch's order."""
+        ...
+
+    def of(self, layer: int, /) -> DeltaState:
+        """The states before the step, zeros where a sequence begins. layer: its index in the model.
+
+        The layer changes them in place and then hands them to `write`.
+        """
+        ...
+
+    def write(self, layer: int, state: DeltaState, /) -> None:
+        """Keep the states after the step."""
+        ...
+
+
 @dataclass(slots=True)
 class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
 
-    token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
+    token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64; (page, offset) is where a
+    token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
     prompt_logprob_tokens: `[scores]` int64, indices of the tokens for which logits are computed in slices after the
     step. lora: None when no row uses an adapter. merged: use the shadow weights, with an adapter merged into them.
-    backends: backend of each product; other than the library only for few tokens on a GPU.
+    backends: backend of each product; other than the library only for few tokens on a GPU. states: None for a model
+    without Gated DeltaNet.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    page: torch.Tensor
     offset: torch.Tensor
+    page: torch.Tensor
     attention: P
     lora: L | None
     logit_tokens: torch.Tensor | None = None
     prompt_logprob_tokens: torch.Tensor | None = None
     merged: bool = False
     backends: GemmBackends = BY_LIBRARY
+    states: StepStates | None = None
 
 
 def column_width(tokens: int) -> int:
@@ -298,33 +314,40 @@ def column_width(tokens: int) -> int:
 
 def ragged_batch(
     rows: list[ScheduledSequence],
-    block_tokens: int,
+    layout: PageLayout,
     dummy_page: int,
     attention: P,
     lora: L | None,
     merged: bool = False,
+    states: PagedStates | None = None,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, page, offset, qo_indptr, prompt_logprob_tokens = [], [], [], [], [0], []
+    token_ids, positions, qo_indptr, prompt_logprob_tokens = [], [], [0], []
+    block_tokens, groups = layout.block_tokens, layout.pages_per_block
+    page: list[list[int]] = [[] for _ in range(groups)]
     for row in rows:
         token_ids += row.tokens
         span = range(row.start, row.kv_len)
         positions += span
-        page += [row.pages[position // block_tokens] for position in span]
-        offset += [position % block_tokens for position in span]
+        for group, column in enumerate(page):
+            column += [row.pages[position // block_tokens * groups + group] for position in span]
         if row.wants_prompt_logprobs:
             prompt_logprob_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
         qo_indptr.append(len(token_ids))
-    columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
+    offset = [position % block_tokens for position in positions]
+    columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
     for row, pages in zip(rows, table, strict=True):
         pages[: len(row.pages)] = row.pages
+    if states is not None:
+        states.set_step(rows, qo_indptr)
     attention.plan(qo_indptr, torch.from_numpy(table), [row.kv_len for row in rows])
     return StepBatch(
-        *columns.unbind(0),
+        *split_columns(columns),
         attention=attention,
         lora=lora,
         logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
         prompt_logprob_tokens=torch.tensor(prompt_logprob_tokens, dtype=torch.long) if prompt_logprob_tokens else None,
         merged=merged,
+        states=states,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...memory.files.module_paths import ModulePaths, usual_path
-from ...memory.pages.layout import MODULES, ModuleDims, module_dims
+from ...memory.files.module_paths import ModulePaths
+from ...memory.pages.projections import Projections
 from .config_json import UnsupportedModel
-from .layers import LayerSpec, NormSpec
+from .layers import AttentionSpec, GatedDeltaSpec, LayerSpec, NormSpec
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ __all__ = ["ModelConfig", "UnsupportedModel"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a decoder, and its layers. All layers have the same shapes."""
+    """Shapes and constants of a decoder, and its layers. All layers of a kind have the same shapes."""
 
     architecture: str
     vocab_size: int
@@ -47,36 +48,54 @@ class ModelConfig:
     tensors: TensorNames = field(default=LLAMA_TENSORS, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        shapes = {
-            (layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim, layer.feed_forward.size)
-            for layer in self.layers
-        }
-        if len(shapes) > 1:
-            raise UnsupportedModel(f"layers of different shapes are not supported: {sorted(shapes)}")
+        if not self.attention_layers:
+            raise UnsupportedModel("no layer has attention; models of linear attention alone are not supported")
+        for shapes in (
+            {(it.num_heads, it.num_kv_heads, it.head_dim, it.q_rows) for it in self.attention_layers},
+            {replace(layer.delta, eps=1.0) for layer in self.layers if layer.delta},
+            {layer.feed_forward.size for layer in self.layers},
+        ):
+            if len(shapes) > 1:
+                raise UnsupportedModel(f"layers of different shapes are not supported: {sorted(map(str, shapes))}")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @cached_property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """The mixers of layers with attention."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first layer's that has attention; all have the same shapes."""
+        return self.attention_layers[0]
+
+    @property
+    def delta(self) -> GatedDeltaSpec | None:
+        """The Gated DeltaNet of layers that have it; all have the same shapes. None where no layer has it."""
+        return next((layer.delta for layer in self.layers if layer.delta is not None), None)
+
     @property
     def num_heads(self) -> int:
-        return self.layers[0].mixer.num_heads
+        return self.attention.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].mixer.num_kv_heads
+        return self.attention.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].mixer.head_dim
+        return self.attention.head_dim
 
     @property
     def q_size(self) -> int:
-        return self.layers[0].mixer.q_size
+        return self.attention.q_size
 
     @property
     def kv_size(self) -> int:
-        return self.layers[0].mixer.kv_size
+        return self.attention.kv_size
 
     @property
     def intermediate_size(self) -> int:
@@ -85,32 +104,32 @@ class ModelConfig:
     @property
     def window(self) -> int | None:
         """The smallest attention window of any layer; None where every layer sees all tokens."""
-        return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
+        return min((it.window for it in self.attention_layers if it.window is not None), default=None)
 
     @property
     def max_context(self) -> int:
         """The most tokens a request may have. Longrope's frequencies change behind its original positions, which
         would make a request's earlier keys stale.
         """
-        ropes = [layer.mixer.rope for layer in self.layers]
+        ropes = [it.rope for it in self.attention_layers]
         short = [rope.original_max_position_embeddings for rope in ropes if rope is not None and rope.short_factors]
         return min([self.max_position_embeddings, *short])
 
-    @property
-    def module_dims(self) -> ModuleDims:
-        """(in_features, out_features) of every projection that an adapter may target."""
-        return module_dims(self.hidden_size, self.intermediate_size, self.q_size, self.kv_size)
+    @cached_property
+    def projections(self) -> Projections:
+        """The projections that adapters may change."""
+        return Projections(tuple(layer.projections(self.hidden_size) for layer in self.layers))
 
-    @property
+    @cached_property
     def module_paths(self) -> ModulePaths:
         """Where adapters find these projections."""
-        names, dims = self.tensors.names, self.module_dims
+        names, by_path = self.tensors.names, {projection.path: projection for projection in self.projections}
         fused = (
-            (path, tuple((module, dims[module][1]) for module in (part.rpartition(".")[2] for part in parts)))
+            (path, tuple((by_path[part].name, by_path[part].outputs) for part in parts))
             for path, parts in self.tensors.fused.items()
         )
-        renamed = ((module, names[path]) for module in MODULES if (path := usual_path(module)) in names)
-        return ModulePaths(tuple(renamed), tuple(fused), self.tensors.left_out)
+        renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
+        return ModulePaths(self.projections, tuple(renamed), tuple(fused), self.tensors.left_out)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""
@@ -120,15 +139,4 @@ class ModelConfig:
 
     def share(self, size: int) -> ModelConfig:
         """Shapes of one of `size` ranks' shares, which are equal."""
-
-        def layer_share(layer: LayerSpec) -> LayerSpec:
-            mixer, feed_forward = layer.mixer, layer.feed_forward
-            return replace(
-                layer,
-                mixer=replace(
-                    mixer, num_heads=mixer.num_heads // size, num_kv_heads=max(1, mixer.num_kv_heads // size)
-                ),
-                feed_forward=replace(feed_forward, size=feed_forward.size // size),
-            )
-
-        return replace(self, layers=tuple(map(layer_share, self.layers)))
+        return replace(self, layers=tuple(layer.share(size) for layer in self.layers))

@@ -3,211 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PLAIN, Attention, HeadShape, PagedAttention, Scores
-from ...ops.elementwise import (
-    HeadNorms,
-    RotaryEmbedding,
-    Rotation,
-    add_rms_norm,
-    gelu_and_mul,
-    layer_norm,
-    rms_norm,
-    rotate_and_write,
-    silu_and_mul,
-)
+from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
+from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
+from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
-from ...ops.packed_gemm import pack, packed_linear, unpack
+from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
-from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepBatch, StepLora, lora_groups
+from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
-from .layers import Activation, AttentionSpec, LayerSpec, Norms, NormSpec
+from .layer import HEAD, Layer, Residual, multiply
+from .layers import AttentionSpec, NormSpec
 from .nvtx_spans import span
+from .paged_states import PagedStates
 from .rope_config import RopeConfig
 from .weights import LayerWeights, Pack, Weights
 
-if TYPE_CHECKING:
-    from ...ops.sgmv_triton import Shrunk
-
-#: Index of the logits' GEMM in a step's backends.
-HEAD = 4
-
-#: Spans of the groups of projections, with the base weights and with adapters.
-_SPANS = {
-    QKV: ("attn.qkv", "lora.qkv"), ATTN_O: ("attn.o", "lora.o"), GATE_UP: ("mlp.gate_up", "lora.gate_up"),
-    DOWN: ("mlp.down", "lora.down"),
-}  # fmt: skip
-
 #: A step's batch in the form that this decoder takes.
-Batch = StepBatch[Attention, StepLora]
+Batch = StepBatch[GroupedAttention, StepLora]
 
 
-class Residual:
-    """The residual stream. rows: `[tokens, hidden]`. added: `[tokens, hidden]`, which the next norm adds to them."""
-
-    __slots__ = ("added", "norm", "rows")
-
-    def __init__(self, rows: torch.Tensor, norm: NormSpec, added: torch.Tensor | None = None) -> None:
-        self.rows, self.norm, self.added = rows, norm, added
-
-    def __getitem__(self, tokens: torch.Tensor) -> Residual:
-        """Of some tokens, a copy."""
-        return Residual(self.rows[tokens], self.norm, None if self.added is None else self.added[tokens])
-
-    def normed(self, weight: torch.Tensor | None) -> torch.Tensor:
-        """The norm of the rows, to which `added` is added in place; without a weight the rows themselves."""
-        added, self.added = self.added, None
-        if weight is None or self.norm.centered:
-            rows = self.rows if added is None else self.rows.add_(added)
-            return rows if weight is None else normed(rows, weight, self.norm)
-        eps = self.norm.eps
-        return rms_norm(self.rows, weight, eps) if added is None else add_rms_norm(added, self.rows, weight, eps)
-
-
-def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec) -> torch.Tensor:
-    """x: `[tokens, hidden]`."""
-    return (layer_norm if norm.centered else rms_norm)(x, weight, norm.eps)
-
-
+@dataclass(slots=True)
 class Flow:
-    """What goes from piece to piece of a step, in memory that does not move: of `bucket` tokens.
+    """What goes from piece to piece of a step, in memory that does not move: of `bucket` tokens."""
 
-    rows: the residual stream `[tokens, hidden]`. q: `[tokens, heads, head_dim]`, what attention is given. attended:
-    of q's shape, what it gives.
-    """
+    rows: torch.Tensor
+    """The residual stream `[tokens, hidden]`."""
 
-    __slots__ = ("attended", "q", "rows")
+    q: torch.Tensor
+    """`[tokens, heads, head_dim]`: what attention is given."""
 
-    def __init__(self, rows: torch.Tensor, q: torch.Tensor, attended: torch.Tensor) -> None:
-        self.rows, self.q, self.attended = rows, q, attended
+    attended: torch.Tensor
+    """What attention gives, of q's shape."""
+
+    gates: torch.Tensor
+    """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
+
+    delta_in: torch.Tensor
+    """`[tokens, in]`: what Gated DeltaNet is given; no columns where no layer has it."""
+
+    delta_out: torch.Tensor
+    """`[tokens, v]`: what it gives."""
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
-        return Flow(self.rows[:tokens], self.q[:tokens], self.attended[:tokens])
-
-
-class Layer:
-    """A layer's products in one step.
-
-    With norms BEFORE:
-
-        x += o(attention(qkv(x)))
-        x += down(gate_up(x))
-
-    qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
-    """
-
-    __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")
-
-    def __init__(
-        self,
-        weights: LayerWeights,
-        spec: LayerSpec,
-        index: int,
-        backends: GemmBackends,
-        lora: StepLora | None = None,
-        ranks: Collectives | None = None,
-    ) -> None:
-        """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
-        self._weights, self._spec, self._index = weights, spec, index
-        self._backends, self._lora, self._ranks = backends, lora, ranks
-
-    def begin(self, x: Residual) -> torch.Tensor:
-        """Queries, keys and values `[tokens, q + 2·kv]`; a parallel feed-forward part is added to x."""
-        if self._spec.norms is not Norms.PARALLEL:
-            return self.qkv(x)
-        weights = self._weights
-        rows = x.normed(weights.attention_norm)
-        qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
-        x.rows.add_(self._output(self.down(self._gate_up(rows)), x.norm, weights.mlp_out_norm))
-        return qkv
-
-    def finish(self, x: Residual, attended: torch.Tensor) -> None:
-        """Compute what follows attention, whose output `[tokens, q]` is given."""
-        weights = self._weights
-        x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
-        if self._spec.norms is not Norms.PARALLEL:
-            with span("mlp"):
-                x.added = self._output(self.down(self.gate_up(x)), x.norm, weights.mlp_out_norm)
-
-    def qkv(self, x: Residual) -> torch.Tensor:
-        """`[tokens, q + 2·kv]`."""
-        weights = self._weights
-        return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
-
-    def o(self, attended: torch.Tensor) -> torch.Tensor:
-        """attended: `[tokens, q]`."""
-        y = self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias)
-        return y if self._ranks is None else self._ranks.add_up(y)
-
-    def gate_up(self, x: Residual) -> torch.Tensor:
-        """`activation(gate) · up`: `[tokens, ffn]`."""
-        return self._gate_up(x.normed(self._weights.mlp_norm))
-
-    def _gate_up(self, rows: torch.Tensor) -> torch.Tensor:
-        weights = self._weights
-        if self._spec.feed_forward.activation is Activation.SILU:
-            return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
-        return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
-
-    def down(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: `[tokens, ffn]`."""
-        y = self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)
-        return y if self._ranks is None else self._ranks.add_up(y)
-
-    def _output(self, y: torch.Tensor, norm: NormSpec, weight: torch.Tensor | None) -> torch.Tensor:
-        """What a part adds to the residual stream, from its last product."""
-        y = y if weight is None else normed(y, weight, norm)
-        factor = self._spec.residual_multiplier
-        return y if factor == 1.0 else y * factor
-
-    def _gemm(
-        self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gate: bool = False
-    ) -> torch.Tensor:
-        """The product with what adapters add, gated or not; in one launch but for shrink where the way has that."""
-        backend, lora, shrunk = self._backends[group], self._lora, None
-        base_name, lora_name = _SPANS[group]
-        if lora is not None:
-            lora.offload(group, x, self._index)
-            if backend is GemmBackend.EXPANDED:
-                with span(lora_name):
-                    shrunk = lora.shrink(group, x, self._index)
-        is_added = lora is None or shrunk is not None
-        with span(base_name):
-            y = multiply(backend, x, weight, bias, gate=gate and is_added, shrunk=shrunk)
-        if lora is None or shrunk is not None:
-            return y
-        with span(lora_name):
-            lora.add(group, y, x, self._index)
-        return silu_and_mul(y) if gate else y
-
-
-def multiply(
-    backend: GemmBackend,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    gate: bool = False,
-    shrunk: Shrunk | None = None,
-) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`. gate: `silu(gate) · up` of the halves of that, the
-    same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
-    """
-    if backend is GemmBackend.LIBRARY:
-        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
-        return silu_and_mul(y) if gate else y
-    from ...ops import small_gemm_triton  # needs triton
-
-    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)
+        return Flow(*(getattr(self, field.name)[:tokens] for field in fields(self)))
 
 
 class DecoderModel:
@@ -235,53 +83,54 @@ class DecoderModel:
         self.config = config
         self._ranks = ranks
         self._arena = arena
+        self._page_groups = arena.layout.group_of_layer
+        self._kv_index = kv_index(config)
         device = arena.pages.device
         embed = weights.embed()
         head = weights.lm_head(embed)
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        kept: Pack | None = None
-        if packs:
-            kept = lambda weight: pack(weight.float())  # noqa: E731
-        elif device.type != "cpu":  # on a CPU what was read is kept; a GPU's is read into the same host memory
-            kept = lambda weight: weight.to(device)  # noqa: E731
+        kept = _kept(device, packs=packs)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
             self._lm_head = head if kept is None else kept(head)
         self.layers = [_moved(layer, config.norm, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
-        self._groups = lora_groups(config)
+        self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
         self._norms = [_head_norms(layer, config.norm) for layer in self.layers]
-        self._scores = [scores_of(layer.mixer, max_model_len) for layer in config.layers]
+        self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
+        self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.prompt_hidden: torch.Tensor | None = None
         """Normalised states of the last step's prompt-logprob tokens; to be reset before a captured step, which has
         none.
         """
-        self._ropes = [layer.mixer.rope for layer in config.layers]
-        self._rotary = {
-            rope: RotaryEmbedding(
-                rope.inverse_frequencies(), max_model_len, dtype, device,
-                factor=rope.attention_factor, interleaved=rope.interleaved,
-            )
-            for rope in dict.fromkeys(self._ropes)
-            if rope is not None
-        }  # fmt: skip
+        self._ropes = [layer.rope for layer in config.layers]
+        ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
+        self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
+        growth = config.attention.query_growth
+        self._query_factors = None if growth is None else growth.factors(max_model_len).to(device, dtype)[:, None, None]
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
         self._arena = arena
 
-    def new_attention(self) -> PagedAttention:
-        return PagedAttention(self.heads, self._arena.pages.device)
+    def new_attention(self) -> GroupedAttention:
+        arena = self._arena
+        windows = arena.layout.group_windows
+        return GroupedAttention([PagedAttention(self.heads, arena.pages.device, window) for window in windows])
 
     @property
     def heads(self) -> HeadShape:
         config = self.config
         return HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
+
+    def new_states(self) -> PagedStates | None:
+        """Where steps have the states of their sequences; None for a model without Gated DeltaNet."""
+        return None if self.config.delta is None else PagedStates(self.config, self._arena)
 
     def close(self) -> None:
         """Nothing outlives the object."""
@@ -298,41 +147,92 @@ class DecoderModel:
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                q = self._query(layer, x, index, batch, rotations)
-                layer.finish(x, self.attend(index, batch.attention, q))
+                layer.finish(x, self._mixed(layer, x, index, batch, rotations))
         return self.compute_logits(x, batch, logits)
 
-    def piece(self, index: int, batch: Batch, flow: Flow) -> None:
-        """Compute what lies between the attention of layer `index - 1` and that of layer `index`: the rest of the one,
-        and the query of the other, with its keys and values written. The first begins with the embedding, the one
-        behind the last layer leaves all in the residual stream.
+    def _mixed(
+        self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
+    ) -> torch.Tensor:
+        """What a layer's mixer gives `[tokens, out]`."""
+        inputs = layer.begin(x)
+        if self._deltas[index] is not None:
+            return self._delta(index, inputs, batch.states)
+        q, gates = self._query(inputs, index, batch, rotations)
+        attended = self.attend(index, batch.attention, q)
+        return attended if gates is None else gate_output(attended, gates)
 
-        Pieces 0 … layers, with `attend` between each and the next, and `compute_logits` behind the last, are a
-        `forward`.
+    def piece(self, index: int, batch: Batch, flow: Flow) -> None:
+        """Compute what lies between the mixer of layer `index - 1` and that of layer `index`: the rest of the one, and
+        the input of the other, with its keys and values written. The first begins with the embedding, the one behind
+        the last layer leaves all in the residual stream.
+
+        Pieces 0 … layers, with `mix` between each and the next, and `compute_logits` behind the last, are a `forward`.
         """
         x = Residual(flow.rows, self.config.norm)
         if index:
-            self._layer(index - 1, batch).finish(x, flow.attended.view(len(flow.rows), -1))
+            self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
         else:
             x.rows.copy_(self._embedded(batch))
         if index < len(self.layers):
-            self._query(self._layer(index, batch), x, index, batch, self._rotations(batch), flow.q)
+            inputs = self._layer(index, batch).begin(x)
+            if self._deltas[index] is not None:
+                flow.delta_in.copy_(inputs)
+                return
+            _, gates = self._query(inputs, index, batch, self._rotations(batch), flow.q)
+            if gates is not None:
+                flow.gates.copy_(gates)
         elif x.added is not None:
             x.rows.add_(x.added)
 
+    def _mixed_flow(self, index: int, flow: Flow) -> torch.Tensor:
+        """What a layer's mixer has given to the next piece."""
+        if self._deltas[index] is not None:
+            return flow.delta_out
+        attended = flow.attended.view(len(flow.rows), -1)
+        return gate_output(attended, flow.gates) if self._attention.output_gate else attended
+
+    def mix(self, index: int, attention: GroupedAttention, states: StepStates | None, flow: Flow) -> None:
+        """Run a layer's mixer between two pieces."""
+        if self._deltas[index] is not None:
+            flow.delta_out.copy_(self._delta(index, flow.delta_in, states))
+        else:
+            self.attend(index, attention, flow.q, flow.attended)
+
+    def _delta(self, index: int, inputs: torch.Tensor, states: StepStates | None) -> torch.Tensor:
+        """A layer's Gated DeltaNet `[tokens, v]`; the sequences' states are updated."""
+        weights, spec = self.layers[index].delta, self._deltas[index]
+        if states is None or weights is None or spec is None:
+            raise RuntimeError(f"layer {index} is Gated DeltaNet, and the step has no states for it")
+        with span("delta.run"):
+            state = states.of(index)
+            mixed = gated_delta(inputs, weights, state, states.qo_indptr, spec.eps)
+            states.write(index, state)
+        return mixed
+
     def attend(
-        self, index: int, attention: Attention, q: torch.Tensor, out: torch.Tensor | None = None
+        self, index: int, attention: GroupedAttention, q: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
         with span("attn.run"):
-            return attention.run(q, *self._arena.kv_layers[index], out, self._scores[index])
+            kv = self._kv_index[index]
+            return attention.of(self._page_groups[kv]).run(q, *self._arena.kv_layers[kv], out, self._scores[index])
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""
-        config, device = self.config, self._arena.pages.device
-        rows = torch.zeros(tokens, config.hidden_size, dtype=self._dtype, device=device)
-        heads = torch.zeros(2, tokens, config.num_heads, config.head_dim, dtype=self._dtype, device=device)
-        return Flow(rows, *heads.unbind(0))
+        config = self.config
+        delta, attention = config.delta, config.attention
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(tokens, *shape, dtype=self._dtype, device=self._arena.pages.device)
+
+        return Flow(
+            rows=zeros(config.hidden_size),
+            q=zeros(config.num_heads, config.head_dim),
+            attended=zeros(config.num_heads, config.head_dim),
+            gates=zeros(attention.q_rows - attention.q_size),
+            delta_in=zeros(delta.in_size if delta else 0),
+            delta_out=zeros(delta.v_size if delta else 0),
+        )
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the batch's tokens from what the last layer gave; see `forward`."""
@@ -365,7 +265,7 @@ class DecoderModel:
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
         """See `MergeableModel.merge`."""
-        return merge(unpack(origin), out, self._arena.pages, layer, rows, self._groups[group])
+        return merge(unpack(origin), out, self._arena.pages, layer, rows, self._groups[layer][group])
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""
@@ -437,27 +337,53 @@ class DecoderModel:
 
     def _query(
         self,
-        layer: Layer,
-        x: Residual,
+        qkv: torch.Tensor,
         index: int,
         batch: Batch,
         rotations: dict[RopeConfig | None, Rotation | None],
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A layer's query `[tokens, heads, head_dim]`; its keys and values are written."""
-        qkv, rotation = layer.begin(x), rotations[self._ropes[index]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A layer's query `[tokens, heads, head_dim]`, in `out` if that is given, and the gates of its output, where
+        there are any; its keys and values are written.
+        """
+        attention, gates = self._attention, None
         with span("attn.rope"):
-            slots = KvSlots(*self._arena.kv_layers[index], batch.page, batch.offset)
-            return rotate_and_write(qkv, rotation, self._norms[index], slots, out)
+            if attention.output_gate:
+                qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
+            kv = self._kv_index[index]
+            slots = KvSlots(*self._arena.kv_layers[kv], batch.page[self._page_groups[kv]], batch.offset)
+            q = rotate_and_write(qkv, rotations[self._ropes[index]], self._norms[index], slots, out)
+            if self._query_factors is not None:
+                q.mul_(self._query_factors[batch.positions])
+            return q, gates
 
 
-def scores_of(mixer: AttentionSpec, max_model_len: int) -> Scores:
-    """How a layer's attention makes weights of scores; PLAIN where it does what most models do. A window that no
-    request can leave is none.
+def kv_index(config: ModelConfig) -> list[int]:
+    """For each layer its place among the layers with KV; of others that of the one before."""
+    return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
+
+
+def _kept(device: torch.device, *, packs: bool) -> Pack | None:
+    """What is done with a projection that was read; None: it is kept as it is."""
+    if packs:
+        return lambda weight: pack(weight.float())
+    return None if device.type == "cpu" else lambda weight: weight.to(device)  # a GPU's are read into the same memory
+
+
+def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
+    frequencies = rope.inverse_frequencies()
+    factor, interleaved = rope.attention_factor, rope.interleaved
+    return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
+
+
+def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
+    """How a layer's attention makes weights of scores; PLAIN where it does what most models do, or has no attention. A
+    window that no request can leave is none.
     """
+    if mixer is None:
+        return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    window = None if mixer.window is None or mixer.window >= max_model_len else mixer.window
-    found = Scores(scale, window, mixer.softcap)
+    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap)
     return PLAIN if found == PLAIN else found
 
 
@@ -465,10 +391,16 @@ def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: tor
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if part is not None and not part.is_mkldnn:
+        if isinstance(part, DeltaWeights):
+            layer.delta = _moved_delta(part, device)
+        elif part is not None and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
     return layer
+
+
+def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
+    return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,9 @@ _HEAD_GAIN = 4.0
 
 
 class DummyWeights(Weights):
-    """Seeded random weights: projections N(0, 1/in), biases N(0, 0.02²), norms in 0.75 … 1.25."""
+    """Seeded random weights: projections N(0, 1/in), biases N(0, 0.02²), norms in 0.75 … 1.25, rates of
+    decay in 0.01 … 16.
+    """
 
     def __init__(
         self,
@@ -29,10 +31,11 @@ class DummyWeights(Weights):
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
+    def _read(self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Every rank makes the whole tensors, of which it keeps its share."""
         shapes = [self._shapes[name] for name in names]
-        made = self._make(names[0], torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:])))
+        shape = torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
+        made = self._make(names[0], shape, dtype or self._dtype)
         if self._shard.size == 1:
             return made
         parts = zip(names, made.split([shape[0] for shape in shapes]), strict=True)
@@ -42,11 +45,13 @@ class DummyWeights(Weights):
         made = self._read(name)  # what comes next is the same on all ranks
         return None if self._shard.rank else made
 
-    def _make(self, name: str, shape: torch.Size) -> torch.Tensor:
-        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _make(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype, device=self._device)
         if name.endswith("norm.weight"):
             return made.uniform_(0.75, 1.25, generator=self._generator)
-        if name.endswith(".bias"):
+        if name.endswith("A_log"):
+            return made.uniform_(0.01, 16, generator=self._generator).log_()
+        if name.endswith("bias"):
             return made.normal_(0, 0.02, generator=self._generator)
         gain = _HEAD_GAIN if name == LM_HEAD else 1.0
-        return made.normal_(0, gain / math.sqrt(made.shape[1]), generator=self._generator)
+        return made.normal_(0, gain / math.sqrt(made[0].numel()), generator=self._generator)

@@ -1,7 +1,7 @@
 """What a model's layers are made of: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
-A layer is a mixer of tokens (attention) and a feed-forward part, each with norms around it, added to the residual
-stream x. With `Norms.BEFORE`:
+A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part, each with norms around it, added to
+the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
@@ -9,10 +9,20 @@ stream x. With `Norms.BEFORE`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from ...memory.pages.projections import (
+    Projection,
+    attention_projections,
+    gated_projections,
+    linear_projections,
+)
 from .rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Activation(StrEnum):
@@ -65,6 +75,20 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries grow with their position p, by `1 + beta · log(1 + floor(p / positions))` (Llama 4, Ministral 3)."""
+
+    beta: float
+    positions: int
+
+    def factors(self, count: int) -> torch.Tensor:
+        """Of positions 0 … count-1, float32."""
+        import torch
+
+        return 1 + self.beta * torch.log(1 + torch.floor(torch.arange(count) / self.positions))
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Causal grouped-query attention."""
 
@@ -88,6 +112,15 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
 
+    output_gate: bool = False
+    """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
+
+    query_growth: QueryGrowth | None = None
+
+    def window_within(self, max_model_len: int) -> int | None:
+        """The window, unless no request of so many tokens can leave it."""
+        return None if self.window is None or self.window >= max_model_len else self.window
+
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
@@ -95,6 +128,76 @@ class AttentionSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of q_proj: queries, and the gates where there are any."""
+        return self.q_size * (1 + self.output_gate)
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """Its matrices. hidden: width of the residual stream."""
+        return attention_projections(hidden, self.num_heads, self.num_kv_heads, self.head_dim, gate=self.output_gate)
+
+    def share(self, size: int) -> AttentionSpec:
+        """One of `size` ranks' share."""
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=max(1, self.num_kv_heads // size))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size; see `ops.gated_delta`."""
+
+    num_k_heads: int
+    """Heads of queries and keys; each serves `num_v_heads / num_k_heads` neighbouring heads of values."""
+
+    num_v_heads: int
+    k_dim: int
+    """Width of a head of queries or keys."""
+
+    v_dim: int
+    """Width of a head of values."""
+
+    eps: float
+    """Of the gated norm of each head's output."""
+
+    conv_size: int = 4
+    """Tokens that the causal convolution sees, a token itself included."""
+
+    @property
+    def k_size(self) -> int:
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def v_size(self) -> int:
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.k_size + self.v_size
+
+    @property
+    def in_size(self) -> int:
+        """Width of the input product: queries, keys and values, then z, b and a."""
+        return self.channels + self.v_size + 2 * self.num_v_heads
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The convolution's state of a sequence in a layer, float32: its inputs of the last tokens, oldest first."""
+        return self.conv_size - 1, self.channels
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        """The delta rule's state of a sequence in a layer, float32."""
+        return self.num_v_heads, self.k_dim, self.v_dim
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return linear_projections(hidden, self.channels, self.v_size, self.num_v_heads)
+
+    def share(self, size: int) -> GatedDeltaSpec:
+        """One of `size` ranks' share."""
+        return replace(self, num_k_heads=self.num_k_heads // size, num_v_heads=self.num_v_heads // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +210,45 @@ class GatedSpec:
     activation: Activation = Activation.SILU
     bias: bool = False
 
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """See `AttentionSpec.projections`."""
+        return gated_projections(hidden, self.size)
+
+    def share(self, size: int) -> GatedSpec:
+        """One of `size` ranks' share."""
+        return replace(self, size=self.size // size)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | GatedDeltaSpec
     feed_forward: GatedSpec
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
     """Factor of what each part adds to the residual stream (Granite)."""
+
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """The mixer, if it is attention."""
+        return self.mixer if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rope of its attention, if it has either."""
+        return self.mixer.rope if isinstance(self.mixer, AttentionSpec) else None
+
+    @property
+    def delta(self) -> GatedDeltaSpec | None:
+        """The mixer, if it is Gated DeltaNet."""
+        return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
+        return self.mixer.projections(hidden) + self.feed_forward.projections(hidden)
+
+    def share(self, size: int) -> LayerSpec:
+        """One of `size` ranks' share."""
+        return replace(self, mixer=self.mixer.share(size), feed_forward=self.feed_forward.share(size))

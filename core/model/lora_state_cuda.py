@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
+from ...memory.pages.layout import PageLayout, SlabLayout
+from ...memory.pages.projections import Group, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables, TableSizes
 from ..cpus import available_cpus
-from .batch import LoraState, RowAdapters, lora_groups, rows_in
+from .batch import LoraState, RowAdapters, rows_in
 from .config import ModelConfig
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class StepOffload(Protocol):
         """Send them their rows of x."""
         ...
 
-    def collect(self, group: int, y: torch.Tensor, /) -> None:
+    def collect(self, group: int, y: torch.Tensor, layer: int, /) -> None:
         """Add their LoRA terms to y."""
         ...
 
@@ -91,7 +92,7 @@ class CudaLoraState(LoraState):
         """make_copy: see SgmvTables."""
         super().__init__(config, arena, max_stall)
         self.max_rank, max_adapters, self._max_rows, self._max_tokens, padded = limits
-        self._config, self._num_layers = config, config.num_layers
+        self._num_layers = config.num_layers
         self._page_elems, self._itemsize = layout.page_elems, layout.itemsize
         self._decodes = {most: decode(most, self.max_rank) for most in token_limits("decode", self._max_rows)}
         self._prefills = {
@@ -101,8 +102,13 @@ class CudaLoraState(LoraState):
         }
         possible = self._possible()
         least_tile = min(schedule.tile_tokens for schedule in self._prefills.values())
-        self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
-        _, widest = self._whole(self.max_rank)
+        self._projections = config.projections
+        self.products = config.projections.products
+        """The different products of the model's layers."""
+        self.product_of = config.projections.product_of
+        """Indices in `products`, by layer and group."""
+        parts, widest = self._whole(self.max_rank)
+        self._usual_parts = len(parts)
         self._products: dict[Schedule, list[Sgmv]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
@@ -117,7 +123,7 @@ class CudaLoraState(LoraState):
             max_pages=widest.num_pages,
             max_rank=self.max_rank,
             page_elems=layout.page_elems,
-            slab_elems=widest.parts[0].slabs.slab_elems,
+            slab_elems=self._widest_slab(),
             max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
             scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
         )
@@ -149,7 +155,7 @@ class CudaLoraState(LoraState):
         """Return the launches of a captured step: the same number of tiles for all adapters, with some room for their
         parts.
         """
-        return LoraLaunches(self, decode(size, self.max_rank), size, passes=passes)
+        return LoraLaunches(self, decode(size, self.max_rank), size * self._usual_parts, passes=passes)
 
     def padded(self, tokens: int) -> LoraLaunches:
         """Return the launches of captured pieces with `tokens` tokens.
@@ -158,8 +164,9 @@ class CudaLoraState(LoraState):
         from the first.
         """
         schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
-        num_tiles = -(-tokens // schedule.tile_tokens) + _MORE_TILES
-        return LoraLaunches(self, schedule, num_tiles, tail=Tail(decode(last, self.max_rank), last, 0))
+        num_tiles = (-(-tokens // schedule.tile_tokens) + _MORE_TILES) * self._usual_parts
+        tail = Tail(decode(last, self.max_rank), last * self._usual_parts, 0)
+        return LoraLaunches(self, schedule, num_tiles, tail=tail)
 
     def begin_padded(
         self,
@@ -255,11 +262,11 @@ class CudaLoraState(LoraState):
         )
 
     def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
-        """Return a schedule's launches for each group of projections, made once."""
+        """Return a schedule's launches for each of the model's `products`, made once."""
         if (found := self._products.get(schedule)) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
-            found = [Sgmv(self.arena, self.tables, modules, d_in, schedule) for d_in, modules in self.widths]
+            found = [Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule) for each in self.products]
             self._products[schedule] = found
         return found
 
@@ -279,12 +286,14 @@ class CudaLoraState(LoraState):
 
         Each row has its own adapter, as far as the tables have room, with one rank and on all modules, in any pages.
         """
-        part, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
+        parts, layout = self._whole(min(_SAMPLE_RANK, self.max_rank))
         pages = list(itertools.islice(itertools.cycle(range(len(self.arena))), layout.num_pages))
-        adapters = [rows_in(part, layout.parts[0], pages) for _ in range(min(bucket, len(self.tables.offsets)))]
+        places, most = list(zip(parts, layout.parts, strict=True)), len(self.tables.offsets) // len(parts)
+        adapters = [[rows_in(part, place, pages) for part, place in places] for _ in range(min(bucket, most))]
         segments = Segments()
-        for row, rows in zip(range(bucket), itertools.cycle(adapters)):
-            segments.add(row, row + 1, rows)
+        for row, adapter in zip(range(bucket), itertools.cycle(adapters)):
+            for rows in adapter:
+                segments.add(row, row + 1, rows)
         launches = self.bucket(bucket)
         self.tables.plan(segments, launches.schedule.tile_tokens)
         return launches
@@ -302,24 +311,35 @@ class CudaLoraState(LoraState):
         from ...ops.launch_triton import compiling  # needs triton
 
         device, dtype = self.arena.device, self.arena.dtype
-        cases = []
+        cases, places = [], self._first_uses()
         for schedule in self._possible():
             launches = LoraLaunches(self, schedule, 1)
-            for group, (d_in, modules) in enumerate(self.widths):
-                out = sum(width for _, _, width in modules)
-                y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (out, d_in))
-                cases.append((launches, group, y, x))
+            for (layer, group), each in places:
+                y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (each.outputs, each.inputs))
+                cases.append((launches, group, y, x, layer))
         with compiling(available_cpus()):
             for launches, *case in cases:
-                launches.add(*case, 0, compile_only=True)
+                launches.add(*case, compile_only=True)
         for launches, *case in cases:
-            launches.add(*case, 0)
+            launches.add(*case)
 
-    def _whole(self, rank: int) -> tuple[AdapterPart, AdapterLayout]:
+    def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
+        """The layer and group that first use each product."""
+        found: dict[int, tuple[int, int]] = {}
+        for place in itertools.product(range(self._num_layers), Group):
+            found.setdefault(self.product_of[place[0]][place[1]], place)
+        return [(place, self.products[index]) for index, place in found.items()]
+
+    def _whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
         """Make an adapter of one rank that changes everything, and its layout."""
-        part = AdapterPart(rank, 1.0, tuple(range(self._num_layers)), MODULES)
-        sizes = self._config.module_dims, self._num_layers, self._page_elems, self._itemsize
-        return part, AdapterLayout.build((part,), *sizes)
+        parts = uniform_parts(self._projections, rank)
+        return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
+
+    def _widest_slab(self) -> int:
+        """The most elements that a rank-row of a layer may have."""
+        layers = dict.fromkeys(self._projections.layers)
+        names = ([projection.name for projection in layer] for layer in layers)
+        return max(SlabLayout.build(self._projections, targets, self._itemsize).slab_elems for targets in names)
 
     def _possible(self) -> dict[Schedule, int]:
         """Every schedule that a step may use, with the most tokens that it is used for."""
@@ -335,8 +355,8 @@ class CudaLoraState(LoraState):
 
     def _scratch(self, tokens: int, schedule: Schedule) -> int:
         return max(
-            SgmvTables.scratch_elems(schedule.splits(d_in), tokens, len(group), self.max_rank)
-            for d_in, group in self.widths
+            SgmvTables.scratch_elems(schedule.splits(each.inputs), tokens, len(each.modules), self.max_rank)
+            for each in self.products
         )
 
 
@@ -378,11 +398,11 @@ class LoraLaunches:
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
 
     @cached_property
-    def _groups(self) -> list[Sgmv]:
+    def _products(self) -> list[Sgmv]:
         return self._state.sgmvs(self.schedule)
 
     @cached_property
-    def _tail_groups(self) -> list[Sgmv]:
+    def _tail_products(self) -> list[Sgmv]:
         return [] if self.tail is None else self._state.sgmvs(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
@@ -391,14 +411,15 @@ class LoraLaunches:
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
+        index = self._state.product_of[layer][group]
         if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
-            self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
-        self._groups[group](
+            self._tail_products[index](*last, layer, self._tail_tiles, tail.num_tiles)
+        self._products[index](
             y, x, layer, tiles=self._tiles, num_tiles=self.num_tiles, tokens=self._tokens, compile_only=compile_only
         )
         if (offloaded := self._state.offloaded) is not None:
-            offloaded.collect(group, y)
+            offloaded.collect(group, y, layer)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
         """Multiply with A only; return None if a row's adapters are added in passes, or tiles hold more than one
@@ -407,7 +428,8 @@ class LoraLaunches:
         if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores:
             return None
         (tiles,) = self._tiles
-        return self._groups[group].shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
+        product = self._products[self._state.product_of[layer][group]]
+        return product.shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""

@@ -12,6 +12,7 @@ import torch
 
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
+from ...memory.pages.layout import PageGroup, PageLayout
 from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
 from ...ops.lora_offload import Offloading
@@ -20,7 +21,8 @@ from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import LoraState, StepBatch
 from .config import ModelConfig
-from .layers import Activation, AttentionSpec, HeadNorm, LayerSpec, Norms
+from .layers import Activation, AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .paged_states import PagedStates
 from .rope_config import RopeConfig
 from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
@@ -31,11 +33,14 @@ _ACTIVATIONS = {Activation.SILU: native.Activation.SILU, Activation.GELU_TANH: n
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
     pair = 4 // dtype.itemsize
-    inner = (config.hidden_size, config.intermediate_size, config.q_size)
+    inner = [config.hidden_size, config.intermediate_size, config.q_size]
+    inner += [] if config.delta is None else [config.delta.v_size]
     if reason := native_library.why_unavailable(dtype):
         return reason
     if any(k % pair for k in inner) or config.head_dim % 2:
         return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
+    if config.attention.output_gate and any(it.head_norm is HeadNorm.ALL for it in config.attention_layers):
+        return "it has no norm of all heads where queries have gates of attention's output between them"
     unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
     if unknown:
         return f"it has the activations {', '.join(_ACTIVATIONS)}, and this model's is {', '.join(sorted(unknown))}"
@@ -66,17 +71,25 @@ class NativeDecoderModel:
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
-            layers=self.layers, values=layer_values(config.layers, max_model_len), positions=max_model_len, embed=embed,
+            layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout),
+            products=config.projections.products, product_of=config.projections.product_of,
+            positions=max_model_len, page_groups=arena.layout.pages_per_block, embed=embed,
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
-            logits_softcap=config.logits_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
+            delta=_native_delta(config.delta, arena.layout),
         )  # fmt: skip
+        self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
         self._every: dict[int, torch.Tensor] = {}
         self._no_segments = Segments()
 
     def new_attention(self) -> native.NativeRows:
         return native.NativeRows()
+
+    def new_states(self) -> PagedStates | None:
+        """See `DecoderModel.new_states`."""
+        return None if self.config.delta is None else PagedStates(self.config, self._arena)
 
     @property
     def best(self) -> list[int]:
@@ -122,9 +135,10 @@ class NativeDecoderModel:
                 logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
         segments = self._no_segments if lora is None else lora.segments
+        states = batch.states if isinstance(batch.states, PagedStates) else None
         logits = self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
-            0.0 if lora is None else lora.max_stall, batch.prompt_logprob_tokens, batch.merged,
+            0.0 if lora is None else lora.max_stall, batch.prompt_logprob_tokens, batch.merged, states,
         )  # fmt: skip
         return self._gathered(logits)
 
@@ -146,15 +160,64 @@ class NativeDecoderModel:
         self._decoder.close()
 
 
-def layer_values(layers: Sequence[LayerSpec], positions: int) -> list[native.LayerValues]:
-    """How the library computes layers, with the angles of that many positions; layers with the same rope share them."""
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+def layer_values(
+    layers: Sequence[LayerSpec], positions: int, layout: PageLayout | None = None
+) -> list[native.LayerValues]:
+    """How the library computes layers, with the angles of that many positions; layers with the same rope share them.
+
+    layout: where their KV is; by default all layers' in each page.
+    """
+    ropes = dict.fromkeys(layer.attention.rope for layer in layers if layer.attention)
     tables = {rope: (None, None) if rope is None else _angles(rope, positions) for rope in ropes}
-    return [_layer_values(layer, *tables[layer.mixer.rope]) for layer in layers]
+    groups = (PageGroup(tuple(range(len(layers)))),) if layout is None else layout.groups
+    places = {layer: (group, at) for group, each in enumerate(groups) for at, layer in enumerate(each.layers)}
+    found, with_kv = [], 0
+    for index, layer in enumerate(layers):
+        if (mixer := layer.attention) is None:
+            found.append(_delta_values(layer, index - with_kv))
+        else:
+            found.append(_layer_values(layer, mixer, *tables[mixer.rope], *places[with_kv], positions))
+            with_kv += 1
+    return found
 
 
-def _layer_values(layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor | None) -> native.LayerValues:
-    mixer = layer.mixer
+def _delta_values(layer: LayerSpec, state_layer: int) -> native.LayerValues:
+    """Of a layer with Gated DeltaNet."""
+    return native.LayerValues(
+        1.0,
+        parallel=layer.norms is Norms.PARALLEL,
+        page_layer=0,
+        residual_multiplier=layer.residual_multiplier,
+        activation=_ACTIVATIONS[layer.feed_forward.activation],
+        state_layer=state_layer,
+    )
+
+
+def _native_delta(delta: GatedDeltaSpec | None, layout: PageLayout) -> native.NativeDelta | None:
+    if delta is None or (places := layout.states) is None:
+        return None
+    return native.NativeDelta(
+        k_heads=delta.num_k_heads,
+        v_heads=delta.num_v_heads,
+        k_dim=delta.k_dim,
+        v_dim=delta.v_dim,
+        conv_size=delta.conv_size,
+        delta_eps=delta.eps,
+        convs_per_page=places.convs_per_page,
+        heads_per_page=places.heads_per_page,
+        conv_pages=places.num_conv_pages,
+    )
+
+
+def _layer_values(
+    layer: LayerSpec,
+    mixer: AttentionSpec,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    page_group: int,
+    page_layer: int,
+    positions: int,
+) -> native.LayerValues:
     return native.LayerValues(
         _score_scale(mixer),
         cos,
@@ -164,6 +227,9 @@ def _layer_values(layer: LayerSpec, cos: torch.Tensor | None, sin: torch.Tensor 
         softcap=mixer.softcap or 0.0,
         norms_all_heads=mixer.head_norm is HeadNorm.ALL,
         parallel=layer.norms is Norms.PARALLEL,
+        page_group=page_group,
+        page_layer=page_layer,
+        query_factors=None if mixer.query_growth is None else mixer.query_growth.factors(positions),
         residual_multiplier=layer.residual_multiplier,
         activation=_ACTIVATIONS[layer.feed_forward.activation],
     )
@@ -201,16 +267,15 @@ class PackedWeights:
 
 def projection_shapes(config: ModelConfig, shard: Shard = WHOLE) -> list[tuple[int, int]]:
     """(out, in) features of a rank's packed projections: of every layer, and of the head."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    layer = [(config.q_size + 2 * config.kv_size, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
-    tokens = shard.of_vocab(config)
-    return [*(layer * config.num_layers), (tokens.stop - tokens.start, hidden)]
+    projections, tokens = config.projections, shard.of_vocab(config)
+    products = [projections.products[index] for layer in projections.product_of for index in layer]
+    return [*((each.outputs, each.inputs) for each in products), (tokens.stop - tokens.start, config.hidden_size)]
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:
     """The layer in the library's form: packed projections as they are, everything else as float32."""
     for field in fields(layer):
         part = getattr(layer, field.name)
-        if part is not None and field.name not in ("qkv", "o", "gate_up", "down"):
+        if isinstance(part, torch.Tensor) and field.name not in ("qkv", "o", "gate_up", "down"):
             setattr(layer, field.name, part.float())
     return layer

@@ -167,7 +167,8 @@ class ShadowWeights:
         return not captured.num_left
 
     def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
-        parts = [part for part in self._lora.rows_of(adapter) if _changes(part, layer, self._lora.modules(group))]
+        modules = self._lora.modules(layer, group)
+        parts = [part for part in self._lora.rows_of(adapter) if _changes(part, layer, modules)]
         began = time.perf_counter()
         growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
         most = MOST_GROWTH[place.itemsize]
@@ -229,7 +230,7 @@ class ShadowWeights:
             (layer, group)
             for layer in range(len(self._model.layers))
             for group in range(len(MATRICES))
-            if any(_changes(part, layer, self._lora.modules(group)) for part in parts)
+            if any(_changes(part, layer, self._lora.modules(layer, group)) for part in parts)
         ]
 
     def _origin(self, layer: int, group: int) -> torch.Tensor:

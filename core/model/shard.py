@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from .config import ModelConfig, UnsupportedModel
 from .layers import HeadNorm
 
-_HEADS, _KV_HEADS, _FFN = ("q_proj", "o_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
-_BY_INPUT = ("o_proj", "down_proj")
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -34,26 +31,16 @@ class Shard:
         if why := _why_not(size, whole):
             sizes = ", ".join(str(each) for each in range(1, whole.num_heads + 1) if not _why_not(each, whole))
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and the model's {why}; set it to one of {sizes}")
-        if any(layer.mixer.head_norm is HeadNorm.ALL for layer in whole.layers):
+        if whole.delta is not None:
+            raise UnsupportedModel(
+                f"tensor_parallel_size is {size}, and ranks can't share the model's Gated DeltaNet layers; set it to 1"
+            )
+        if any(it.head_norm is HeadNorm.ALL for it in whole.attention_layers):
             raise UnsupportedModel(
                 f"tensor_parallel_size is {size}, and the model norms all heads of a token at once, of which a rank "
                 "has a share only; set it to 1"
             )
         return whole.share(size)
-
-    def of_module(self, module: str, whole: ModelConfig) -> tuple[slice, slice]:
-        """Inputs and outputs of a projection that this rank has."""
-        if module in _HEADS:
-            width = whole.q_size // self.size
-            share = slice(self.rank * width, (self.rank + 1) * width)
-        elif module in _KV_HEADS:
-            first, count = self.rank * whole.num_kv_heads // self.size, max(1, whole.num_kv_heads // self.size)
-            share = slice(first * whole.head_dim, (first + count) * whole.head_dim)
-        else:
-            width = whole.intermediate_size // self.size
-            share = slice(self.rank * width, (self.rank + 1) * width)
-        every = slice(None)
-        return (share, every) if module in _BY_INPUT else (every, share)
 
     def of_vocab(self, whole: ModelConfig) -> slice:
         """Tokens of which this rank computes logits."""
@@ -68,9 +55,9 @@ class Shard:
         module = path.rpartition(".")[2]
         if module == "lm_head":
             return (self.of_vocab(whole),)
-        if module not in (*_HEADS, *_KV_HEADS, *_FFN):
+        if module not in whole.projections:
             return ()
-        inputs, outputs = self.of_module(module, whole)
+        inputs, outputs = whole.projections[module].share(self.rank, self.size)
         return (outputs,) if kind == "bias" else (outputs, inputs)
 
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...memory.files.module_paths import usual_path
-from ...memory.pages.layout import ModuleDims
+from ...ops.gated_delta import DeltaWeights
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
-from .layers import HeadNorm, LayerSpec, Norms
+from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ Pack = Callable[[torch.Tensor], torch.Tensor]
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, _LAYER = "model.", "model.layers.{}."
-_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias)$")
+_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|dt_bias|A_log)$")
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
 
 #: Norms that a layer may have, by where they stand.
@@ -41,15 +40,22 @@ _NORMS = {
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer. qkv: `[q + 2·kv, hidden]`; gate_up: `[2·ffn, hidden]`; o, down: `[hidden, in]`.
-
-    Biases are as long as their projection has rows. None stands for what the layer doesn't have.
-    """
+    """One decoder layer. Biases are as long as their projection has rows. None: the layer has none."""
 
     qkv: torch.Tensor
+    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, or Gated DeltaNet's
+    `[qkv + z + b + a, hidden]`.
+    """
+
     o: torch.Tensor
+    """`[hidden, in]`: the mixer's output."""
+
     gate_up: torch.Tensor
+    """`[2·ffn, hidden]`."""
+
     down: torch.Tensor
+    """`[hidden, ffn]`."""
+
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -67,6 +73,9 @@ class LayerWeights:
 
     k_norm: torch.Tensor | None = None
 
+    delta: DeltaWeights | None = None
+    """The rest of a layer with Gated DeltaNet."""
+
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every part of a model of `config`, under the names that Llama's checkpoints have for it but for the norms of
@@ -78,25 +87,49 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[LM_HEAD] = (config.vocab_size, hidden)
     for index, layer in enumerate(config.layers):
         at = _LAYER.format(index)
-        shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden, config.module_dims).items()}
+        shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
     return shapes
 
 
-def _layer_shapes(layer: LayerSpec, hidden: int, dims: ModuleDims) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
-    mixer = layer.mixer
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
-    biased = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), mixer.qkv_bias), "o_proj": mixer.o_bias}
-    for name, (d_in, d_out) in dims.items():
-        path = usual_path(name)
-        shapes[f"{path}.weight"] = (d_out, d_in)
-        if biased.get(name, layer.feed_forward.bias):
-            shapes[f"{path}.bias"] = (d_out,)
-    if mixer.head_norm is not None:
-        each = mixer.head_norm is HeadNorm.EACH
-        shapes["self_attn.q_norm.weight"] = (mixer.head_dim if each else mixer.q_size,)
-        shapes["self_attn.k_norm.weight"] = (mixer.head_dim if each else mixer.kv_size,)
-    return shapes
+    biased = _biased(layer)
+    for projection in layer.projections(hidden):
+        shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
+        if projection.path in biased:
+            shapes[f"{projection.path}.bias"] = (projection.outputs,)
+    if isinstance(layer.mixer, AttentionSpec):
+        return shapes | _head_norm_shapes(layer.mixer)
+    return shapes | _delta_shapes(layer.mixer)
+
+
+def _biased(layer: LayerSpec) -> set[str]:
+    """Paths of the projections with a bias."""
+    found = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} if layer.feed_forward.bias else set()
+    if (mixer := layer.attention) is not None:
+        found |= {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} if mixer.qkv_bias else set()
+        found |= {"self_attn.o_proj"} if mixer.o_bias else set()
+    return found
+
+
+def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    if mixer.head_norm is None:
+        return {}
+    each = mixer.head_norm is HeadNorm.EACH
+    return {
+        "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
+        "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),
+    }
+
+
+def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:
+    return {
+        "linear_attn.conv1d.weight": (mixer.channels, 1, mixer.conv_size),
+        "linear_attn.dt_bias": (mixer.num_v_heads,),
+        "linear_attn.A_log": (mixer.num_v_heads,),
+        "linear_attn.norm.weight": (mixer.v_dim,),
+    }
 
 
 class Source(NamedTuple):
@@ -192,31 +225,45 @@ class Weights(ABC):
         at, spec = _LAYER.format(index), self._config.layers[index]
 
         def projection(*names: str) -> torch.Tensor:
-            names = tuple(f"{name}.weight" for name in names)
+            names = tuple(f"{at}{name}.weight" for name in names)
             return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
 
         def norm(name: str) -> torch.Tensor | None:
             return self._norm(f"{at}{name}.weight") if f"{at}{name}.weight" in self._shapes else None
 
-        q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
-        gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
-        bias = spec.feed_forward.bias
+        def bias(*names: str) -> torch.Tensor | None:
+            names = tuple(f"{at}{name}.bias" for name in names)
+            return self._read(*names) if names[0] in self._shapes else None
+
+        def first_rank_bias(name: str) -> torch.Tensor | None:
+            return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
+
+        *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
+        gate_up = ("mlp.gate_proj", "mlp.up_proj")
         return LayerWeights(
             attention_norm=norm("attention_norm"),
-            qkv=projection(q, k, v),
-            qkv_bias=self._read(*(f"{name}.bias" for name in (q, k, v))) if spec.mixer.qkv_bias else None,
+            qkv=projection(*inputs),
+            qkv_bias=bias(*inputs),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
-            o=projection(o),
-            o_bias=self._first_rank(f"{o}.bias") if spec.mixer.o_bias else None,
+            delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
+            o=projection(output),
+            o_bias=first_rank_bias(output),
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
-            gate_up=projection(gate, up),
-            gate_up_bias=self._read(f"{gate}.bias", f"{up}.bias") if bias else None,
-            down=projection(down),
-            down_bias=self._first_rank(f"{down}.bias") if bias else None,
+            gate_up=projection(*gate_up),
+            gate_up_bias=bias(*gate_up),
+            down=projection("mlp.down_proj"),
+            down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
         )
+
+    def _delta(self, at: str) -> DeltaWeights:
+        """What Gated DeltaNet has besides its projections, in float32 whatever the model's dtype."""
+        conv, dt_bias, a_log, norm = (
+            self._read(at + name, dtype=torch.float32) for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight")
+        )
+        return DeltaWeights(conv.squeeze(1).T.contiguous(), dt_bias, a_log, norm)
 
     def _part(self, name: str) -> tuple[slice, ...]:
         """The rank's share of a tensor, by dimension; embeddings are whole, whatever their name."""
@@ -228,9 +275,9 @@ class Weights(ABC):
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
-    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
+    def _read(self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The rank's shares of tensors, stacked along their first dimension. reuse: the memory may be that of the last
-        tensor so read.
+        tensor so read. dtype: None: the model's.
         """
 
 
@@ -279,7 +326,10 @@ class WeightLoader(Weights):
             elif name not in used and not _IGNORED.search(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if left_out:
-            logger.info("%d tensors of the checkpoint are not for text and are left out", left_out)
+            beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
+            logger.info(
+                "%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, beginnings
+            )
 
     @property
     def num_bytes(self) -> int:
@@ -297,7 +347,7 @@ class WeightLoader(Weights):
             logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
         return head
 
-    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
+    def _read(self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Each is read straight into its place."""
         shape = self._shape(names)
         if reuse:
@@ -306,7 +356,7 @@ class WeightLoader(Weights):
                 self._scratch = torch.empty(shape.numel(), dtype=self._dtype)
             target = self._scratch[: shape.numel()].view(shape)
         else:
-            target = torch.empty(shape, dtype=self._dtype)
+            target = torch.empty(shape, dtype=dtype or self._dtype)
         for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
             source = self._sources[name]
             self._checkpoint.read_into(part, source.name, self._rows(name, source))

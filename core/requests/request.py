@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from ...memory.pages.layout import NEVER
 from .sampling_params import SamplingParams
 from .types import FinishReason, SamplerState, TokenLogprobs
 
@@ -93,6 +94,8 @@ class Request:
     """Exists while it runs."""
     room: int = 0
     """Tokens that its pages can hold."""
+    leaves_at: int = NEVER
+    """Computed tokens from which on pages may have left a window."""
     kv_image: KvImage | None = None
     """Its KV in host memory, until that is restored."""
     restoring: Transfer | None = None
@@ -112,6 +115,8 @@ class Request:
     """Computed on demand."""
     caching: bool = False
     """True if the blocks that it completes go into the prefix cache."""
+    is_refilling: bool = False
+    """True if the last block that it knows is another request's, and only gets back pages that it has lost."""
     num_known_blocks: int = 0
     """Its blocks in the prefix cache."""
     last_block: Block | None = None

@@ -18,6 +18,7 @@ from ...memory.files.error import LoadFailure
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
+    from ...memory.pages.states import StateSlots
     from .sampling_params import SamplingParams
 
 BASE_LORA_INDEX = -1
@@ -71,6 +72,10 @@ class ScheduledSequence:
     """All known tokens of the request, prompt first; read only."""
     num_prompt_tokens: int
     state: SamplerState = field(default_factory=SamplerState, repr=False, compare=False)
+    states: StateSlots | None = field(default=None, repr=False, compare=False)
+    """Its recurrent states; None for a model without. A sequence that starts at 0 begins with a state of zeros."""
+    state_step: int = 0
+    """The step says which slot it reads, and which it writes."""
 
     @property
     def kv_len(self) -> int:

@@ -180,7 +180,7 @@ class Admission:
         while (request := self._next(builder)) is not None:
             blocks = self.memory.match(request)
             kept = self.memory.kept_tokens(request, blocks)
-            count = request.num_tokens - kept
+            count = self.memory.limit_chunk(request, kept, request.num_tokens - kept)
             if count > builder.tokens.left and not self.limits.chunked_prefill:
                 return
             if self._prefills.hold_back(request, kept):

@@ -132,7 +132,7 @@ class LoadPolicy:
     store: AdapterStore
     costs: RestoreCosts
     starts: ColdStarts
-    block_tokens: int
+    pages_per_token: float
     max_stall: float
     _waiting: WeakSet[Adapter] = field(default_factory=WeakSet)
 
@@ -156,5 +156,5 @@ class LoadPolicy:
             return tier is not Tier.DISK  # a failed one may: starting it reports the error
         if self.max_stall == 0:
             return False
-        most = self.costs.prefix_page * num_tokens / self.block_tokens + self.max_stall
+        most = self.costs.prefix_page * num_tokens * self.pages_per_token + self.max_stall
         return store.loads.seconds_left(adapter, self.max_stall) <= most

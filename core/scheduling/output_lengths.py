@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from ...memory.pages.layout import PageLayout
 from ..requests.request import Request
 
 if TYPE_CHECKING:
@@ -84,15 +85,16 @@ class OutputLengths:
 class Growth:
     """Pages that running requests are expected to need beyond the pages that they have."""
 
-    def __init__(self, lengths: OutputLengths, block_tokens: int, running: Sequence[Request]) -> None:
+    def __init__(self, lengths: OutputLengths, layout: PageLayout, running: Sequence[Request]) -> None:
         self._lengths = lengths
-        self._block = block_tokens
+        self._layout = layout
+        self._pages_of = pages_of = layout.pages_for_tokens
         self._running = running
         ends = lengths.final_lengths(running)
-        self.finals = [-(-(end - 1) // block_tokens) for end in ends]
+        self.finals = [pages_of(end - 1) for end in ends]
         """Pages that each running request is expected to end with."""
         rooms = [request.room for request in running]
-        grown = [final + -room // block_tokens for final, room in zip(self.finals, rooms, strict=True)]
+        grown = [final - pages_of(room) for final, room in zip(self.finals, rooms, strict=True)]
         self.total = sum([pages for pages in grown if pages > 0])
         """Pages by which all of them grow."""
         self._by_tenant: Counter[str] | None = None
@@ -120,7 +122,7 @@ class Growth:
 
     def final_pages(self, request: Request) -> int:
         """Return the pages that a request which does not run yet is expected to end with."""
-        return -(-(self._lengths.final_length(request) - 1) // self._block)
+        return self._pages_of(self._lengths.final_length(request) - 1)
 
     def total_with(self, request: Request) -> int:
         """Return the pages by which they and `request` grow in all; its known tokens count as having pages."""
@@ -138,20 +140,27 @@ class Growth:
         if self._ends is None:
             finals = self._lengths.final_lengths(self._running)
             self._ends = np.array(list(map(self._end, self._running, finals)), np.int64).reshape(-1, 3)
-        known = -(-request.num_tokens // self._block)
-        own = self._lengths.final_length(request) - 1 - request.num_tokens, known, known
+        layout, count, final = self._layout, request.num_tokens, self._lengths.final_length(request)
+        frees = layout.blocks_for_tokens(count) * layout.num_growing + layout.fixed_pages(final - 1)
+        own = final - 1 - count, frees, layout.pages_for_tokens(count)
         steps, frees, has = np.vstack((self._ends, own)).T
         order = np.argsort(-steps)  # when a request ends, the earlier ones in this order still run
-        needs = np.cumsum(frees[order]) * self._block + np.arange(1, len(steps) + 1) * steps[order]
+        block, growing = layout.block_tokens, layout.num_growing
+        needs = np.cumsum(frees[order]) * block + np.arange(1, len(steps) + 1) * steps[order] * growing
         most = int(needs[steps[order] <= own[0]].max())
-        return max(0, -(-most // self._block) - int(has.sum()))
+        return max(0, -(-most // block) - int(has.sum()))
 
     def _pages(self, request: Request, room: int) -> int:
         """Return the pages that a request with room for `room` tokens grows by."""
-        return max(0, self.final_pages(request) + -room // self._block)
+        return max(0, self.final_pages(request) - self._pages_of(room))
 
     def _end(self, request: Request, final: int) -> tuple[int, int, int]:
-        """Return the steps until a request ends, the pages that it frees then, and how many of these it has now."""
-        block, count, room = self._block, len(request.token_ids), request.room
-        shared = request.began_at // block
-        return final - 1 - count, -(-max(room, count) // block) - shared, room // block - shared
+        """Return the steps until a request ends, the pages that it frees then if its tokens are today's, and how many
+        of these it has now.
+
+        Pages that do not grow without end count as many as at the end.
+        """
+        layout, count, room = self._layout, len(request.token_ids), request.room
+        shared = request.began_at // layout.block_tokens * layout.num_growing
+        frees = layout.blocks_for_tokens(max(room, count)) * layout.num_growing + layout.fixed_pages(final - 1)
+        return final - 1 - count, frees - shared, layout.pages_for_tokens(room) - shared

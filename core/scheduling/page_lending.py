@@ -60,7 +60,7 @@ class PageLending:
         """Pages that the running requests are expected to grow by."""
         if self._growth is None:
             lifecycle = self._lifecycle
-            self._growth = Growth(lifecycle.lengths, lifecycle.memory.block_tokens, self._running)
+            self._growth = Growth(lifecycle.lengths, lifecycle.memory.layout, self._running)
         return self._growth
 
     def admit(self, request: Request) -> None:

@@ -270,6 +270,8 @@ def as_if_finished(plan: StepPlan, find: Callable[[ScheduledSequence], Request |
         if (request := find(sequence)) is not None:
             moved.append((request, len(sequence.tokens)))
             request.num_computed_tokens += len(sequence.tokens)
+            if request.block_table.states is not None:
+                request.block_table.states.steps += 1
             if sequence.samples:
                 sampled.append(request)
                 request.token_ids += PENDING
@@ -278,6 +280,8 @@ def as_if_finished(plan: StepPlan, find: Callable[[ScheduledSequence], Request |
     finally:
         for request, count in moved:
             request.num_computed_tokens -= count
+            if request.is_running and request.block_table.states is not None:
+                request.block_table.states.steps -= 1
         for request in sampled:
             request.token_ids.pop()
 
@@ -293,6 +297,7 @@ def continue_from(plan: StepPlan, following: StepPlan) -> None:
         following.sources = range(len(sequences))
         for sequence in sequences:
             sequence.start += 1
+            sequence.state_step += 1
             sequence.tokens = PENDING
         return
     positions = {id(sequence.pages): position for position, sequence in enumerate(sequences) if sequence.samples}
@@ -301,11 +306,12 @@ def continue_from(plan: StepPlan, following: StepPlan) -> None:
         if position >= 0:
             before = sequences[position]
             sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
+            sequence.state_step = before.state_step + 1
 
 
 def _new_sequence(request: Request, count: int) -> ScheduledSequence:
     """Return a new sequence for a request. If it decodes, the request keeps it for its next steps."""
-    start, token_ids = request.num_computed_tokens, request.token_ids
+    start, token_ids, states = request.num_computed_tokens, request.token_ids, request.block_table.states
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
     sequence = ScheduledSequence(
         request_id=request.id,
@@ -319,6 +325,8 @@ def _new_sequence(request: Request, count: int) -> ScheduledSequence:
         token_ids=token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         state=request.sampler,
+        states=states,
+        state_step=0 if states is None else states.steps,
     )
     if count == 1 and samples:
         request.sequence = sequence

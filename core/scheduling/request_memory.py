@@ -14,8 +14,10 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.eviction import RestoreCosts
+from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, BlockTable, PrefixCache
+from ...memory.pages.states import StateSlots
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost
 from ..requests.request import Request
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 class RequestMemory:
     """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    share_prefix_cache: also between tenants. may_swap: whether to keep a preempted request's KV in host memory.
+    max_chunk: the most tokens of a request in a step. checkpoint_tokens: see
+    `EngineConfig.state_checkpoint_tokens`. share_prefix_cache: also between tenants.
+    may_swap: whether to keep a preempted request's KV in host memory.
     arriving: requests with KV being copied back.
     """
 
@@ -35,12 +39,17 @@ class RequestMemory:
     store: AdapterStore
     prefix: PrefixCache
     reclaimer: Reclaimer
-    block_tokens: int
+    layout: PageLayout
+    max_chunk: int
+    checkpoint_tokens: int
     use_prefix_cache: bool
     share_prefix_cache: bool
     swapped: SwappedKv
     may_swap: Callable[[], bool]
     arriving: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.block_tokens = self.layout.block_tokens
 
     @property
     def num_available_pages(self) -> int:
@@ -51,7 +60,10 @@ class RequestMemory:
         """Return the cached blocks of the request's prefix; none if it asks for its prompt's log-probabilities."""
         if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
-        return self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+        blocks = self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+        if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
+            return []  # beside a checkpoint there is no room for the request's own states
+        return blocks
 
     def scope(self, request: Request) -> tuple[str, str]:
         """Return the key within which blocks are shared: the request's tenant and its salt."""
@@ -62,7 +74,9 @@ class RequestMemory:
 
         blocks: the request's cached prefix.
         """
-        wanted = -(-request.num_tokens // self.block_tokens) - len(blocks) + spare
+        chunk = min(self.max_chunk, request.num_tokens)
+        wanted = self.layout.pages_for_tokens(request.num_tokens, chunk) + spare
+        wanted -= sum(map(bool, self.prefix.pages_of(blocks)))
         adapter = request.adapter
         if adapter is not None and not adapter.pages:
             wanted += adapter.num_pages
@@ -81,7 +95,10 @@ class RequestMemory:
         An adapter may still be being read: its layers arrive during the prefill.
         Raises the errors of loading the adapter; then nothing is held.
         """
-        table = BlockTable(self.pool, self.prefix, self.block_tokens, self.prefix.take(blocks, request.num_tokens))
+        taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
+        table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
+        if self.layout.state_pages:
+            table.states = StateSlots([self.prefix.take_checkpoint(blocks[-1])] if blocks else [])
         adapter = request.adapter
         if adapter is not None:
             try:
@@ -91,20 +108,63 @@ class RequestMemory:
             except Exception:
                 table.free()
                 raise
+        if table.states is not None:
+            self._add_state_slots(table.states)
         request.block_table = table
         request.num_computed_tokens = request.room = len(blocks) * self.block_tokens
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
-        request.caching = self.use_prefix_cache
+        request.caching, request.is_refilling = self.use_prefix_cache, False
+        request.leaves_at = self.layout.first_leaving(request.num_computed_tokens)
         image, kept = request.kv_image, self.kept_tokens(request, blocks)
         if image is not None and kept > request.num_computed_tokens:
-            self.grow(request, kept)
             self._restore(request, image, len(blocks))
         elif image is not None:
             self._drop_image(request, image)
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
+
+    def _add_state_slots(self, states: StateSlots) -> None:
+        """Give a request pages of its own for its states. A checkpoint that it begins with stays its first slot until
+        its first step has read it.
+        """
+        size, count = self.layout.state_pages, self.layout.state_slots
+        self.reclaimer.make_room(size * count)
+        pages = self.pool.allocate(size * count, PageKind.KV)
+        own = [pages[first : first + size] for first in range(0, len(pages), size)]
+        if states.slots:
+            states.share(own.pop())
+        states.slots += own
+
+    def limit_chunk(self, request: Request, computed: int, count: int) -> int:
+        """Return how many of the `count` tokens after `computed` ones a step may compute: none beyond the next
+        checkpoint.
+        """
+        if count < 2 or not (self.layout.state_pages and self.use_prefix_cache and self.checkpoint_tokens):
+            return count
+        return min(count, self._next_checkpoint(request, computed) - computed)
+
+    def _next_checkpoint(self, request: Request, computed: int) -> int:
+        """The number of computed tokens at which the state is kept next: at the end of the prompt's blocks, of which
+        the last leaves a token to compute, or after another `checkpoint_tokens`.
+        """
+        every, block = self.checkpoint_tokens, self.block_tokens
+        prompt = (request.num_prompt_tokens - 1) // block * block
+        following = (computed // every + 1) * every
+        return prompt if computed < prompt < following else following
+
+    def _keep_state(self, request: Request, states: StateSlots) -> None:
+        """Keep the request's state as a checkpoint if it is after the last block that it knows, and one is due."""
+        computed, block = request.num_computed_tokens, request.last_block
+        if block is None or not request.caching or not self.checkpoint_tokens:
+            return
+        is_due = computed == self._next_checkpoint(request, computed - 1)
+        if not is_due or computed != request.num_known_blocks * self.block_tokens or block.checkpoint is not None:
+            return
+        size = self.layout.state_pages
+        if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current):
+            states.share(self.pool.allocate(size, PageKind.KV))
 
     def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
         """Return the number of tokens with KV when a request starts: in `blocks`, its cached prefix, or on the host."""
@@ -124,9 +184,14 @@ class RequestMemory:
         if not num_tokens or not self.may_swap():
             return False
         first, last = 0, -(-num_tokens // self.block_tokens)
-        if self.use_prefix_cache and request.params.prompt_logprobs is None:
+        # with states, a request can begin in the prefix cache only at a checkpoint, which may be elsewhere
+        if not self.layout.state_pages and self.use_prefix_cache and request.params.prompt_logprobs is None:
             leaving = self.swapped.leaving()
-            while first < request.num_known_blocks and self.pool.references(pages[first]) > 1 + leaving[pages[first]]:
+            step = self.layout.pages_per_block
+            while first < request.num_known_blocks:
+                page = pages[first * step]
+                if self.pool.references(page) <= 1 + leaving[page]:
+                    break
                 first += 1
         try:
             request.kv_image = self.swapped.swap_out(request.block_table, range(first, last), num_tokens)
@@ -159,9 +224,21 @@ class RequestMemory:
 
     def _restore(self, request: Request, image: KvImage, num_blocks: int) -> None:
         """Copy a request's image into its pages after its cached prefix; drop the image if that fails."""
-        pages = request.block_table.pages[num_blocks : image.blocks.stop]
+        step = self.layout.pages_per_block
+        skip = (num_blocks - image.blocks.start) * step
+        held = image.held[skip:]
+        if (missing := sum(held)) > self.pool.num_free and not self.reclaimer.make_room(missing):
+            self._drop_image(request, image)
+            return
+        table = request.block_table
+        table.add_some(held)
+        request.room = image.blocks.stop * self.block_tokens
+        pages = [page for page in table.pages[num_blocks * step :] if page]
+        if table.states is not None:
+            self.prefix.release(table.states.leave_checkpoint())
+            pages += table.states.current
         try:
-            request.restoring = self.swapped.restore(image, pages, num_blocks - image.blocks.start)
+            request.restoring = self.swapped.restore(image, pages, sum(image.held[:skip]))
         except ExecutorLost:
             raise
         except Exception:
@@ -188,11 +265,12 @@ class RequestMemory:
         """Make the block table cover `num_tokens`, evicting unused pages if needed; False if there are not enough."""
         short = num_tokens - request.room
         if short > 0:
-            missing = -(-short // self.block_tokens)
+            blocks = -(-short // self.block_tokens)
+            missing = blocks * self.layout.pages_per_block
             if missing > self.pool.num_free and not self.reclaimer.make_room(missing):
                 return False
             request.block_table.add_pages(missing)
-            request.room += missing * self.block_tokens
+            request.room += blocks * self.block_tokens
         return True
 
     def grow_by_one(self, requests: Sequence[Request]) -> bool:
@@ -201,17 +279,32 @@ class RequestMemory:
         return not short or self.grow_each(short)
 
     def grow_each(self, requests: list[Request]) -> bool:
-        """Add a page to each of `requests`, evicting unused pages if needed.
+        """Add pages of a block to each of `requests`, evicting unused pages if needed.
 
         False, and nothing done, if there are not enough for all.
         """
-        count, block = len(requests), self.block_tokens
+        step, block = self.layout.pages_per_block, self.block_tokens
+        count = step * len(requests)
         if count > self.pool.num_free and not self.reclaimer.make_room(count):
             return False
-        for request, page in zip(requests, self.pool.allocate(count, PageKind.KV), strict=True):
-            request.block_table.pages.append(page)
+        pages = self.pool.allocate(count, PageKind.KV)
+        for index, request in enumerate(requests):
+            request.block_table.pages += pages[index * step : (index + 1) * step]
             request.room += block
         return True
+
+    def move_on(self, request: Request) -> None:
+        """Release the request's pages that no later token sees, and let its state follow its computed tokens; what the
+        prefix cache knows stays cached.
+        """
+        computed, table = request.num_computed_tokens, request.block_table
+        if computed >= request.leaves_at:
+            table.leave(computed)
+            request.leaves_at = self.layout.first_leaving(computed)
+        if table.states is not None:
+            if left := table.states.advance():
+                self.prefix.release(left)
+            self._keep_state(request, table.states)
 
     def remember(self, request: Request) -> None:
         """Insert the blocks that the request has completed into the prefix cache."""
@@ -219,9 +312,14 @@ class RequestMemory:
         while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
             index = request.num_known_blocks
             tokens = request.token_ids[index * step : (index + 1) * step]
-            page = request.block_table.pages[index]
+            pages = request.block_table.of_blocks(range(index, index + 1))
             version, scope = _version(request.adapter), self.scope(request)
-            block = self.prefix.insert(version, request.last_block, tokens, page, scope)
+            block = None
+            if not request.is_refilling:
+                block = self.prefix.insert(version, request.last_block, tokens, pages, scope)
+            if block is None and (self.layout.has_windows or self.layout.state_pages):
+                block = self.prefix.refill(version, request.last_block, tokens, pages, scope)
+                request.is_refilling = True
             if block is None:
                 request.caching = False
                 return

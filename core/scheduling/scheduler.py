@@ -321,7 +321,7 @@ class Scheduler:
         """Yield the KV pages that requests hold, for `PagePool.check_integrity`."""
         for request in self._requests.values():
             if request.is_running:
-                yield PageKind.KV, request.block_table.pages
+                yield PageKind.KV, request.block_table.held
 
     # -- choosing
 
@@ -447,12 +447,16 @@ class Scheduler:
         computed = request.num_computed_tokens = request.num_computed_tokens + len(sequence.tokens)
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
+        if computed >= request.leaves_at or sequence.states is not None:
+            self._memory.move_on(request)
         if not sequence.samples:
             return None
         token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
         if (reused := request.sequence) is not None:  # for the next step
             reused.tokens, reused.start = [token], computed
+            if reused.states is not None:
+                reused.state_step = reused.states.steps
         reason = stop_token = None
         if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token

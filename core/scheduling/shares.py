@@ -115,7 +115,8 @@ class PageShares:
 
     def record_victims(self, request: Request, victims: Sequence[Request], now: float) -> None:
         """Record that `victims` are preempted for a request."""
-        costs, pages = self._costs, sum(victim.room for victim in victims) // self._memory.block_tokens
+        costs, pages_of = self._costs, self._memory.layout.pages_for_tokens
+        pages = sum([pages_of(victim.room) for victim in victims])
         seconds = pages * (costs.swapped_page if self._memory.may_swap() else costs.prefix_page)
         self._next_preemption = max(self._next_preemption, now - RESTORE_WINDOW_SECONDS) + seconds / RESTORE_SHARE
         self.recipient, self._donors, self._preempted_at = request, {victim.fairness_key for victim in victims}, now
@@ -127,5 +128,5 @@ class PageShares:
         waiting, weights = self._waiting.tenants, self._weights
         others = len(waiting) + sum([weight - 1 for each, weight in weights.items() if each in waiting])
         wanted = {each: pages for each, pages in growth.by_tenant.items() if each not in waiting}
-        held = sum([request.room for request in running]) // self._memory.block_tokens
+        held = sum([self._memory.layout.pages_for_tokens(request.room) for request in running])
         return max_min_level(self._memory.num_available_pages + held, wanted, weights, others)

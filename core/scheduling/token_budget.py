@@ -64,7 +64,7 @@ class TokenBudget:
                 break
             if not request.is_running:  # preempted for an earlier request
                 continue
-            count = wanted = min(self.left, num_missing(request))
+            count = wanted = min(self.left, self._next_chunk(request))
             if shares is not None and num_missing(request) > 1:
                 count = min(wanted, shares[request.fairness_key])
                 shares[request.fairness_key] -= count
@@ -96,11 +96,15 @@ class TokenBudget:
                 continue
             if not count and len(counts) >= limits.max_num_seqs:
                 continue
-            more = min(left, num_missing(request) - count)
+            more = min(left, self._next_chunk(request) - count)
             end = request.num_computed_tokens + count + more
             if more > 0 and (request.room >= end or self._lifecycle.memory.grow(request, end)):
                 counts[request] = count + more
                 left -= more
+
+    def _next_chunk(self, request: Request) -> int:
+        """The most tokens of a running request that a step may compute."""
+        return self._lifecycle.memory.limit_chunk(request, request.num_computed_tokens, num_missing(request))
 
     def _schedule(self, request: Request, count: int) -> None:
         """Schedule `count` tokens of a running request if it gets pages; others, or itself, are preempted for them.

@@ -21,7 +21,7 @@ from ..files.format import AdapterManifest, tensor_shapes
 from ..files.identity import open_unchanged
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
-from ..pages.layout import MODULES, ModuleDims
+from ..pages.projections import Projections
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class RowsInFile(Protocol):
 
 
 def _jobs_by_layer(
-    parts: tuple[AdapterPart, ...], places: TensorPlaces, layout: AdapterLayout, dims: ModuleDims
+    parts: tuple[AdapterPart, ...], places: TensorPlaces, layout: AdapterLayout, projections: Projections
 ) -> list[list[tuple[int, ...]]]:
     by_layer: list[list[tuple[int, ...]]] = [[] for _ in range(layout.num_layers)]
     starts = iter(places)
@@ -78,9 +78,9 @@ def _jobs_by_layer(
         slabs = place.slabs
         for layer, name in product(part.layers, part.targets):
             (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
-            m = MODULES.index(name)
+            m = projections.id(name)
             by_layer[layer].append((
-                a_start, b_start, a_type, b_type, part.rank, *dims[name], place.first_elem[layer],
+                a_start, b_start, a_type, b_type, part.rank, *projections[name].dims, place.first_elem[layer],
                 slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
             ))  # fmt: skip
     return by_layer
@@ -91,10 +91,10 @@ def row_jobs(
     parts: tuple[AdapterPart, ...],
     places: TensorPlaces,
     layout: AdapterLayout,
-    dims: tuple[tuple[str, tuple[int, int]], ...],
+    projections: Projections,
 ) -> RowJobs:
-    """The jobs of an adapter; adapters of equal shape and file layout share them. dims: items of `ModuleDims`."""
-    by_layer = _jobs_by_layer(parts, places, layout, dict(dims))
+    """The jobs of an adapter; adapters of equal shape and file layout share them."""
+    by_layer = _jobs_by_layer(parts, places, layout, projections)
     spans = [list(chain.from_iterable(map(_spans, jobs))) for jobs in by_layer]
     layers = tuple(_groups([sum(end - start for start, end in found) for found in spans]))
     groups: list[tuple[int, int, int, int]] = []
@@ -149,10 +149,10 @@ OpenRows = Callable[[int, RowJobs, int, "torch.dtype"], RowsInFile]
 
 
 class ImageForm(NamedTuple):
-    """Form of an adapter's image: `[layout.num_pages, page_elems]` of a dtype. dims: of the base model's modules."""
+    """Form of an adapter's image: `[layout.num_pages, page_elems]` of a dtype. projections: the base model's."""
 
     layout: AdapterLayout
-    dims: ModuleDims
+    projections: Projections
     page_elems: int
     dtype: torch.dtype
 
@@ -170,13 +170,13 @@ def read_image(
     what it refuses is read again here, to say why. AdapterFormatError when the file can't be read, is no longer what
     was inspected, or holds NaN or infinity, before or after the cast.
     """
-    layout, dims, page_elems, dtype = form
+    layout, projections, page_elems, dtype = form
     shape = (layout.num_pages, page_elems)
 
     def take() -> list[_PartReader]:
         data = image.data = buffers.take(shape, dtype)
         return [
-            _PartReader(file, part, place, data.view(-1), dims)
+            _PartReader(file, part, place, data.view(-1), projections)
             for part, place in zip(manifest.parts, layout.parts, strict=True)
         ]
 
@@ -184,7 +184,7 @@ def read_image(
         if open_rows is None or manifest.places is None:
             done = _read_by_torch(take(), range(layout.num_layers))
         else:
-            jobs = row_jobs(manifest.parts, manifest.places, layout, tuple(dims.items()))
+            jobs = row_jobs(manifest.parts, manifest.places, layout, projections)
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
         with closing(done):  # here and now: dropping an open generator would wait for the disk
@@ -239,7 +239,7 @@ class _PartReader:
     _part: AdapterPart
     _place: PartLayout
     data: torch.Tensor
-    dims: ModuleDims
+    projections: Projections
 
     def read(self, layer: int) -> None:
         """By way of buffers small enough for the caches, so that every byte is read and written once."""
@@ -248,13 +248,13 @@ class _PartReader:
             return
         buffer, rows = self._buffers
         for name in part.targets:
-            m = MODULES.index(name)
-            d_in, d_out = self.dims[name]
-            (a, a_shape), (b, b_shape) = tensor_shapes(layer, name, part.rank, self.dims)
+            m, projection = self.projections.id(name), self.projections[name]
+            d_in, d_out = projection.dims
+            (a, a_shape), (b, b_shape) = tensor_shapes(layer, projection, part.rank)
             rows[:, slabs.a_offset[m] :][:, :d_in] = _read(self._file, a, a_shape, buffer)
             rows[:, slabs.b_offset[m] :][:, :d_out] = _read(self._file, b, b_shape, buffer).T
         if not _all_finite(rows):
-            raise _not_finite(self._file, part, layer, self.dims, rows.dtype, buffer)
+            raise _not_finite(self._file, part, layer, self.projections, rows.dtype, buffer)
         self.data[first : first + rows.numel()] = rows.view(-1)
 
     @cached_property
@@ -263,7 +263,7 @@ class _PartReader:
         import torch
 
         part = self._part
-        widest = max(max(self.dims[name]) for name in part.targets)
+        widest = max(max(self.projections[name].dims) for name in part.targets)
         rows = torch.zeros(part.rank, self._place.slabs.slab_elems, dtype=self.data.dtype)
         return torch.empty(part.rank * widest * 4, dtype=torch.uint8), rows
 
@@ -292,11 +292,16 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def _not_finite(
-    file: AdapterWeights, part: AdapterPart, layer: int, dims: ModuleDims, dtype: torch.dtype, buffer: torch.Tensor
+    file: AdapterWeights,
+    part: AdapterPart,
+    layer: int,
+    projections: Projections,
+    dtype: torch.dtype,
+    buffer: torch.Tensor,
 ) -> AdapterFormatError:
     """Find the tensor at fault among a layer's."""
     for module in part.targets:
-        for name, shape in tensor_shapes(layer, module, part.rank, dims):
+        for name, shape in tensor_shapes(layer, projections[module], part.rank):
             tensor = _read(file, name, shape, buffer)
             at = f"{file.path}: tensor {name} holds"
             if not _all_finite(tensor):

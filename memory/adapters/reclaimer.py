@@ -9,7 +9,7 @@ import numpy as np
 
 from ..pages.eviction import EvictionOrder
 from ..pages.pool import PageKind, PagePool
-from ..pages.prefix import Block, PrefixCache
+from ..pages.prefix import Block, Checkpoint, PrefixCache, WindowPages
 from ..pages.runs import BLOCKED, place_runs
 from ..pages.shadow import ShadowPages
 from .adapter import Adapter
@@ -50,7 +50,7 @@ class Reclaimer:
             item = self.order.pop()
             if isinstance(item, Adapter):
                 self.store.evict(item)
-            elif isinstance(item, Block):
+            elif isinstance(item, (Block, WindowPages, Checkpoint)):
                 self.prefix.evict(item)
             elif item is self.shadow:
                 self.shadow.give_up()
@@ -83,7 +83,7 @@ class Reclaimer:
             if kind is PageKind.ADAPTER:
                 self.store.evict(idle[page])
             elif kind is PageKind.CACHED:
-                self.prefix.evict_from(self.prefix.by_page[page])
+                self.prefix.evict_page(page)
         return len(pages)
 
     def _idle_pages(self) -> dict[int, Adapter]:

@@ -17,12 +17,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ..pages.adapter_layout import AdapterPart
-from ..pages.layout import MODULES, ModuleDims
+from ..pages.projections import Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterChanged, AdapterFormatError, shown
 from .module_names import ModuleNames
-from .module_paths import LLAMA_PATHS, ModulePaths, usual_path
+from .module_paths import ModulePaths
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .unserved import missing_config, refuse_other_weights, why_not_lora
 
@@ -49,7 +49,7 @@ class AdapterManifest:
     `model`; empty for a model without a head. content_hash: of what it computes, whatever the files look like, and
     no_effect: whether that is nothing; None until its weights have been read for it. base_model: what it says it was
     trained on, and names_other_base: whether that is not the model that is served. modules: where its base model has
-    the projections.
+    the projections; None where there is no file.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class AdapterManifest:
     no_effect: bool | None = None
     base_model: str | None = None
     names_other_base: bool = False
-    modules: ModulePaths = LLAMA_PATHS
+    modules: ModulePaths | None = None
 
     num_left_out: int = 0
     """Tensors of the file that have no effect on text."""
@@ -76,10 +76,11 @@ class AdapterManifest:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names of the modules that it changes in any layer."""
-        return tuple(name for name in MODULES if any(name in part.targets for part in self.parts))
+        found = dict.fromkeys(name for part in self.parts for name in part.targets)
+        return tuple(found if self.modules is None else sorted(found, key=self.modules.projections.id))
 
-    def num_params(self, dims: ModuleDims) -> int:
-        return sum(part.num_slabs * sum(sum(dims[name]) for name in part.targets) for part in self.parts)
+    def num_params(self, projections: Projections) -> int:
+        return sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
 
 
 def is_adapter_dir(path: Path) -> bool:
@@ -87,17 +88,11 @@ def is_adapter_dir(path: Path) -> bool:
     return os.path.lexists(path / CONFIG_FILE)  # unlike Path's methods this one never raises
 
 
-def inspect_adapter(
-    path: Path,
-    dims: ModuleDims,
-    num_layers: int,
-    roots: Sequence[Path] = (),
-    modules: ModulePaths = LLAMA_PATHS,
-) -> AdapterManifest:
+def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()) -> AdapterManifest:
     """Read and check an adapter directory's configuration and tensor shapes against the base model.
 
-    roots: as in `AdapterDirectory`. modules: where the base model has its projections. Raises AdapterFormatError for
-    anything that would not be served exactly as PEFT would apply it.
+    modules: the base model's projections, and where it has them. roots: as in `AdapterDirectory`. Raises
+    AdapterFormatError for anything that would not be served exactly as PEFT would apply it.
     """
     with AdapterDirectory(path, roots) as directory:
         if not directory.has(CONFIG_FILE):
@@ -106,14 +101,14 @@ def inspect_adapter(
         config = AdapterConfig.read(directory)
         with _open_weights(directory, modules) as file:
             stem = file.stem
-            targets = _targets(config, path, num_layers, stem, modules)
-            _check_names(file, targets, config, num_layers)
+            targets, projections = _targets(config, path, stem, modules), modules.projections
+            _check_names(file, targets, projections)
             for (layer, module), (rank, _) in targets.items():
-                for name, shape in tensor_shapes(layer, module, rank, dims):
+                for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
-            parts = _parts(targets)
-            parts, places = _shared(parts, _places(file, parts))
+            parts = _parts(targets, projections)
+            parts, places = _shared(parts, _places(file, parts, projections))
             return AdapterManifest(
                 path,
                 parts,
@@ -206,7 +201,7 @@ class AdapterWeights(TensorFile):
         return plain if match is None or usual is None else f"{match[1]}.{usual}.{match[3]}"
 
 
-def open_weights(path: Path, modules: ModulePaths = LLAMA_PATHS) -> AdapterWeights:
+def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
     """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
     with AdapterDirectory(path) as directory:
         return _open_weights(directory, modules)
@@ -217,47 +212,37 @@ def _open_weights(directory: AdapterDirectory, modules: ModulePaths) -> AdapterW
     return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"), modules)
 
 
-def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple[tuple[str, tuple[int, int]], ...]:
+def tensor_shapes(layer: int, projection: Projection, rank: int) -> tuple[tuple[str, tuple[int, int]], ...]:
     """Name and shape of a target's A `[rank, in]` and B `[out, rank]`."""
-    a, b = tensor_names(layer, module)
-    d_in, d_out = dims[module]
-    return (a, (rank, d_in)), (b, (d_out, rank))
-
-
-def module_key(layer: int, module: str) -> str:
-    """A projection's name in a Llama model."""
-    return f"model.layers.{layer}.{usual_path(module)}"
+    a, b = tensor_names(layer, projection)
+    return (a, (rank, projection.inputs)), (b, (projection.outputs, rank))
 
 
 @lru_cache(16)
-def _keys(
-    num_layers: int, stem: str, modules: ModulePaths
-) -> tuple[ModuleNames, dict[str, tuple[int, tuple[str, ...]]]]:
+def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple[int, tuple[str, ...]]]]:
     """All modules that a pattern may match, and the layer and projections of those that can be targeted here.
 
     The rest are most of the modules that can't be targeted, by PEFT neither.
     """
     level = f"{stem}." if stem else ""
-    keys = {
-        f"{level}layers.{layer}.{path}": (layer, parts)
-        for layer in range(num_layers)
-        for path, parts in modules.by_path.items()
-    }
-    parents = {path.rpartition(".")[0] for path in modules.by_path}
-    inner = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm"]
-    inner += [f".{parent}" for parent in sorted(parents)]
+    keys, inner = {}, []
+    for layer in range(modules.projections.num_layers):
+        own = modules.in_layer(layer)
+        keys |= {f"{level}layers.{layer}.{path}": (layer, parts) for path, parts in own.items()}
+        parents = sorted({f".{path.rpartition('.')[0]}" for path in own})
+        names = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm", *parents]
+        inner += [f"{level}layers.{layer}{name}" for name in names]
     others = [f"{level}{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
     others += ["lm_head", stem] if stem else []  # without a module around the layers there is no head
-    others += [f"{level}layers.{layer}{name}" for layer in range(num_layers) for name in inner]
-    return ModuleNames([*keys, *others]), keys
+    return ModuleNames([*keys, *others, *inner]), keys
 
 
 def _targets(
-    config: AdapterConfig, path: Path, num_layers: int, stem: str, modules: ModulePaths
+    config: AdapterConfig, path: Path, stem: str, modules: ModulePaths
 ) -> dict[tuple[int, str], tuple[int, float]]:
     """(layer, module) → rank and scale of all that the configuration targets."""
     file = path / CONFIG_FILE
-    names, keys = _keys(num_layers, stem, modules)
+    names, keys = _keys(stem, modules)
     targets = {}
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
@@ -271,13 +256,41 @@ def _targets(
     if not targets:
         raise AdapterFormatError(
             f"{file}: target_modules, exclude_modules and layers_to_transform match none of {modules.names} "
-            f"in the base model's {num_layers} layers"
+            f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
     return targets
 
 
-def _parts(targets: dict[tuple[int, str], tuple[int, float]]) -> tuple[AdapterPart, ...]:
-    """Group targets by rank, scale and set of layers; in the order of their first layers."""
+def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:
+    """What a configuration without targets would target if every layer had every projection."""
+    level, projections = f"{stem}." if stem else "", modules.projections
+    parts_of = {
+        f"{level}layers.{layer}.{path}": (layer, parts[0])
+        for layer in range(projections.num_layers)
+        for path, parts in modules.by_path.items()
+    }
+    found = config.targets(ModuleNames([*parts_of]))
+    if not found:
+        return ""
+    layer, name = parts_of[next(iter(found))]
+    return f": {name} is not in layer {layer}, but in {_layers(projections, name)}"
+
+
+def _layers(projections: Projections, name: str) -> str:
+    """The layers that have a projection, as ranges."""
+    runs: list[list[int]] = []
+    for layer in projections.layers_of(name):
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return f"layer{'s' if runs[1:] or runs[0][1:] else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+def _parts(targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> tuple[AdapterPart, ...]:
+    """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
+    layers.
+    """
     layers: dict[tuple[int, float, str], list[int]] = defaultdict(list)
     for (layer, module), (rank, scale) in targets.items():
         layers[rank, scale, module].append(layer)
@@ -285,19 +298,19 @@ def _parts(targets: dict[tuple[int, str], tuple[int, float]]) -> tuple[AdapterPa
     for (rank, scale, module), numbers in layers.items():
         modules[rank, scale, tuple(numbers)].append(module)
     parts = (
-        AdapterPart(rank, scale, numbers, tuple(name for name in MODULES if name in names))
+        AdapterPart(rank, scale, numbers, tuple(sorted(names, key=projections.id)))
         for (rank, scale, numbers), names in modules.items()
     )
-    return tuple(sorted(parts, key=lambda part: (part.layers, MODULES.index(part.targets[0]))))
+    return tuple(sorted(parts, key=lambda part: (part.layers, projections.id(part.targets[0]))))
 
 
-def _places(file: TensorFile, parts: tuple[AdapterPart, ...]) -> TensorPlaces:
+def _places(file: TensorFile, parts: tuple[AdapterPart, ...], projections: Projections) -> TensorPlaces:
     tensors = (
         file.tensors[name]
         for part in parts
         for layer in part.layers
         for target in part.targets
-        for name in tensor_names(layer, target)
+        for name in tensor_names(layer, projections[target])
     )
     return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
 
@@ -308,16 +321,14 @@ def _shared(parts: tuple[AdapterPart, ...], places: TensorPlaces) -> tuple[tuple
     return parts, places
 
 
-def _check_names(
-    file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], config: AdapterConfig, num_layers: int
-) -> None:
-    wanted = {name for layer, module in targets for name in tensor_names(layer, module)}
+def _check_names(file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> None:
+    wanted = {name for layer, module in targets for name in tensor_names(layer, projections[module])}
     for name in file.tensors:
         if name not in wanted:
-            why = _why_not(name, file.tensors[name].shape, num_layers)
+            why = _why_not(name, file.tensors[name].shape, projections)
             raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
     for layer, module in targets:
-        for name in tensor_names(layer, module):
+        for name in tensor_names(layer, projections[module]):
             if name not in file.tensors:
                 raise AdapterFormatError(
                     f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets {module} of layer {layer}; "
@@ -325,13 +336,13 @@ def _check_names(
                 )
 
 
-def tensor_names(layer: int, module: str) -> Iterator[str]:
+def tensor_names(layer: int, projection: Projection) -> Iterator[str]:
     """Of a target's A and B."""
-    key = f"{_PREFIX}{module_key(layer, module)}"
+    key = f"{_PREFIX}{STEM}.layers.{layer}.{projection.path}"
     return (f"{key}.lora_{side}.weight" for side in "AB")
 
 
-def _why_not(name: str, shape: tuple[int, ...], num_layers: int) -> str:
+def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str:
     """Return what is wrong with a tensor that the configuration doesn't account for."""
     if "lora_magnitude_vector" in name:
         return "belongs to DoRA, which is not supported; merge the adapter into the base or train plain LoRA"
@@ -343,12 +354,18 @@ def _why_not(name: str, shape: tuple[int, ...], num_layers: int) -> str:
         return "is a bias, which is not supported; train with bias='none'"
     if not name.startswith(_PREFIX):
         return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
-    layer = _LAYER.search(name)
-    if layer and int(layer[1]) >= num_layers:
-        return f"is for layer {int(layer[1])}, the base model has {num_layers} layers; serve it with its own base"
-    if layer and any(name in tensor_names(int(layer[1]), module) for module in MODULES):
-        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
-    return f"is not lora_A.weight or lora_B.weight of one of {', '.join(MODULES)}; others are not supported"
+    match, num_layers = _LAYER.search(name), projections.num_layers
+    layer = int(match[1]) if match else -1
+    if layer >= num_layers:
+        return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
+    module = next((each.name for each in projections if name in tensor_names(layer, each)), None)
+    if module is None:
+        names = ", ".join(projections.names)
+        return f"is not lora_A.weight or lora_B.weight of one of {names}; others are not supported"
+    if layer not in projections.layers_of(module):
+        where = _layers(projections, module)
+        return f"is for {module} of layer {layer}, which the base model has in {where} only; serve it with its own base"
+    return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
 
 
 def _wrong_shape(

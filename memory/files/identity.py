@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..pages.layout import MODULES
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
+from .module_paths import ModulePaths
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
 
 _CHUNK_BYTES = 1 << 20
@@ -22,7 +22,7 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
     A new mode, owner or link also updates a file's change time. If the file seems changed only by that, or was copied,
     it is read again, provided that the hash of the registered content is known.
     """
-    file = open_weights(manifest.path, manifest.modules)
+    file = open_weights(manifest.path, _modules(manifest))
     try:
         same_size_and_time = (file.size, file.mtime_ns) == (manifest.file_size, manifest.mtime_ns)
         if same_size_and_time and manifest.identity in (None, file.identity):
@@ -56,6 +56,12 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
         return replace(manifest, content_hash=content_hash, no_effect=not has_effect)
 
 
+def _modules(manifest: AdapterManifest) -> ModulePaths:
+    if manifest.modules is None:
+        raise ValueError(f"{manifest.path} was not inspected: its manifest has no projections")
+    return manifest.modules
+
+
 def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
     """True if the file has the registered bytes."""
     return (
@@ -75,8 +81,9 @@ class _Reader:
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
         """True if any target changes anything: its scale is not zero, and neither all of its A nor all of its B is."""
+        projections = _modules(manifest).projections
         return any(
-            all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, module))
+            all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
             for part in manifest.parts
             if part.scale != 0
             for layer in part.layers
@@ -84,16 +91,18 @@ class _Reader:
         )
 
     def hash(self, manifest: AdapterManifest) -> str:
+        projections = _modules(manifest).projections
         targets = {
-            (layer, MODULES.index(module)): part
+            (layer, projections.id(module)): part
             for part in manifest.parts
             for layer in part.layers
             for module in part.targets
         }
-        digest = hashlib.sha256(b"chorus adapter 1\n")
+        by_id, digest = tuple(projections), hashlib.sha256(b"chorus adapter 1\n")
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
-            a, b = (self._file.tensor(name) for name in tensor_names(layer, MODULES[index]))
-            head = f"{layer} {MODULES[index]} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
+            projection = by_id[index]
+            a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
+            head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
             digest.update(head.encode())
             for info in (a, b):
                 for chunk in self._chunks(info):

@@ -9,19 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..pages.layout import MODULES
-
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-def usual_path(module: str) -> str:
-    """A projection's path in a layer of a Llama model."""
-    return f"{'mlp' if module in _MLP else 'self_attn'}.{module}"
+from ..pages.projections import Projections
 
 
 @dataclass(frozen=True)
 class ModulePaths:
-    """Paths in a layer of a base model. Others than Llama's are listed."""
+    """Paths in a layer of a base model: a projection's own, unless it is listed."""
+
+    projections: Projections
 
     renamed: tuple[tuple[str, str], ...] = ()
     """A projection, and its path."""
@@ -34,28 +29,32 @@ class ModulePaths:
 
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
-        """Each path that PEFT may target, and the projections that it is, in `MODULES`' order."""
+        """Each path that PEFT may target, and the projections that it is, in the table's order."""
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
-        for module in MODULES:
-            path = fused.get(module) or renamed.get(module) or usual_path(module)
-            found[path] = (*found.get(path, ()), module)
+        for projection in self.projections:
+            name = projection.name
+            path = fused.get(name) or renamed.get(name) or projection.path
+            found[path] = (*found.get(path, ()), name)
         return found
+
+    def in_layer(self, layer: int) -> dict[str, tuple[str, ...]]:
+        """`by_path` of the projections that a layer has."""
+        names = {projection.name for projection in self.projections.layers[layer]}
+        return {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
 
     @cached_property
     def usual(self) -> dict[str, str]:
-        """Paths of single projections that are not Llama's, and what Llama calls them."""
-        return {path: usual_path(module) for module, path in self.renamed}
+        """Paths of single projections that are not their own, and their own."""
+        return {path: self.projections[module].path for module, path in self.renamed}
 
     @cached_property
     def stacked(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Paths of several projections: Llama's path of each, and how many rows it has."""
-        return {path: tuple((usual_path(module), rows) for module, rows in parts) for path, parts in self.fused}
+        """Paths of several projections: each one's own path, and how many rows it has."""
+        own = self.projections
+        return {path: tuple((own[module].path, rows) for module, rows in parts) for path, parts in self.fused}
 
     @cached_property
     def names(self) -> str:
         """What PEFT's `target_modules` may name."""
         return ", ".join(path.rpartition(".")[2] for path in self.by_path)
-
-
-LLAMA_PATHS = ModulePaths()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .layout import ModuleDims, SlabLayout
+from .layout import SlabLayout
+from .projections import Projections
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
     """A share of an adapter: every one of `targets` (module names) in every one of `layers` has this rank and scale.
 
-    An ordinary adapter is one part; rank, alpha and layer patterns make several.
+    Every one of `layers` has all `targets`. An ordinary adapter of a model with equal layers is one part; rank, alpha
+    and layer patterns make several, and so do layers with other projections.
     """
 
     rank: int
@@ -23,6 +25,17 @@ class AdapterPart:
     @property
     def num_slabs(self) -> int:
         return self.rank * len(self.layers)
+
+
+def uniform_parts(
+    projections: Projections, rank: int, scale: float = 1.0, targets: Collection[str] | None = None
+) -> tuple[AdapterPart, ...]:
+    """The parts of an adapter with one rank and scale on `targets`, by default on all, in every layer that has them."""
+    by_layers: dict[tuple[int, ...], list[str]] = {}
+    for name in projections.names:
+        if targets is None or name in targets:
+            by_layers.setdefault(projections.layers_of(name), []).append(name)
+    return tuple(AdapterPart(rank, scale, layers, tuple(names)) for layers, names in sorted(by_layers.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +65,13 @@ class AdapterLayout:
 
     @classmethod
     def build(
-        cls, parts: Sequence[AdapterPart], dims: ModuleDims, num_layers: int, page_elems: int, itemsize: int
+        cls, parts: Sequence[AdapterPart], projections: Projections, page_elems: int, itemsize: int
     ) -> AdapterLayout:
-        """Lay out parts one after another, each layer-major. num_layers: the model's."""
-        placed = []
+        """Lay out parts one after another, each layer-major."""
+        placed, num_layers = [], projections.num_layers
         elem = 0
         for part in parts:
-            slabs = SlabLayout.build(dims, part.targets, itemsize)
+            slabs = SlabLayout.build(projections, part.targets, itemsize)
             first_elem = [-1] * num_layers
             for layer in part.layers:
                 first_elem[layer] = elem

@@ -31,6 +31,7 @@ class Arena:
             self.pages = hugepages.zeros(shape, dtype)  # the system provides its memory page by page on first use
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
-        kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
-        self.kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]
+        kv = self.pages.view(num_pages, -1, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        places = {layer: at for group in layout.groups for at, layer in enumerate(group.layers)}
+        self.kv_layers = [(kv[:, places[i], 0], kv[:, places[i], 1]) for i in range(layout.num_layers)]
         """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages."""

@@ -5,50 +5,162 @@ Pure arithmetic, no tensors, so that the simulator and the allocator studies use
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from .projections import Projections
+from .states import StateLayout, StateShape
 
 ROW_ALIGNMENT_BYTES = 16
 
-#: The projections that an adapter may target, in slab order. A module's index in this tuple is its id everywhere.
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-#: (in_features, out_features) per module name.
-ModuleDims = Mapping[str, tuple[int, int]]
+NEVER = 1 << 62
+"""A number of tokens that no request reaches."""
 
 
-def module_dims(hidden: int, ffn: int, q_size: int, kv_size: int) -> ModuleDims:
-    """Dimensions of every projection that an adapter may target."""
-    return {
-        "q_proj": (hidden, q_size), "k_proj": (hidden, kv_size), "v_proj": (hidden, kv_size),
-        "o_proj": (q_size, hidden), "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-    }  # fmt: skip
+class PageGroup(NamedTuple):
+    """Layers whose KV shares a page."""
+
+    layers: tuple[int, ...]
+    window: int | None = None
+    """Tokens that they see; pages of earlier tokens are freed. None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """One page as KV cache: `[num_layers, 2, block_tokens, kv_heads, head_dim]` page-outermost (Punica §5.4)."""
+    """Pages as KV cache: `block_tokens` tokens of the layers of a page group, page-outermost (Punica §5.4).
+
+    A page is `[layers of a group, 2, block_tokens, kv_heads, head_dim]`. A block of tokens has one page of each group.
+    Groups are equally large, so any page may serve any group: see `page_groups`.
+    """
 
     num_layers: int
+    """Layers with KV."""
     kv_heads: int
     head_dim: int
     block_tokens: int
     itemsize: int
+    windows: tuple[int | None, ...] = ()
+    """The attention window of each layer; empty: none has one."""
+    state: StateShape | None = None
+    """What other layers keep of a request's past."""
+    state_slots: int = 2
+    """States that a request has pages for; see `StateSlots`."""
+    groups: tuple[PageGroup, ...] = field(init=False)
+    states: StateLayout | None = field(init=False, compare=False)
 
-    @property
-    def kv_elems_per_token(self) -> int:
-        return self.num_layers * 2 * self.kv_heads * self.head_dim
+    def __post_init__(self) -> None:
+        """Raises ValueError if a page is too small for a part of a state."""
+        object.__setattr__(self, "groups", page_groups(self.windows or (None,) * self.num_layers))
+        states = None if self.state is None else StateLayout(self.state, self.page_bytes)
+        object.__setattr__(self, "states", states)
 
     @property
     def page_elems(self) -> int:
-        return self.block_tokens * self.kv_elems_per_token
+        return self.block_tokens * len(self.groups[0].layers) * 2 * self.kv_heads * self.head_dim
 
     @property
     def page_bytes(self) -> int:
         return self.page_elems * self.itemsize
 
-    def pages_for_tokens(self, num_tokens: int) -> int:
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that the tokens of a block fill."""
+        return len(self.groups)
+
+    @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """The window of each group."""
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def group_of_layer(self) -> list[int]:
+        """The index of each layer's group."""
+        found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return [found[layer] for layer in range(self.num_layers)]
+
+    @property
+    def state_pages(self) -> int:
+        """Pages of a state."""
+        return 0 if self.states is None else self.states.num_pages
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self.group_windows)
+
+    def first_leaving(self, computed: int) -> int:
+        """The number of computed tokens at which, after `computed` of them, another page leaves a window."""
+        block = self.block_tokens
+        return min(
+            (
+                (max(0, computed - window + 1) // block + 1) * block + window - 1
+                for window in self.group_windows
+                if window is not None
+            ),
+            default=NEVER,
+        )
+
+    @property
+    def num_growing(self) -> int:
+        """Pages that a request beyond all windows grows by with each block: those of groups without a window."""
+        return self.group_windows.count(None)
+
+    def blocks_for_tokens(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
+
+    def table_width(self, num_tokens: int) -> int:
+        """Entries of the block table of so many tokens."""
+        return self.blocks_for_tokens(num_tokens) * self.pages_per_block
+
+    def pages_for_tokens(self, num_tokens: int, chunk: int = 1) -> int:
+        """Pages of a request with so many tokens while it computes the last `chunk` of them."""
+        blocks = self.blocks_for_tokens(num_tokens)
+        return blocks * self.num_growing + self.fixed_pages(num_tokens, chunk)
+
+    def fixed_pages(self, num_tokens: int, chunk: int = 1) -> int:
+        """As `pages_for_tokens`, those alone that do not grow without end: in windows, and of states."""
+        return self.pages_in_windows(num_tokens, chunk) + self.state_pages * self.state_slots
+
+    def pages_in_windows(self, num_tokens: int, chunk: int = 1) -> int:
+        """As `pages_for_tokens`, of groups with a window, wherever in a block the window begins."""
+        blocks, block = self.blocks_for_tokens(num_tokens), self.block_tokens
+        most = ((window + chunk + block - 3) // block + 1 for window in self.group_windows if window is not None)
+        return sum(min(blocks, each) for each in most)
+
+    def tokens_in_pages(self, num_pages: int, chunk: int = 1, most: int = 1 << 30) -> int:
+        """The most tokens, up to `most`, that a request may have within so many pages; see `pages_for_tokens`."""
+        blocks = range(self.blocks_for_tokens(most) + 1)
+        pages = partial(self.pages_for_tokens, chunk=chunk)
+        fit = bisect_right(blocks, num_pages, key=lambda count: pages(count * self.block_tokens)) - 1
+        return max(0, fit) * self.block_tokens
+
+
+def page_groups(windows: Sequence[int | None]) -> tuple[PageGroup, ...]:
+    """Divide layers into groups of as many places for layers each; layers of a group have the same window.
+
+    Layers without a window fill their groups, so that the KV that stays with a request has no padding. Of the sizes
+    with at most an eighth more places than layers the largest is taken: then a block has the fewest pages. The last
+    group of a window may have places that no layer uses.
+    """
+    alike: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        alike.setdefault(window, []).append(layer)
+    free = len(alike.get(None, ()))
+    sizes = [size for size in range(1, (free or max(map(len, alike.values()), default=1)) + 1) if not free % size]
+
+    def places(size: int) -> int:
+        return sum(-(-len(layers) // size) * size for layers in alike.values())
+
+    size = max(size for size in sizes if 8 * places(size) <= 9 * max(1, len(windows)))
+    ordered = sorted(alike.items(), key=lambda each: each[0] is not None)  # groups without a window come first
+    groups = [
+        PageGroup(tuple(layers[first : first + size]), window)
+        for window, layers in ordered
+        for first in range(0, len(layers), size)
+    ]
+    return tuple(groups) or (PageGroup(()),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +176,18 @@ class SlabLayout:
     slab_elems: int
 
     @classmethod
-    def build(cls, dims: ModuleDims, targets: Sequence[str], itemsize: int) -> SlabLayout:
-        """Lay out `targets` (module names) in module order."""
+    def build(cls, projections: Projections, targets: Sequence[str], itemsize: int) -> SlabLayout:
+        """Lay out `targets` (names of projections) in the table's order."""
         step = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         offset = 0
         a_offset, b_offset = [], []
-        for name in MODULES:
-            if name not in targets:
+        for projection in projections:
+            if projection.name not in targets:
                 a_offset.append(-1)
                 b_offset.append(-1)
                 continue
-            d_in, d_out = dims[name]
             a_offset.append(offset)
-            offset += -(-d_in // step) * step
+            offset += -(-projection.inputs // step) * step
             b_offset.append(offset)
-            offset += -(-d_out // step) * step
+            offset += -(-projection.outputs // step) * step
         return cls(tuple(a_offset), tuple(b_offset), offset)

@@ -14,23 +14,54 @@ from typing import Protocol
 
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
+from .states import StateSlots
 
 #: Version of the base model's trie; adapter versions count from 1.
 BASE_VERSION = 0
 
 
 class Block:
-    """A full block in the trie: its page holds the KV of `tokens`, computed after its ancestors' tokens."""
+    """A full block in the trie: its pages hold the KV of `tokens`, computed after its ancestors' tokens."""
 
-    __slots__ = ("children", "depth", "page", "parent", "tokens", "uses")
+    __slots__ = ("checkpoint", "children", "depth", "in_windows", "is_known", "pages", "parent", "tokens", "uses")
 
-    def __init__(self, parent: Block | None, tokens: tuple[int, ...], page: int) -> None:
+    def __init__(self, parent: Block | None, tokens: tuple[int, ...], pages: Sequence[int]) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.page = page
+        self.pages = list(pages)
+        """One of each page group; `PagePool.DUMMY` where it was evicted, which happens only to pages in windows."""
         self.depth = 0 if parent is None else parent.depth + 1
         self.children: dict[tuple[int, ...], Block] = {}
         self.uses = 1
+        self.is_known = True
+        self.in_windows: WindowPages | None = None
+        """The item that stands for its pages in windows in the eviction order, if the model has windows."""
+        self.checkpoint: Checkpoint | None = None
+        """The state after its tokens, if it is kept."""
+
+    @property
+    def page(self) -> int:
+        """Its first page, by which events name it."""
+        return self.pages[0]
+
+
+class WindowPages:
+    """A block's pages in groups with a window: they may be evicted before the block's descendants."""
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+
+class Checkpoint:
+    """The state after a block's tokens: evictable by itself."""
+
+    __slots__ = ("block", "pages")
+
+    def __init__(self, block: Block, pages: Sequence[int]) -> None:
+        self.block = block
+        self.pages = list(pages)
 
 
 class Root(Block):
@@ -39,7 +70,7 @@ class Root(Block):
     __slots__ = ("scope", "version")
 
     def __init__(self, version: int, scope: Hashable) -> None:
-        super().__init__(None, (), PagePool.DUMMY)
+        super().__init__(None, (), (PagePool.DUMMY,))
         self.version = version
         self.scope = scope
 
@@ -55,15 +86,32 @@ class BlockListener(Protocol):
 class PrefixCache:
     """Known full blocks, used or evictable.
 
-    A request that knows a block also holds the block's ancestors. Therefore an unused block has only unused
-    descendants, and evicting leaves one by one can free every CACHED page.
+    A request that knows a block also holds its ancestors' pages, except those that have left a window. Therefore an
+    unused block has only unused descendants, and evicting leaves, and pages in windows, one by one can free every
+    CACHED page.
     """
 
-    def __init__(self, pool: PagePool, order: EvictionOrder, costs: RestoreCosts, block_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        order: EvictionOrder,
+        costs: RestoreCosts,
+        block_tokens: int,
+        windows: Sequence[int | None] = (None,),
+        *,
+        has_states: bool = False,
+    ) -> None:
+        """windows: of each page group. has_states: requests can only begin where there is a checkpoint."""
+        self._has_states = has_states
         self._pool = pool
         self._order = order
         self._costs = costs
         self._block_tokens = block_tokens
+        self._windowed = [group for group, window in enumerate(windows) if window is not None]
+        self._full = [group for group, window in enumerate(windows) if window is None]
+        self._reach = [
+            0 if window is None else -(-(window - 1) // block_tokens) for window in windows
+        ]  # blocks that the next token of a group with a window sees
         self._roots: dict[int, dict[Hashable, Root]] = {}
         self.by_page: dict[int, Block] = {}
         """The known blocks."""
@@ -72,10 +120,12 @@ class PrefixCache:
         self.num_query_tokens = 0
 
     def __len__(self) -> int:
+        """Pages of known blocks."""
         return len(self.by_page)
 
     def match(self, version: int, tokens: Sequence[int], scope: Hashable = None) -> list[Block]:
-        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute.
+        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
+        which a request can go on: each page group has all pages that the next token sees.
 
         scope: only blocks stored with an equal scope are found.
         """
@@ -90,11 +140,43 @@ class PrefixCache:
             if block is None:
                 break
             found.append(block)
-        return found
+        return self._usable(found) if self._windowed or self._has_states else found
 
-    def unused(self, blocks: Iterable[Block]) -> int:
-        """Number of the blocks with an unused page: taking them reduces the pages that can be reclaimed."""
-        return sum(self._pool.kind(block.page) is PageKind.CACHED for block in blocks)
+    def _usable(self, blocks: list[Block]) -> list[Block]:
+        """The most of a run's first blocks of which the last ones have all pages in their windows, and the last a
+        checkpoint if it needs one.
+        """
+        longest = 0
+        runs = dict.fromkeys(self._windowed, 0)  # blocks in a row that have the group's page
+        for count, block in enumerate(blocks, 1):
+            for group in self._windowed:
+                runs[group] = runs[group] + 1 if block.pages[group] else 0
+            if self._has_states and block.checkpoint is None:
+                continue
+            if all(runs[group] >= min(count, self._reach[group]) for group in self._windowed):
+                longest = count
+        return blocks[:longest]
+
+    def unused(self, blocks: Sequence[Block]) -> int:
+        """Number of unused pages among those that `take` would take: taking them reduces the pages that can be
+        reclaimed.
+        """
+        pages = [page for page in self.pages_of(blocks) if page]
+        if blocks and (checkpoint := blocks[-1].checkpoint) is not None:
+            pages += checkpoint.pages
+        return sum(self._pool.kind(page) is PageKind.CACHED for page in pages)
+
+    def pages_of(self, blocks: Sequence[Block]) -> list[int]:
+        """The pages that a request takes which begins with `blocks`, block by block; DUMMY behind a window."""
+        if not self._windowed:
+            return [page for block in blocks for page in block.pages]
+        count, reach = len(blocks), self._reach
+        seen = [0 if group in self._full else count - reach[group] for group in range(len(reach))]
+        return [
+            page if index >= first else PagePool.DUMMY
+            for index, block in enumerate(blocks)
+            for page, first in zip(block.pages, seen, strict=True)
+        ]
 
     def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
         """Use matched blocks for a request of `num_tokens` tokens, adding one reference each; return their pages in
@@ -103,29 +185,51 @@ class PrefixCache:
         self.num_query_tokens += num_tokens
         if not blocks:
             return []
-        pages = [block.page for block in blocks]
-        self._pool.retain(pages)
+        pages = self.pages_of(blocks)
+        self._pool.retain(filter(None, pages) if self._windowed else pages)
         for block in blocks:
             block.uses += 1
             self._order.discard(block)
+            if self._windowed:
+                self._offer(block)
         self.num_hit_tokens += len(blocks) * self._block_tokens
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a request's references to its pages, known blocks or not."""
-        self._pool.release(reversed(pages))
-        for page in pages if self.by_page else ():
-            block = self.by_page.get(page)
-            if block is not None:
-                self._offer(block)
+        """Drop a request's references to its pages, known blocks or not; DUMMY stands for none."""
+        self._pool.release(filter(None, reversed(pages)) if self._windowed else reversed(pages))
+        if self.by_page:
+            for block in dict.fromkeys(map(self.by_page.get, pages)):
+                if block is not None:
+                    self._offer(block)
+                    self._offer_checkpoint(block)
+
+    def take_checkpoint(self, block: Block) -> list[int]:
+        """Add a reference to the pages of a block's checkpoint, which there is; return them."""
+        checkpoint = block.checkpoint
+        assert checkpoint is not None
+        self._order.discard(checkpoint)
+        self._pool.retain(checkpoint.pages)
+        return list(checkpoint.pages)
+
+    def keep_checkpoint(self, block: Block, pages: Sequence[int]) -> bool:
+        """Keep the state after a block's tokens, whose pages the caller uses; False if that is impossible, or done."""
+        if block.checkpoint is not None or not block.is_known:
+            return False
+        block.checkpoint = Checkpoint(block, pages)
+        for page in pages:
+            self.by_page[page] = block
+            self._pool.keep(page)
+        return True
 
     def insert(
-        self, version: int, parent: Block | None, tokens: Sequence[int], page: int, scope: Hashable = None
+        self, version: int, parent: Block | None, tokens: Sequence[int], pages: Sequence[int], scope: Hashable = None
     ) -> Block | None:
-        """Store a block whose KV was just completed in `page`, which the caller uses.
+        """Store a block whose KV was just completed in `pages`, one of each group, which the caller uses.
 
         parent: the block before it, as returned by `insert` or `match`; None for the first. Returns None if an equal
-        block is already known: then the caller keeps its own page to itself and inserts nothing after it.
+        block is already known: then the caller keeps its own pages to itself and inserts nothing after it, but see
+        `refill`.
         """
         if parent is None:
             roots = self._roots.setdefault(version, {})
@@ -135,27 +239,77 @@ class PrefixCache:
         key = tuple(tokens)
         if key in parent.children:
             return None
-        block = parent.children[key] = Block(parent, key, page)
-        self.by_page[page] = block
-        self._pool.keep(page)
+        if not parent.is_known or not any(pages):  # the parent was evicted, or all pages have left, behind a window
+            return None
+        block = parent.children[key] = Block(parent, key, pages)
+        if self._windowed:
+            block.in_windows = WindowPages(block)
+            self._offer(parent)
+        for page in pages:
+            if page:
+                self.by_page[page] = block
+                self._pool.keep(page)
         if self.listener is not None:
             self.listener.stored(version, scope, block)
         return block
 
-    def evict(self, block: Block) -> None:
-        """Forget an unused leaf and free its page; its parent may become evictable."""
-        self._forget(block)
-        if (parent := block.parent) is None:  # the root of a trie has no page and is never offered
+    def refill(
+        self, version: int, parent: Block | None, tokens: Sequence[int], pages: Sequence[int], scope: Hashable = None
+    ) -> Block | None:
+        """Give a known block the pages in windows that it has lost; arguments as of `insert`. Return the block; None if
+        no such block is known.
+        """
+        if parent is None:
+            parent = self._roots.get(version, {}).get(scope)
+        block = None if parent is None else parent.children.get(tuple(tokens))
+        if block is None:
+            return None
+        for group in self._windowed:
+            if not block.pages[group] and pages[group] and pages[group] not in self.by_page:
+                block.pages[group] = page = pages[group]
+                self.by_page[page] = block
+                self._pool.keep(page)
+        self._offer(block)
+        return block
+
+    def evict(self, item: Block | WindowPages | Checkpoint) -> None:
+        """Forget an unused leaf and free its pages, so that its parent may become evictable; or free the unused pages
+        of a block in windows, or its checkpoint.
+        """
+        if isinstance(item, Checkpoint):
+            self._forget_checkpoint(item.block)
             return
-        del parent.children[block.tokens]
+        if isinstance(item, WindowPages):
+            pages = item.block.pages
+            self._forget(item.block, [group for group in self._windowed if self._is_unused(pages[group])])
+            return
+        if item.in_windows is not None:
+            self._order.discard(item.in_windows)
+        self._forget(item, range(len(item.pages)))
+        self._forget_checkpoint(item)
+        item.is_known = False
+        if (parent := item.parent) is None:  # the root of a trie has no page and is never offered
+            return
+        del parent.children[item.tokens]
         if isinstance(parent, Root):
             if not parent.children:
                 self._drop(parent)
         else:
             self._offer(parent)
 
-    def evict_from(self, block: Block) -> None:
-        """Forget an unused block and all its descendants, and free their pages."""
+    def evict_page(self, page: int) -> None:
+        """Free an unused page, and what is useless without it: the block's other pages in windows if it is one of
+        them, the checkpoint that it is of, or else its block with all descendants.
+        """
+        block = self.by_page[page]
+        if page not in block.pages:
+            self._forget_checkpoint(block)
+            return
+        if block.in_windows is not None and block.pages.index(page) in self._windowed:
+            self._order.discard(block.in_windows)
+            self.evict(block.in_windows)
+            self._offer(block)
+            return
         found = [block]
         for each in found:
             found += each.children.values()
@@ -176,44 +330,120 @@ class PrefixCache:
             block = stack.pop()
             stack.extend(block.children.values())
             self._order.discard(block)
-            self._forget(block)
+            if block.in_windows is not None:
+                self._order.discard(block.in_windows)
+            self._forget(block, range(len(block.pages)))
+            self._forget_checkpoint(block)
+            block.is_known = False
 
     def _drop(self, root: Root) -> None:
         """Forget an empty trie, or else every scope would leave one for good."""
+        root.is_known = False
         roots = self._roots[root.version]
         del roots[root.scope]
         if not roots:
             del self._roots[root.version]
 
-    def _forget(self, block: Block) -> None:
-        del self.by_page[block.page]
-        self._pool.forget(block.page)
-        if self.listener is not None:
-            self.listener.removed(block.page)
+    def _forget(self, block: Block, groups: Iterable[int]) -> None:
+        """Forget a block's pages in some groups, and free those that are unused."""
+        for group in groups:
+            if not (page := block.pages[group]):
+                continue
+            if self.listener is not None and not group:
+                self.listener.removed(page)
+            if self._windowed:
+                block.pages[group] = PagePool.DUMMY
+            del self.by_page[page]
+            self._pool.forget(page)
+
+    def _forget_checkpoint(self, block: Block) -> None:
+        if (checkpoint := block.checkpoint) is None:
+            return
+        block.checkpoint = None
+        self._order.discard(checkpoint)
+        for page in checkpoint.pages:
+            del self.by_page[page]
+            self._pool.forget(page)
+
+    def _offer_checkpoint(self, block: Block) -> None:
+        """Make a block's checkpoint evictable if it is unused."""
+        checkpoint = block.checkpoint
+        if checkpoint is not None and self._is_unused(checkpoint.pages[0]):
+            count = len(checkpoint.pages)
+            self._order.add(checkpoint, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
+
+    def _is_unused(self, page: int) -> bool:
+        return page != PagePool.DUMMY and self._pool.kind(page) is PageKind.CACHED
 
     def _offer(self, block: Block) -> None:
-        """Make a block evictable if it is an unused leaf."""
-        if block.parent is not None and not block.children and self._pool.kind(block.page) is PageKind.CACHED:
-            self._order.add(block, 1, self._costs.prefix_page, block.uses, depth=block.depth)
+        """Make a block evictable if it is an unused leaf, or else its unused pages in windows."""
+        if block.parent is None:
+            return
+        if block.in_windows is None:
+            if not block.children and self._is_unused(block.page):
+                self._add(block, block, len(block.pages))
+            return
+        self._order.discard(block)
+        self._order.discard(block.in_windows)
+        pages, full = block.pages, [block.pages[group] for group in self._full]
+        unused = [page for page in pages if self._is_unused(page)]
+        # a request that refills a block holds its pages in windows and not the others
+        if not block.children and all(map(self._is_unused, full or filter(None, pages))):
+            if any(pages):
+                self._add(block, block, len(unused))
+            else:
+                self.evict(block)
+        elif count := sum(self._is_unused(pages[group]) for group in self._windowed):
+            self._add(block.in_windows, block, count)
+
+    def _add(self, item: Block | WindowPages, block: Block, count: int) -> None:
+        """Make `count` pages of a block evictable."""
+        self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
 
 
 class BlockTable:
-    """A request's KV pages, in order of its tokens.
+    """A request's KV pages, block by block in the order of its tokens, one page of each page group.
 
-    It starts with the pages of a matched prefix, grows by whole pages, and frees all of them at once.
+    It starts with the pages of a matched prefix, grows by whole blocks, and frees all of them at once. Pages that no
+    later token sees leave earlier (`leave`): in their place stands `PagePool.DUMMY`. It also holds the pages of the
+    request's states.
     """
 
-    __slots__ = ("_block_tokens", "_pool", "_prefix", "pages")
+    __slots__ = ("_block_tokens", "_left", "_pool", "_prefix", "_windows", "pages", "states")
 
-    def __init__(self, pool: PagePool, prefix: PrefixCache, block_tokens: int, pages: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix: PrefixCache,
+        block_tokens: int,
+        pages: list[int] | None = None,
+        windows: Sequence[int | None] = (None,),
+        states: StateSlots | None = None,
+    ) -> None:
+        """windows: of each page group. states: None for a model without."""
         self._pool = pool
         self._prefix = prefix
         self._block_tokens = block_tokens
+        self._windows = windows
+        self.states = states
+        self._left = [0] * len(windows)  # blocks whose page has left, of each group
         self.pages = [] if pages is None else pages
+
+    @property
+    def held(self) -> list[int]:
+        """Its pages, without those that have left."""
+        held = [page for page in self.pages if page]
+        if self.states is not None:
+            held += self.states.pages()
+        return held
+
+    def of_blocks(self, blocks: range) -> list[int]:
+        """The pages of some blocks, DUMMY for those that have left."""
+        return self.pages[blocks.start * len(self._windows) : blocks.stop * len(self._windows)]
 
     def missing_pages(self, num_tokens: int) -> int:
         """Pages to allocate before `num_tokens` tokens fit."""
-        missing = -(-num_tokens // self._block_tokens) - len(self.pages)
+        missing = -(-num_tokens // self._block_tokens) * len(self._windows) - len(self.pages)
         return missing if missing > 0 else 0
 
     def grow(self, num_tokens: int) -> None:
@@ -221,15 +451,39 @@ class BlockTable:
         self.add_pages(self.missing_pages(num_tokens))
 
     def add_pages(self, count: int) -> None:
-        """Grow by `count` pages. Raises OutOfPages, and changes nothing, if the pool has too few."""
+        """Grow by `count` pages of whole blocks. Raises OutOfPages, and changes nothing, if the pool has too few."""
         self.pages += self._pool.allocate(count, PageKind.KV)
+
+    def add_some(self, wanted: Sequence[bool]) -> None:
+        """Grow by whole blocks, with pages only where they are `wanted`. Raises OutOfPages as `add_pages`."""
+        pages = iter(self._pool.allocate(sum(wanted), PageKind.KV))
+        self.pages += [next(pages) if each else PagePool.DUMMY for each in wanted]
+
+    def leave(self, next_token: int) -> None:
+        """Release the pages that neither the token at a position nor a later one sees."""
+        released = []
+        for group, window in enumerate(self._windows):
+            if window is None:
+                continue
+            behind = min((next_token - window + 1) // self._block_tokens, len(self.pages) // len(self._windows))
+            for block in range(self._left[group], behind):
+                at = block * len(self._windows) + group
+                if self.pages[at]:
+                    released.append(self.pages[at])
+                    self.pages[at] = PagePool.DUMMY
+            self._left[group] = max(self._left[group], behind)
+        self._prefix.release(released)
 
     def hand_over(self) -> BlockTable:
         """Move the pages to a new table and return it; this table becomes empty."""
         pages, self.pages = self.pages, []
-        return BlockTable(self._pool, self._prefix, self._block_tokens, pages)
+        states, self.states = self.states, None
+        return BlockTable(self._pool, self._prefix, self._block_tokens, pages, self._windows, states)
 
     def free(self) -> None:
         """Drop every page; pages of known blocks stay cached until evicted."""
         pages, self.pages = self.pages, []
         self._prefix.release(pages)
+        if self.states is not None:
+            self._prefix.release(list(self.states.pages()))
+            self.states = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..host.budget import HostBudget
-from ..pages.pool import IntegrityError, PageKind
+from ..pages.pool import IntegrityError, PageKind, PagePool
 from ..pages.prefix import BlockTable
 from .transfer import ExecutorLost, Transfer
 
@@ -48,6 +48,9 @@ class KvImage:
     data: Any
     num_bytes: int
     blocks: range
+    held: list[bool]
+    """For each page of these blocks' page groups: False if it had left its window. After them come the pages of the
+    request's state."""
     num_tokens: int
     is_whole: bool = False
     """True if all of it is in host memory."""
@@ -101,7 +104,7 @@ class SwappedKv:
 
     def leaving(self) -> Counter[int]:
         """Count, for each page, the copies that hold it until they end."""
-        return Counter(page for copy in self.copies if copy.table is not None for page in copy.table.pages)
+        return Counter(page for copy in self.copies if copy.table is not None for page in copy.table.held)
 
     def swap_out(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
         """Begin to copy blocks of a table that is about to be freed; return None if there is no room or no backend.
@@ -109,11 +112,16 @@ class SwappedKv:
         If the copy does not complete at once, it takes over the pages and the table becomes empty. Raises the backend's
         errors; then nothing is kept.
         """
-        num_bytes = len(blocks) * self._page_bytes
+        pages = table.of_blocks(blocks)
+        held = [page != PagePool.DUMMY for page in pages]
+        copied = [page for page in pages if page]
+        if table.states is not None:
+            copied += table.states.current
+        num_bytes = len(copied) * self._page_bytes
         if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
             return None
-        data, transfer = self.backend.copy_out(table.pages[blocks.start : blocks.stop])
-        image = KvImage(data, num_bytes, blocks, num_tokens, transfer is None)
+        data, transfer = self.backend.copy_out(copied)
+        image = KvImage(data, num_bytes, blocks, held, num_tokens, transfer is None)
         self._images[image] = None
         self.num_bytes += num_bytes
         if transfer is not None:
@@ -206,7 +214,7 @@ class SwappedKv:
         """Pages that copies hold, for `PagePool.check_integrity`."""
         for copy in self.copies:
             if copy.table is not None:
-                yield PageKind.KV, copy.table.pages
+                yield PageKind.KV, copy.table.held
 
     def check_integrity(self, wanted: Iterable[KvImage]) -> None:
         """Raise IntegrityError unless every image is `wanted` or still being copied, and the bytes add up."""

@@ -7,7 +7,7 @@
 
 namespace chorus {
 
-constexpr int kModules = 7;
+constexpr int kModules = 16;  // the most of a model
 constexpr int kRankChunk = 16, kTokenChunk = 128, kColumnChunk = 2048;
 constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fetched meanwhile
 constexpr int kAddedRows = 16;  // the same of Bᵀ

@@ -11,7 +11,8 @@ namespace chorus {
 // data + p·page_elems + (o·kv_heads + h)·head_dim.
 //
 //   k, v        the planes: data of either
-//   page_elems  elements from page to page, all layers' of both
+//   page_elems  elements from page to page, of both of all layers in it
+//   page_groups  entries of a block table from block to block
 //   group       query heads that share a K/V head
 //   scale       of a score
 //   softcap     scores s become softcap · tanh(s / softcap); 0: they stay
@@ -20,7 +21,7 @@ template <class T>
 struct PagedCache {
     T *k, *v;
     int64_t page_elems;
-    int block_tokens, kv_heads, head_dim, group;
+    int block_tokens, page_groups, kv_heads, head_dim, group;
     float scale, softcap;
     int window;
 
@@ -35,13 +36,13 @@ struct PagedCache {
     // Find where tokens first … first+count-1 of a row lie in a plane.
     //
     //   plane  k or v, or either from a head on
-    //   pages  the row's block table
+    //   pages  the row's block table, from the layer's page of the first block on
     //   out    [count]
     void locate(const T* plane, const int64_t* pages, int first, int count, const T** out) const {
         const long step = (long)kv_heads * head_dim;
         int offset = first % block_tokens;
         for (int s = 0, page = first / block_tokens; s < count; page++, offset = 0) {
-            const T* at = plane + pages[page] * page_elems + offset * step;
+            const T* at = plane + pages[(int64_t)page * page_groups] * page_elems + offset * step;
             for (const int end = std::min(count, s + block_tokens - offset); s < end; s++, at += step) out[s] = at;
         }
     }
@@ -49,7 +50,7 @@ struct PagedCache {
 
 // A row's tokens with K and V.
 struct KvRow {
-    const int64_t* pages;  // block table
+    const int64_t* pages;  // block table, from the layer's page of the first block on
     int length;            // tokens
 };
 

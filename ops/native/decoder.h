@@ -9,6 +9,7 @@
 #include "decode_attention.h"
 #include "head.h"
 #include "offload.h"
+#include "paged_states.h"
 #include "merge.h"
 #include "prefill_attention.h"
 #include "projections.h"
@@ -63,6 +64,7 @@ class Decoder final : public AnyDecoder {
           head_(model, team_),
           merge_(team_),
           offloader_(model),
+          delta_(model.delta),
           attention_scratch_(team_.most()) {}
 
     void forward(const StepDesc& step) override {
@@ -87,7 +89,7 @@ class Decoder final : public AnyDecoder {
 
     float merge(const MergeDesc& desc) override {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
-        return merge_.run(desc, projections_.groups(), arena);
+        return merge_.run(desc, projections_.products(), arena);
     }
 
     void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs) override {
@@ -114,19 +116,24 @@ class Decoder final : public AnyDecoder {
     static constexpr int64_t kFewLogits = 1 << 15;  // sampled from sooner than another thread wakes
 
     int q_size() const { return m_.heads * m_.head_dim; }
+    int q_rows() const { return q_size() << m_.output_gate; }
     int kv_size() const { return m_.kv_heads * m_.head_dim; }
-    int outputs(Group g) const { return projections_.groups().outputs[g]; }
+    int outputs(const LayerDesc& w, Group g) const { return projections_.products().outputs(w.product[g]); }
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const size_t tokens = std::max(step.tokens, step.logits_wanted + step.prompt_logits_wanted);
-        const int qkv = outputs(kQkv);
         projections_.plan(step);
+        const Products& products = projections_.products();
+        const int widest = products.most([&](int p) {  // of what is kept of products
+            return products.group(p) == kGateUp && projections_.gated() ? 0 : products.outputs(p);
+        });
         grow_rows(x_, tokens, m_.hidden);
-        grow_rows(y_, tokens, std::max({qkv, m_.hidden, projections_.gated() ? 0 : outputs(kGateUp)}));
+        grow_rows(y_, tokens, widest);
         grow_rows(normed_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
-        grow_rows(attended_, tokens, q_size());
+        grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
+        if (m_.delta.v_heads) delta_.plan(step.tokens);
         grow_rows(act_, tokens, m_.ffn);
         decode_ = projections_.few() && step.tokens == step.rows;
         if (decode_) {
@@ -144,7 +151,7 @@ class Decoder final : public AnyDecoder {
     // A thread's part of a step.
     void walk(const StepDesc& step, Team::Member& me) {
         const int tokens = step.tokens, hidden = m_.hidden;
-        const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, outputs(kGateUp));
+        const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, 2 * m_.ffn);
         const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         team_.each(me, tokens, [&](int t) {
@@ -156,9 +163,8 @@ class Decoder final : public AnyDecoder {
             const LayerDesc& w = layers[l];
             if (step.segment_ready) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
             normalise(me, tokens, w.attention_norm);
-            attend(step, me, w, l);
-            add_to_residual(me, task(step, w, l, kO, rows_of(attended_, q_size()), x), w.attention_out_norm,
-                            w.residual_multiplier);
+            const Rows<X> mixed = mix(step, me, w, l);
+            add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
             if (!w.parallel) normalise(me, tokens, w.mlp_norm);
             const LoraTask<T> gate_up = task(step, w, l, kGateUp, normed, y);
             if (projections_.gated()) {
@@ -185,45 +191,71 @@ class Decoder final : public AnyDecoder {
 
     // y = x · wᵀ + bias of a group in layer l, with the step's LoRA products.
     LoraTask<T> task(const StepDesc& step, const LayerDesc& w, int l, Group g, Rows<const X> x, Rows<float> y) const {
-        const Weights<T> weights{(const T*)w.weights[g], w.bias[g], outputs(g), projections_.groups().inputs[g]};
-        return {step, g, l, weights, x, y, false};
+        const int inputs = projections_.products().inputs(w.product[g]);
+        const Weights<T> weights{(const T*)w.weights[g], w.bias[g], outputs(w, g), inputs};
+        return {step, w.product[g], l, weights, x, y, false};
     }
 
-    // attended = attention(normed) of layer l, with weights w: q, k and v rotated, k and v written to their pages.
-    void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
-        const Rows<float> y = rows_of(y_, outputs(kQkv));
-        const Rows<X> q = rows_of(q_, q_size()), out = rows_of(attended_, q_size());
+    // What the mixer of layer l makes of normed, with weights w.
+    Rows<X> mix(const StepDesc& step, Team::Member& me, const LayerDesc& w, int l) {
+        const Rows<float> y = rows_of(y_, outputs(w, kQkv));
         run_product(me, task(step, w, l, kQkv, rows_of(normed_, m_.hidden), y));
+        const Rows<X> out = rows_of(attended_, w.delta.conv ? m_.delta.v_size() : q_size());
+        if (w.delta.conv)
+            delta_.run(team_, me, w.delta, PagedStates{m_, step, w.state_layer}, (Rows<const float>)y, out);
+        else attend(step, me, w, y, out);
+        return out;
+    }
+
+    // out = attention of a layer with weights w: q, k and v, which y has, are rotated, and k and v written to their pages.
+    void attend(const StepDesc& step, Team::Member& me, const LayerDesc& w, Rows<float> y, Rows<X> out) {
+        const Rows<X> q = rows_of(q_, q_size());
         const int64_t plane = (int64_t)m_.block_tokens * kv_size();
-        T* keys = (T*)m_.arena + 2 * l * plane;
-        const PagedCache<T> cache{keys,        keys + plane,           m_.page_elems, m_.block_tokens, m_.kv_heads,
-                                  m_.head_dim, m_.heads / m_.kv_heads, w.scale,       w.softcap,       w.window};
+        T* keys = (T*)m_.arena + 2 * w.page_layer * plane;
+        const PagedCache<T> cache{keys,           keys + plane, m_.page_elems, m_.block_tokens,
+                                  m_.page_groups, m_.kv_heads,  m_.head_dim,   m_.heads / m_.kv_heads,
+                                  w.scale,        w.softcap,    w.window};
         if (w.norms_all_heads)
             each_part(team_, me, step.tokens, [&](int t, bool) {
                 norm_.run(y[t], w.q_norm, q_size(), y[t]);
-                norm_.run(y[t] + q_size(), w.k_norm, kv_size(), y[t] + q_size());
+                norm_.run(y[t] + q_rows(), w.k_norm, kv_size(), y[t] + q_rows());
             });
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
         };
-        auto row_of = [&](int row) { return KvRow{step.page_table + row * step.table_stride, step.kv_lens[row]}; };
+        auto row_of = [&](int row) {
+            return KvRow{step.page_table + row * step.table_stride + w.page_group, step.kv_lens[row]};
+        };
         if (decode_) {
             decodes_.each(team_, me, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                 const int row = unit.row;
                 rotate(row, unit.first, unit.heads);
                 attend_decode<T>(cache, unit, q[row], out[row], row_of(row), attention_scratch_[me.thread],
                                  next ? NextRead{row_of(next->row), next->first} : NextRead{});
+                gate(y[row], unit.first * cache.group, unit.heads * cache.group, out[row]);
             });
             return;
         }
         each_part(team_, me, step.tokens, [&](int t, bool) {
-            for (int i = 0; i < outputs(kQkv); i += kLanes) prefetch(y[t + 1] + i);
+            for (int i = 0; i < y.stride; i += kLanes) prefetch(y[t + 1] + i);
             rotate(t, 0, m_.kv_heads);
         });
         attention_.each(team_, me, [&](const AttentionUnit& unit, const AttentionUnit*) {
             chorus::attend<T>(cache, unit, q, out, row_of(unit.row), step.qo_indptr[unit.row + 1],
                               attention_scratch_[me.thread]);
+            for (int t = unit.token; t < unit.token + unit.tokens; t++)
+                gate(y[t], unit.kv_head * cache.group, cache.group, out[t]);
         });
+    }
+
+    // Apply the gates of some heads of a token, where the model has any.
+    //
+    //   y    of the token, with the gates
+    //   out  [heads, head_dim] of the token
+    void gate(const float* y, int first, int count, X* out) const {
+        if (!m_.output_gate) return;
+        for (int h = first; h < first + count; h++)
+            apply_gate(y + (2 * h + 1) * m_.head_dim, m_.head_dim, out + h * m_.head_dim);
     }
 
     // `Projections::run`, beside which other processes compute what is offloaded to them.
@@ -319,21 +351,23 @@ class Decoder final : public AnyDecoder {
     // q to its buffer, k and v to their page.
     void rotate_and_store(const StepDesc& step, const LayerDesc& w, const PagedCache<T>& cache, int t, int kv_head) {
         const int head_dim = m_.head_dim;
-        float* y = rows_of(y_, outputs(kQkv))[t];
+        float* y = rows_of(y_, outputs(w, kQkv))[t];
         X* q = rows_of(q_, q_size())[t];
         const int64_t at = step.positions[t] * w.rotary_dim;
         const Rotation rotation{w.cos + at, w.sin + at, w.rotary_dim, w.interleaved != 0};
-        const int64_t place = cache.at(step.page[t], step.offset[t], kv_head);
+        const int64_t place = cache.at(step.page[w.page_group * step.page_stride + t], step.offset[t], kv_head);
         for (int i = 0; i <= cache.group; i++) {
             const bool key = i == cache.group;
-            const int head = key ? m_.heads + kv_head : kv_head * cache.group + i;
-            float* x = y + head * head_dim;
+            const int head = kv_head * cache.group + i;
+            float* x = key ? y + q_rows() + kv_head * head_dim : y + (head << m_.output_gate) * head_dim;
             if (const float* norm = w.norms_all_heads ? nullptr : key ? w.k_norm : w.q_norm)
                 norm_.run(x, norm, head_dim, x);
+            if (!key && w.query_factors)
+                for (int d = 0; d < head_dim; d++) x[d] *= w.query_factors[step.positions[t]];
             if (key) rotation.run(x, head_dim, cache.k + place);
             else rotation.run(x, head_dim, q + head * head_dim);
         }
-        convert(y + q_size() + kv_size() + kv_head * head_dim, head_dim, cache.v + place);
+        convert(y + q_rows() + kv_size() + kv_head * head_dim, head_dim, cache.v + place);
     }
 
     ModelDesc m_;
@@ -344,6 +378,7 @@ class Decoder final : public AnyDecoder {
     OutputHead<T> head_;
     Merge<T> merge_;
     Offloader<T> offloader_;
+    GatedDelta delta_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
     Shares<AttentionUnit> attention_;

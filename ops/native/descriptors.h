@@ -4,16 +4,26 @@
 #include <atomic>
 #include <vector>
 #include "elementwise.h"
+#include "gated_delta.h"
 #include "panels.h"
 #include "sgmv.h"
 
 namespace chorus {
 
-// Groups of projections with a common input, and outputs side by side: query, key and value; attention's output; gate and up;
-// down. As QKV, ATTN_O, GATE_UP and DOWN of core/model/batch.py.
+// Groups of a layer's projections with a common input, and outputs side by side: query, key and value; attention's output; gate
+// and up; down. As QKV, ATTN_O, GATE_UP and DOWN of core/model/batch.py.
 enum Group : int32_t { kQkv, kO, kGateUp, kDown };
 constexpr int kGroups = 4;
 constexpr Group kEveryGroup[kGroups] = {kQkv, kO, kGateUp, kDown};
+
+constexpr int kMaxTargets = 4;  // most projections of a group
+
+// A group of projections. Layers whose groups are the same share it.
+struct ProductDesc {
+    Group group;
+    int32_t inputs, count;
+    Target targets[kMaxTargets];  // [count]
+};
 
 // The descriptors mirror the ctypes structures of ops/native_library.py, field by field: layout.h has both compared.
 struct LayerDesc {
@@ -22,6 +32,7 @@ struct LayerDesc {
     const float* bias[kGroups];  // [outputs]; null where there is none
     const float *q_norm, *k_norm;  // [head_dim], or of all heads; null where there is none
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
+    const float* query_factors;  // [positions]; null: queries have none
     float scale;  // of scores
     float softcap;  // scores s become softcap · tanh(s / softcap); 0: they stay
     float residual_multiplier;  // of what each part adds to the residual stream
@@ -30,20 +41,28 @@ struct LayerDesc {
     int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
     int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all heads at once
     int32_t parallel;  // 1: gate and up have attention's input, and there is no mlp_norm
+    int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;
+    int32_t product[kGroups];  // of the model's, by group
+    DeltaWeights delta;  // of a layer with Gated DeltaNet
+    int32_t state_layer;  // its place among such layers
 };
 
 struct ModelDesc {
-    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
+    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens, page_groups, num_products;
     float eps;
     int32_t centered;  // 1: norms subtract the mean
     float embedding_multiplier, logits_scale;
     float logits_softcap;  // logits x become logits_softcap · tanh(x / logits_softcap); 0: they stay
     const LayerDesc* layer;
+    const ProductDesc* products;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
     const float* norm;  // [hidden]
     void* arena;
-    int64_t page_elems;
+    int64_t page_elems, page_bytes;
+    int32_t output_gate;  // 1: each head's query is followed by a gate of its output
+    DeltaShape delta;  // without heads where no layer has Gated DeltaNet
+    int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
 };
 
 class Ranks;
@@ -64,8 +83,9 @@ struct OffloadDesc {
 
 // What an offload worker knows of a step's segments. first, last: its rows.
 struct OffloadWorkerDesc {
-    int32_t hidden, ffn, q, kv, first, last;
+    int32_t num_products, first, last;
     int64_t count, page_elems;
+    const ProductDesc* products;  // of the model
     const int32_t* row;  // [count + 1]
     const Adapter* const* adapters;  // [count]: their pages are the image's
     void* const* images;  // [count]
@@ -75,10 +95,11 @@ struct OffloadWorkerDesc {
 struct StepDesc {
     int32_t tokens, rows, logits_wanted,
         prompt_logits_wanted;  // the last: logits that are asked for in slices afterwards
-    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]; page, offset: where a token's K and V go
+    const int64_t *token_ids, *positions, *offset;  // [tokens]
+    const int64_t* page;  // [page groups, page_stride]: page and offset are where a token's K and V go
     const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
-    const int64_t* page_table;  // [rows, table_stride]: pages of each row
-    int64_t table_stride;
+    const int64_t* page_table;  // [rows, table_stride]: pages of each row, a page of each group for every block
+    int64_t table_stride, page_stride;
     const int64_t* logit_tokens;  // [logits_wanted + prompt_logits_wanted]
     Segments segments;
     // Layers loaded so far of the segment's adapter (below 0: the rest never will be); null for a segment with a loaded
@@ -93,50 +114,77 @@ struct StepDesc {
         samples;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
     const LayerDesc* layer;  // [layers], with an adapter in some of their projections; null: the model's own
     const OffloadDesc* offloaded;  // null: nothing is
+    const int64_t *state_read,
+        *state_written;  // [rows, state_stride]: pages of each row's state before and after the step
+    const uint8_t* state_fresh;  // [rows]: 1: the row begins with a state of zeros
+    int64_t state_stride;
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.
 struct MergeDesc {
     const void* origin;  // the group's weights, in packed panels
     void* to;  // the same with the adapters: written
-    Group group;
+    int32_t product;
     int32_t layer;
     const Adapter* const* parts;  // [count]
     int64_t count;
 };
 
-// Inputs and outputs of each group, and its modules with their columns.
-struct Groups {
-    int inputs[kGroups], outputs[kGroups];
-    std::vector<Target> targets[kGroups];
-
-    explicit Groups(const ModelDesc& m) : Groups(m.hidden, m.ffn, m.heads * m.head_dim, m.kv_heads * m.head_dim) {}
-    Groups(int hidden, int ffn, int q, int kv)
-        : inputs{hidden, q, hidden, ffn},
-          outputs{q + 2 * kv, hidden, 2 * ffn, hidden},
-          targets{{{0, 0, q}, {1, q, kv}, {2, q + kv, kv}},
-                  {{3, 0, hidden}},
-                  {{4, 0, ffn}, {5, ffn, ffn}},
-                  {{6, 0, hidden}}} {}
-
-    bool changed(Group g, const Adapter& adapter) const {
-        return std::any_of(targets[g].begin(), targets[g].end(),
-                           [&](const Target& t) { return adapter.has(t.module); });
+// A model's products.
+class Products {
+   public:
+    Products(const ProductDesc* products, int count) : items_(count) {
+        for (int p = 0; p < count; p++) {
+            Item& item = items_[p];
+            item.group = products[p].group;
+            item.inputs = products[p].inputs;
+            item.targets.assign(products[p].targets, products[p].targets + products[p].count);
+            item.outputs = 0;
+            for (const Target& t : item.targets) item.outputs += t.width;
+        }
     }
+    explicit Products(const ModelDesc& m) : Products(m.products, m.num_products) {}
+
+    int count() const { return (int)items_.size(); }
+    Group group(int p) const { return items_[p].group; }
+    int inputs(int p) const { return items_[p].inputs; }
+    int outputs(int p) const { return items_[p].outputs; }
+    const std::vector<Target>& targets(int p) const { return items_[p].targets; }
+
+    // The largest value(p) of a product p.
+    template <class Value>
+    int most(Value value) const {
+        int found = 0;
+        for (int p = 0; p < count(); p++) found = std::max(found, (int)value(p));
+        return found;
+    }
+    bool changed(int p, const Adapter& adapter) const {
+        const auto& own = targets(p);
+        return std::any_of(own.begin(), own.end(), [&](const Target& t) { return adapter.has(t.module); });
+    }
+
+   private:
+    struct Item {
+        Group group;
+        int inputs, outputs;
+        std::vector<Target> targets;
+    };
+    std::vector<Item> items_;
 };
 
 // One group's product of a layer in a step, with what adapters add: y (+)= x · wᵀ + bias + Σ scale · x · Aᵀ · Bᵀ, of each
 // segment's adapter on the segment's rows.
 //
+//   product     number of the product
 //   layer       number of the layer
-//   w           the group's weights in the layer
+//   w           the product's weights in the layer
 //   x           [tokens, inputs]
 //   y           [tokens, outputs]
 //   accumulate  true: y is added to
 template <class T>
 struct LoraTask {
     const StepDesc& step;
-    Group group;
+    int product;
     int layer;
     Weights<T> w;
     Rows<const Act<T>> x;

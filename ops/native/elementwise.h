@@ -125,6 +125,9 @@ inline void cap(float* x, int n, float factor, float softcap) {
     for (int i = 0; i < n; i += kLanes) store16(x + i, outer * tanh16(load16(x + i, head(n - i)) * inner), head(n - i));
 }
 
+// x / (1 + e^-x)
+inline Floats silu16(Floats x) { return x / (floats(1.0f) + exp16(min(floats(88.0f), floats(0) - x))); }
+
 // out = silu(gate) · up
 //
 //   gate, up  [n] float32
@@ -134,9 +137,7 @@ template <class T>
 inline void silu_and_mul(const float* gate, const float* up, int n, T* out) {
     for (int i = 0; i < n; i += kLanes) {
         const Head here = head(n - i);
-        const Floats g = load16(gate + i, here);
-        const Floats e = exp16(min(floats(88.0f), floats(0) - g));
-        store16(out + i, g / (floats(1.0f) + e) * load16(up + i, here), here);
+        store16(out + i, silu16(load16(gate + i, here)) * load16(up + i, here), here);
     }
 }
 
@@ -150,6 +151,19 @@ inline void gelu_and_mul(const float* gate, const float* up, int n, T* out) {
         const Floats u = g * fma(g * g, floats(0.0713548162726f), floats(1.59576912160573f));
         const Floats e = exp16(min(floats(88.0f), floats(0) - u));
         store16(out + i, g / (floats(1.0f) + e) * load16(up + i, here), here);
+    }
+}
+
+// x · sigmoid(gate)
+//
+//   gate  [n] float32
+//   x     [n]: changed
+template <class T>
+inline void apply_gate(const float* gate, int n, T* x) {
+    for (int i = 0; i < n; i += kLanes) {
+        const Head here = head(n - i);
+        const Floats e = exp16(min(floats(88.0f), floats(0) - load16(gate + i, here)));
+        store16(x + i, load16(x + i, here) / (floats(1.0f) + e), here);
     }
 }
 

@@ -39,6 +39,13 @@ inline void prefetch_later(const void* p) {
 #endif
 }
 
+// Order what was streamed past the caches before what is stored from now on.
+inline void end_streams() {
+#ifdef __x86_64__
+    asm volatile("sfence" : : : "memory");
+#endif
+}
+
 // Let the processor's other thread run while this one waits for memory to change.
 inline void relax() {
 #ifdef __x86_64__

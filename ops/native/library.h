@@ -4,6 +4,7 @@
 #include "ban.h"
 #include "decoder.h"
 #include "file_rows.h"
+#include "gated_delta.h"
 #include "layout.h"
 #include "rates.h"
 #include "supported.h"
@@ -103,6 +104,22 @@ CHORUS_API double chorus_read_rate(int threads, const char* memory, int64_t byte
 CHORUS_API double chorus_product_rate(int threads, Element element, int64_t rounds) {
     Team team(threads);
     return with_type(element, [&](auto zero) { return product_rate<decltype(zero)>(team, rounds); });
+}
+
+// Bytes per second that threads read and write of a memory, in place; parameters as of chorus_read_rate.
+CHORUS_API double chorus_update_rate(int threads, char* memory, int64_t bytes) {
+    Team team(threads);
+    return update_rate(team, memory, bytes);
+}
+
+// Compute one layer of Gated DeltaNet; returns the seconds that it took.
+//
+//   threads  of a team for this call
+//   desc     the layer and the step
+//   times    that it is computed; the states go on
+CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times) {
+    Team team(threads);
+    return run_delta(team, *desc, times);
 }
 
 // Bytes of memory that ranks share; see ranks.h, as of the functions below.

@@ -53,13 +53,14 @@ class Merge {
 
     // Write W + Σ scale·B·A of one matrix.
     //
-    //   desc     the matrix and its adapters
-    //   groups   of the model
-    //   arena    with the adapters
-    //   returns  the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
-    //            changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
-    float run(const MergeDesc& desc, const Groups& groups, const Arena<T>& arena) {
-        const Task task{desc, groups.targets[desc.group], arena, groups.inputs[desc.group], groups.outputs[desc.group]};
+    //   desc      the matrix and its adapters
+    //   products  of the model
+    //   arena     with the adapters
+    //   returns   the largest ratio of the norms of a row of the result and of the row of W that it comes from, 0 where nothing
+    //             changes; infinite where a result is not finite. Rounding makes an error in proportion to the result.
+    float run(const MergeDesc& desc, const Products& products, const Arena<T>& arena) {
+        const Task task{desc, products.targets(desc.product), arena, products.inputs(desc.product),
+                        products.outputs(desc.product)};
         for (auto& scratch : scratch_) {
             grow(scratch.parts, desc.count * task.group.size());
             for (Part& part : scratch.parts) part.ready = false;

@@ -21,10 +21,10 @@ constexpr int kMaxOffloaded = 1000;  // most segments that are handed over at on
 constexpr int kMaxExchanges =
     1 << 12;  // of a step, four a layer; the next one of a step is written when this one was read
 
-// What a layer's group of projections needs beside the rows of x.
+// What a layer's product needs beside the rows of x.
 struct alignas(64) Exchange {
     int32_t layer;
-    Group group;
+    int32_t product;
     uint8_t active[kMaxOffloaded];  // of each offloaded segment: whether its rows are there
 };
 
@@ -40,7 +40,7 @@ class Offloader {
     using X = Act<T>;
 
    public:
-    explicit Offloader(const ModelDesc& model) : groups_(model) {}
+    explicit Offloader(const ModelDesc& model) : products_(model) {}
 
     // Offload a layer of the segments with pages that lack it, if the image has it; a layer that is offloaded has no rows in the
     // segment's own descriptor. Called before the layer.
@@ -67,7 +67,7 @@ class Offloader {
         return false;
     }
 
-    // Hand rows of a task's x over, if a segment's adapter changes the group.
+    // Hand rows of a task's x over, if a segment's adapter changes the product.
     void offload(const LoraTask<T>& task) {
         const OffloadDesc& offloaded = *task.step.offloaded;
         const Segments& segments = task.step.segments;
@@ -76,7 +76,7 @@ class Offloader {
         const Rows<X> mine{(X*)offloaded.ranks->mine(), task.x.stride};
         for (int i = 0; i < offloaded.count; i++) {
             const int s = offloaded.segment[i];
-            head.active[i] = active_[i] && groups_.changed(task.group, *segments.adapters[s]);
+            head.active[i] = active_[i] && products_.changed(task.product, *segments.adapters[s]);
             if (!head.active[i]) continue;
             offloaded_ = true;
             memcpy(mine[offloaded.row[i]], task.x[segments.begin[s]],
@@ -84,7 +84,7 @@ class Offloader {
         }
         if (!offloaded_) return;
         head.layer = task.layer;
-        head.group = task.group;
+        head.product = task.product;
         offloaded.ranks->post();
     }
 
@@ -111,20 +111,20 @@ class Offloader {
             const int32_t* end = std::upper_bound(offloaded.share, offloaded.share + offloaded.ranks->size(), row);
             const int rank = (int)(end - offloaded.share);
             const float* part =
-                offloaded.ranks->part(rank) + (row - end[-1]) * spread<float>(groups_.outputs[task.group]);
-            for (const Target& t : groups_.targets[task.group])
+                offloaded.ranks->part(rank) + (row - end[-1]) * spread<float>(products_.outputs(task.product));
+            for (const Target& t : products_.targets(task.product))
                 if (adapter.has(t.module))
                     for (int c = t.column; c < t.column + t.width; c++) y[c] += part[c];
         }
     }
 
    private:
-    const Groups groups_;
+    const Products products_;
     uint8_t active_[kMaxOffloaded] = {};
-    bool offloaded_ = false;  // the group that is under way
+    bool offloaded_ = false;  // the product that is under way
 };
 
-// Hand rows over as the first group's input of layer 0, of one segment, to measure what that takes.
+// Hand rows over as the first product's input of layer 0, of one segment, to measure what that takes.
 //
 //   ranks      rank 0's
 //   exchanges  [kMaxExchanges]
@@ -133,7 +133,7 @@ template <class T>
 void post_exchange(Ranks& ranks, Exchange* exchanges, const float* x, int64_t rows, int k) {
     auto& head = exchange_of(ranks, exchanges);
     head.layer = 0;
-    head.group = kQkv;
+    head.product = 0;
     head.active[0] = 1;
     for (int64_t r = 0; r < rows; r++) convert(x + r * k, k, (Act<T>*)ranks.mine() + r * spread<Act<T>>(k));
     ranks.post();
@@ -152,10 +152,10 @@ class OffloadWorker final : public AnyOffloadWorker {
    public:
     // Compute a share of every exchange of a step, until rank 0 ends it.
     void serve(Ranks& ranks, const OffloadWorkerDesc& desc) override {
-        const Groups groups(desc.hidden, desc.ffn, desc.q, desc.kv);
+        const Products products(desc.products, desc.num_products);
         while (ranks.meet() == Ranks::kWell) {
             const Exchange& head = exchange_of(ranks, desc.exchanges);
-            compute(groups, desc, head, (const X*)ranks.part(0), ranks.mine());
+            compute(products, desc, head, (const X*)ranks.part(0), ranks.mine());
             if (ranks.meet() != Ranks::kWell) return;
         }
     }
@@ -163,17 +163,17 @@ class OffloadWorker final : public AnyOffloadWorker {
    private:
     // This offload worker's share of an exchange.
     //
-    //   groups  of the model
-    //   desc    of the step
-    //   head    what is to be computed
-    //   all_x   the rows that were handed over
-    //   all_y   the products of this offload worker's rows: written
-    void compute(const Groups& groups, const OffloadWorkerDesc& desc, const Exchange& head, const X* all_x,
+    //   products  of the model
+    //   desc      of the step
+    //   head      what is to be computed
+    //   all_x     the rows that were handed over
+    //   all_y     the LoRA terms of this offload worker's rows: written
+    void compute(const Products& products, const OffloadWorkerDesc& desc, const Exchange& head, const X* all_x,
                  float* all_y) {
-        const int inputs = groups.inputs[head.group];
+        const int inputs = products.inputs(head.product);
         const Rows<const X> every_x{all_x, spread<X>(inputs)};
-        const Rows<float> every_y{all_y, spread<float>(groups.outputs[head.group])};
-        const auto& targets = groups.targets[head.group];
+        const Rows<float> every_y{all_y, spread<float>(products.outputs(head.product))};
+        const auto& targets = products.targets(head.product);
         for (int i = 0; i < desc.count; i++) {
             const Adapter& adapter = *desc.adapters[i];
             const int begin = std::max(desc.first, desc.row[i]), end = std::min(desc.last, desc.row[i + 1]);

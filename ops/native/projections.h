@@ -16,12 +16,29 @@ class Projections {
     using X = Act<T>;
 
    public:
-    Projections(const ModelDesc& model, Team& team) : m_(model), team_(team), scratch_(team.most()), groups_(model) {}
+    Projections(const ModelDesc& model, Team& team)
+        : m_(model),
+          team_(team),
+          products_(model),
+          ranks_(products_.count()),
+          scratch_(team.most()),
+          shrink_(products_.count()),
+          expand_(products_.count()),
+          shrink_chunk_(products_.count()),
+          most_targets_(products_.most([&](int p) { return products_.targets(p).size(); })),
+          most_inputs_(products_.most([&](int p) { return products_.inputs(p); })) {
+        std::vector<int> uses(products_.count());
+        for (int l = 0; l < model.layers; l++) {
+            product_.insert(product_.end(), model.layer[l].product, model.layer[l].product + kGroups);
+            uses_before_.insert(uses_before_.end(), uses.begin(), uses.end());
+            for (const Group g : kEveryGroup) uses[model.layer[l].product[g]]++;
+        }
+    }
 
     // Of several ranks: see RankShrinks.
     void join(Ranks* ranks) { ranks_.join(ranks); }
 
-    const Groups& groups() const { return groups_; }
+    const Products& products() const { return products_; }
     bool few() const { return few_; }      // the step has few tokens
     bool gated() const { return gated_; }  // it has many, and gate and up have panels of their own
 
@@ -39,17 +56,17 @@ class Projections {
             fused_ |= !few_ && segments.is_fused(s);
         }
         ldh_ = (rank + 2) & ~1;
-        const size_t h_elems = 3 * levels * (size_t)step.tokens * ldh_;
+        const size_t h_elems = most_targets_ * levels * (size_t)step.tokens * ldh_;
         grow(h_, h_elems);
         ranks_.begin(few_, h_elems);
         chunks_.plan(step.tokens, segments, fused_, team_.size());
         const int chunks = chunks_.count();
         if ((int)gates_.size() < chunks) gates_ = std::vector<Team::Gate>(chunks);
         for (auto& gate : gates_) gate.given = gate.done = 0;
-        for (const Group g : kEveryGroup) plan_group(segments, g, levels);
+        for (int p = 0; p < products_.count(); p++) plan_product(segments, p, levels);
         for (auto& s : scratch_) {
             if (gated_) grow(s.gated, (size_t)2 * kPanel * chunks_.longest());
-            s.lora.reserve(rank, std::max({m_.hidden, m_.heads * m_.head_dim, m_.ffn}));
+            s.lora.reserve(rank, most_inputs_);
         }
     }
 
@@ -63,21 +80,21 @@ class Projections {
     //   me    the thread; all threads of the team run the same task
     //   task  the product
     void run(Team::Member& me, const LoraTask<T>& task) {
-        const Group g = task.group;
+        const int p = task.product;
         const Product<T> product{task.x, task.step.tokens, task.w, task.y, task.accumulate, &chunks_.cuts()};
         auto run_base = [&](int i, bool more) { product.run(i, more); };
         auto shrink_into = [&](Rows<X> h) {
             return [&, h](const LoraUnit& u, const LoraUnit* next) { run_shrink(me, task, h, u, next); };
         };
-        if (ranks_.of(g)) {
-            shrink_[g].each(team_, me, shrink_into({ranks_.mine(), ldh_}));
+        if (ranks_.of(p)) {
+            shrink_[p].each(team_, me, shrink_into({ranks_.mine(), ldh_}));
             if (!me.thread) ranks_.post();
             each_part(team_, me, product.units(), run_base);
             team_.each(me, 1, [&](int) {
                 ranks_.collect(task, h(), [&](const LoraUnit& u) { return row_of(task.step, u) + u.token; });
             });
         } else if (few_) {
-            shrink_[g].each_beside(team_, me, product.units(), run_base, shrink_into(h()));
+            shrink_[p].each_beside(team_, me, product.units(), run_base, shrink_into(h()));
         } else {
             const int panels = task.w.panels();
             chunks_.each_tile(team_, me, panels, [&](int i, bool more) {
@@ -89,7 +106,7 @@ class Projections {
         }
         auto run_unit = [&](const LoraUnit& u, const LoraUnit* next) { run_expand(me, task, u, next, task.y); };
         // Level after level: what tokens have a second time is added to what they have first.
-        for (const Shares<LoraUnit>& level : expand_[g])
+        for (const Shares<LoraUnit>& level : expand_[p])
             if (!level.units.empty()) level.each(team_, me, run_unit);
     }
 
@@ -122,21 +139,21 @@ class Projections {
         std::vector<float> gated;  // a tile of the gate and one of up, side by side
     };
 
-    // One group's shrinks, by chunks of tokens, and its expands, by levels of segments.
-    void plan_group(const Segments& segments, Group g, int levels) {
-        const auto& targets = groups_.targets[g];
-        Shares<LoraUnit>& shrinks = shrink_[g];
+    // One product's shrinks, by chunks of tokens, and its expands, by levels of segments.
+    void plan_product(const Segments& segments, int p, int levels) {
+        const auto& targets = products_.targets(p);
+        Shares<LoraUnit>& shrinks = shrink_[p];
         shrinks.units.clear();
-        shrink_chunk_[g].assign(1, 0);
+        shrink_chunk_[p].assign(1, 0);
         for (int c = 0; c < chunks_.count(); c++) {
             shrink_units(segments, targets, chunks_.cuts()[c], chunks_.cuts()[c + 1], shrinks.units);
-            shrink_chunk_[g].push_back((int)shrinks.units.size());
+            shrink_chunk_[p].push_back((int)shrinks.units.size());
         }
-        ranks_.plan(g, shrinks.units);
+        ranks_.plan(p, products_.group(p), shrinks.units);
         if (few_) shrinks.split(team_.size(), [](const LoraUnit& u) { return u.count * u.tokens; });
-        expand_[g].resize(levels);
+        expand_[p].resize(levels);
         for (int level = 0; level < levels; level++) {
-            Shares<LoraUnit>& expands = expand_[g][level];
+            Shares<LoraUnit>& expands = expand_[p][level];
             auto& units = expands.units;
             expand_units(segments, level, targets, team_.size(), units);
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
@@ -148,23 +165,21 @@ class Projections {
 
     // Before a tile of the chunk: what its adapters' expands need.
     void shrink_chunk(const Team::Member& me, const LoraTask<T>& task, int chunk) {
-        auto units = [&](Group g) { return shrink_chunk_[g][chunk + 1] - shrink_chunk_[g][chunk]; };
-        const int own = units(task.group);
+        auto units = [&](int p) { return shrink_chunk_[p][chunk + 1] - shrink_chunk_[p][chunk]; };
+        const int own = units(task.product);
         if (!own) return;
-        int before = 0, all = 0;  // of what passes the chunk's gate in a layer
-        for (const Group g : kEveryGroup) {
-            if (g == task.group) before = all;
-            all += units(g);
-        }
-        const int first = task.layer * all + before;
-        const LoraUnit* unit = shrink_[task.group].units.data() + shrink_chunk_[task.group][chunk];
+        int first = 0;  // of the product's among all units that pass the chunk's gate, in order of layers and groups
+        const int* uses = &uses_before_[task.layer * products_.count()];
+        for (int p = 0; p < products_.count(); p++) first += uses[p] * units(p);
+        for (int g = 0; g < products_.group(task.product); g++) first += units(product_[task.layer * kGroups + g]);
+        const LoraUnit* unit = shrink_[task.product].units.data() + shrink_chunk_[task.product][chunk];
         team_.pass(gates_[chunk], first + own, [&](int i) { run_shrink(me, task, h(), unit[i - first], nullptr); });
     }
 
     // The unit's rows of A in the layer; none where there is no unit, or its adapter has nothing in the layer.
     RankRows a_of(const LoraTask<T>& task, const LoraUnit* u) const {
         if (!u || !task.has(*u)) return {};
-        return a_rows(task.adapter(*u), task.layer, target(task, *u).module, *u, groups_.inputs[task.group]);
+        return a_rows(task.adapter(*u), task.layer, target(task, *u).module, *u, products_.inputs(task.product));
     }
     // The same of Bᵀ.
     RankRows b_of(const LoraTask<T>& task, const LoraUnit* u) const {
@@ -188,7 +203,7 @@ class Projections {
                   scratch_[me.thread].lora, b_of(task, next));
     }
 
-    // A tile of a group's product, with the expands that are fused with it or, where the tile stays in the cache, all of
+    // A tile of a product, with the expands that are fused with it or, where the tile stays in the cache, all of
     // them. Unfused expands, and what the panel can't take in one piece, are added to what the product gave.
     //
     //   me       the thread
@@ -210,7 +225,7 @@ class Projections {
             return u.token >= done && u.count == tile.columns && segments.is_fused(u.segment);
         };
         bool rest = false;
-        expand_tile(segments, task.group, tile, 0, all, [&](const LoraUnit& u) {
+        expand_tile(segments, task.product, tile, 0, all, [&](const LoraUnit& u) {
             if (!task.has(u)) return;
             if (!fits(u)) return (void)(rest = true);
             base(u.token, nullptr);
@@ -221,31 +236,31 @@ class Projections {
         auto add = [&](const LoraUnit& u) { run_expand(me, task, u, nullptr, out.from(-tile.row, -tile.column)); };
         done = tile.row;
         if (rest)
-            expand_tile(segments, task.group, tile, 0, all, [&](const LoraUnit& u) {
+            expand_tile(segments, task.product, tile, 0, all, [&](const LoraUnit& u) {
                 if (!task.has(u)) return;
                 if (fits(u)) done = u.token + u.tokens;
                 else add(u);
             });
-        for (int level = 1; all && level < (int)expand_[task.group].size(); level++)
-            expand_tile(segments, task.group, tile, level, all, add);
+        for (int level = 1; all && level < (int)expand_[task.product].size(); level++)
+            expand_tile(segments, task.product, tile, level, all, add);
     }
 
     // run(unit), with the parts of expands that lie in a tile of the product.
     //
     //   segments  of the step
-    //   g         the group
+    //   p         the product
     //   tile      rows and columns of y
     //   level     of the segments
     //   all       whether of all these segments, or of the fused
     template <class Run>
-    void expand_tile(const Segments& segments, Group g, const Tile& tile, int level, bool all, Run run) {
+    void expand_tile(const Segments& segments, int p, const Tile& tile, int level, bool all, Run run) {
         for (int s = 0; s < segments.count; s++) {
             if (segments.level_of(s) != level || (!all && !segments.is_fused(s))) continue;
             const int begin = std::max(tile.row, segments.begin[s]);
             const int end = std::min(tile.row + tile.rows, segments.end[s]);
             if (begin >= end) continue;
-            for (int m = 0; m < (int)groups_.targets[g].size(); m++) {
-                const Target& target = groups_.targets[g][m];
+            for (int m = 0; m < (int)products_.targets(p).size(); m++) {
+                const Target& target = products_.targets(p)[m];
                 const auto part = target.within(tile.column, tile.columns);
                 if (part.any() && segments.adapters[s]->has(target.module))
                     run({s, m, part.first, part.last - part.first, begin, end - begin});
@@ -255,26 +270,29 @@ class Projections {
 
     Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
     const Target& target(const LoraTask<T>& task, const LoraUnit& u) const {
-        return groups_.targets[task.group][u.module];
+        return products_.targets(task.product)[u.module];
     }
 
-    // Outputs of the shrinks: for each level, of each module of a group (up to three), the tokens' rows.
+    // Outputs of the shrinks: for each level, of each module of a product, the tokens' rows.
     Rows<X> h() { return {h_.data(), ldh_}; }
-    static long row_of(const StepDesc& step, const LoraUnit& u) {
-        return (u.module + 3 * step.segments.level_of(u.segment)) * (long)step.tokens;
+    long row_of(const StepDesc& step, const LoraUnit& u) const {
+        return (u.module + most_targets_ * step.segments.level_of(u.segment)) * (long)step.tokens;
     }
     Rows<X> h_of(const LoraTask<T>& task, const LoraUnit& u) { return h().from(row_of(task.step, u)); }
 
     const ModelDesc m_;
     Team& team_;
+    const Products products_;
     RankShrinks<T> ranks_;
     std::vector<Scratch> scratch_;
-    const Groups groups_;
-    Shares<LoraUnit> shrink_[kGroups];
-    std::vector<Shares<LoraUnit>> expand_[kGroups];  // of each level
+    std::vector<Shares<LoraUnit>> shrink_;  // of each product
+    std::vector<std::vector<Shares<LoraUnit>>> expand_;  // of each product and level
     std::vector<Team::Gate> gates_;  // of the chunks
     Chunks chunks_;
-    std::vector<int> shrink_chunk_[kGroups];  // where each chunk's shrinks begin
+    std::vector<std::vector<int>> shrink_chunk_;  // where each chunk's shrinks of a product begin
+    const int most_targets_, most_inputs_;  // of a product
+    std::vector<int> product_;  // [layers, groups]
+    std::vector<int> uses_before_;  // [layers, products]: how many groups of earlier layers are the product
     Buffer<X> h_;
     long ldh_ = 2;
     bool fused_ = false;  // the step has a long segment

@@ -17,46 +17,49 @@ class RankShrinks {
     using X = Act<T>;
 
    public:
+    explicit RankShrinks(int products) : all_(products) {}
+
     void join(Ranks* ranks) { ranks_ = ranks; }
 
     // Begin a step, alike on every rank.
     //
     //   few    the step has few tokens
-    //   elems  of h of a group
+    //   elems  of h of a product
     void begin(bool few, size_t elems) {
         is_shared_ = few && ranks_ && elems * sizeof(X) <= ranks_->floats() * sizeof(float);
     }
 
-    // Note a group's units.
+    // Note a product's units.
     //
-    //   g      the group
+    //   p      the product
+    //   g      its group
     //   units  all of them; what remains is what this rank is to compute
-    void plan(Group g, std::vector<LoraUnit>& units) {
-        all_[g].units.clear();
+    void plan(int p, Group g, std::vector<LoraUnit>& units) {
+        all_[p].units.clear();
         if (!is_shared_ || g == kO || g == kDown) return;  // o and down have a share of A on each rank
-        all_[g].units = units;
-        all_[g].split(ranks_->size(), [](const LoraUnit& u) { return u.count * u.tokens; });
-        const auto first = all_[g].units.begin();
-        const int* own = all_[g].bounds.data() + ranks_->rank();
+        all_[p].units = units;
+        all_[p].split(ranks_->size(), [](const LoraUnit& u) { return u.count * u.tokens; });
+        const auto first = all_[p].units.begin();
+        const int* own = all_[p].bounds.data() + ranks_->rank();
         units.assign(first + own[0], first + own[1]);
     }
 
-    // True if the ranks share the group's shrinks.
-    bool of(Group g) const { return !all_[g].units.empty(); }
+    // True if the ranks share the product's shrinks.
+    bool of(int p) const { return !all_[p].units.empty(); }
 
-    // Where this rank's h of the group goes, laid out as h is; then `post`, once, by one thread.
+    // Where this rank's h of the product goes, laid out as h is; then `post`, once, by one thread.
     X* mine() const { return (X*)ranks_->mine(); }
     void post() { ranks_->post(); }
 
     // Wait for all ranks and write the whole of a layer's h. If a rank has ended, h is void, and so is the step.
     //
-    //   task    the group's product
+    //   task    the product
     //   h       all modules and levels: [·, rank + 1]
     //   row_of  row_of(unit): row of h of the unit's first token
     template <class RowOf>
     void collect(const LoraTask<T>& task, Rows<X> h, RowOf row_of) const {
         if (ranks_->wait() != Ranks::kWell) return;
-        const Shares<LoraUnit>& all = all_[task.group];
+        const Shares<LoraUnit>& all = all_[task.product];
         for (int owner = 0; owner < ranks_->size(); owner++) {
             const Rows<const X> part{(const X*)ranks_->part(owner), h.stride};
             for (int i = all.bounds[owner]; i < all.bounds[owner + 1]; i++) {
@@ -73,7 +76,7 @@ class RankShrinks {
    private:
     Ranks* ranks_ = nullptr;
     bool is_shared_ = false;
-    Shares<LoraUnit> all_[kGroups];  // of the groups that are shared; each rank's run
+    std::vector<Shares<LoraUnit>> all_;  // of the products that are shared; each rank's run
 };
 
 }  // namespace chorus

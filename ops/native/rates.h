@@ -35,6 +35,21 @@ inline double read_rate(Team& team, const char* memory, int64_t bytes) {
     return part * team.size() / seconds;
 }
 
+// The same, where threads read and write each byte, in place; both count.
+inline double update_rate(Team& team, char* memory, int64_t bytes) {
+    const int64_t part = bytes / team.size() / 256 * 256;
+    const double seconds = seconds_of(team, [&](Team::Member& me) {
+        char* from = memory + part * me.thread;
+        for (int64_t at = 0; at < part; at += 256)
+            for (int i = 0; i < 4; i++) {
+                prefetch(from + at + 64 * i, kPrefetchBytes);
+                auto* here = (uint32_t*)(from + at + 64 * i);
+                store(here, load_words(here) | words(1));
+            }
+    });
+    return 2 * part * team.size() / seconds;
+}
+
 #ifdef CHORUS_AMX
 // The same of tiles.
 inline double tiles_rate(Team& team, int64_t rounds) {

@@ -27,6 +27,7 @@ inline void load(const uint16_t* p, Words8& v) {
 }
 inline void load(const uint16_t* p, Halves& v) { v = _mm256_loadu_si256((const __m256i*)p); }
 inline void store(float* p, Floats8 v) { _mm256_storeu_ps(p, v); }
+inline void stream(float* p, Floats8 v) { _mm256_stream_ps(p, v); }  // past the caches; p: of a register's size
 inline void store(uint32_t* p, Words8 v) { _mm256_storeu_si256((__m256i*)p, (__m256i)v); }
 inline void store(double* p, Doubles4 v) { _mm256_storeu_pd(p, v); }
 inline void store(uint16_t* p, Halves v) { _mm256_storeu_si256((__m256i*)p, v); }

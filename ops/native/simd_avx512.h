@@ -30,6 +30,7 @@ inline void load(const uint16_t* p, Words& v) {
     v = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
 }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline void stream(float* p, Floats v) { _mm512_stream_ps(p, v); }  // past the caches; p: of a cache line
 inline void store(uint32_t* p, Words v) { _mm512_storeu_si512(p, (__m512i)v); }
 inline void store(double* p, Doubles v) { _mm512_storeu_pd(p, v); }
 inline void store(uint16_t* p, Words v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v)); }

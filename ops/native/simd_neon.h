@@ -24,6 +24,7 @@ inline void load(const uint32_t* p, Words4& v) { v = vld1q_u32(p); }
 inline void load(const double* p, Doubles2& v) { v = vld1q_f64(p); }
 inline void load(const uint16_t* p, Words4& v) { v = vmovl_u16(vld1_u16(p)); }
 inline void store(float* p, Floats4 v) { vst1q_f32(p, v); }
+inline void stream(float* p, Floats4 v) { vst1q_f32(p, v); }  // NEON has no store that passes the caches by
 inline void store(uint32_t* p, Words4 v) { vst1q_u32(p, v); }
 inline void store(double* p, Doubles2 v) { vst1q_f64(p, v); }
 inline void store(uint16_t* p, Words4 v) { vst1_u16(p, vmovn_u32(v)); }

@@ -81,6 +81,9 @@ template <class H> CHORUS_INLINE void load(const double* p, Pair<H>& v) {
 template <class E, class H> CHORUS_INLINE void store(E* p, const Pair<H>& v) {
     store(p, v.low), store(p + lanes_of(v.low), v.high);
 }
+template <class H> CHORUS_INLINE void stream(float* p, const Pair<H>& v) {
+    stream(p, v.low), stream(p + lanes_of(v.low), v.high);
+}
 template <class H> CHORUS_INLINE void store(double* p, const Pair<H>& v) {
     store(p, v.low), store(p + doubles_of(v.low), v.high);
 }

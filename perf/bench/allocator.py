@@ -79,7 +79,7 @@ class Study:
         ticks = itertools.count()
         self._store = AdapterStore(
             self._pool,
-            WeightlessAdapters(LLAMA.dims, self._page),
+            WeightlessAdapters(LLAMA.projections, self._page),
             images=images,
             order=order,
             costs=costs,
@@ -166,7 +166,7 @@ class Study:
         """(occupancy, waste in adapter pages, in KV pages, in all), each a share."""
         page_bytes = self._page.page_bytes
         resident = [adapter for adapter in self._adapters if adapter.pages]
-        adapter_bytes = sum(a.manifest.num_params(LLAMA.dims) for a in resident) * ITEMSIZE
+        adapter_bytes = sum(a.manifest.num_params(LLAMA.projections) for a in resident) * ITEMSIZE
         adapter_pages = self._pool.count(PageKind.ADAPTER)
         kv_bytes = sum(live.num_tokens for live in self._live) * LLAMA.kv_elems_per_token * ITEMSIZE
         kv_pages = self._pool.count(PageKind.KV)

@@ -6,12 +6,11 @@ Tests: tests/perf/bench/test_sizes.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.pages.layout import MODULES
+from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv import sgmv as sgmv_torch
 from ...ops.sgmv_schedule import Schedule
@@ -159,16 +158,14 @@ def num_pages(size: ModelSize, ranks: Sequence[int], layers: int, itemsize: int)
 
 def layer_bytes(size: ModelSize, ranks: Sequence[int], itemsize: int) -> int:
     """Bytes of all adapters' slabs in one layer."""
-    return sum(ranks) * sum(d_in + d_out for d_in, d_out in size.geometry.dims.values()) * itemsize
+    return sum(ranks) * size.geometry.rank_params // size.geometry.layers * itemsize
 
 
 def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: int) -> list[AdapterRows]:
-    layouts = {}
+    layouts, projections = {}, replace(size.geometry, layers=layers).projections
     for rank in set(ranks):
-        part = AdapterPart(rank, 1.0, tuple(range(layers)), MODULES)
-        layouts[rank] = AdapterLayout.build(
-            [part], size.geometry.dims, layers, arena.layout.page_elems, arena.dtype.itemsize
-        )
+        parts = uniform_parts(projections, rank)
+        layouts[rank] = AdapterLayout.build(parts, projections, arena.layout.page_elems, arena.dtype.itemsize)
     taken = arena.take([layouts[rank].num_pages for rank in ranks])
     rows = []
     for rank, pages in zip(ranks, taken, strict=True):

@@ -74,7 +74,7 @@ def _write_model(model: RandomModel, path: Path) -> None:
     }
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
-        tensors |= {f"{at}{_place(name)}.weight": weight(d_out, d_in) for name, (d_in, d_out) in shape.dims.items()}
+        tensors |= {f"{at}{each.path}.weight": weight(each.outputs, each.inputs) for each in shape.projections}
         tensors |= {f"{at}{name}_layernorm.weight": norm() for name in ("input", "post_attention")}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = shape.config(model.dtype, rope_theta=10000.0, attention_bias=False, mlp_bias=False, bos_token_id=1)
@@ -88,8 +88,9 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
     generator = torch.Generator().manual_seed(1 + model.seed * 1000 + index)
     tensors = {}
     for layer in range(shape.layers):
-        for name, (d_in, d_out) in shape.dims.items():
-            at = f"base_model.model.model.layers.{layer}.{_place(name)}."
+        for projection in shape.projections:
+            d_in, d_out = projection.dims
+            at = f"base_model.model.model.layers.{layer}.{projection.path}."
             a = torch.randn(rank, d_in, generator=generator) / math.sqrt(d_in)
             b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
             tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
@@ -104,14 +105,9 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(shape.dims),
+        "target_modules": sorted(shape.projections.names),
     }
     _write_json(path / "adapter_config.json", config)
-
-
-def _place(module: str) -> str:
-    """Name of a projection in a layer of the checkpoint."""
-    return f"{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}"
 
 
 def write_tokenizer(vocab_size: int, path: Path) -> None:

@@ -22,12 +22,13 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import StepPlan, StepResult
 from ...memory.host.images import Reads
-from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import dense_projections
 from ..report.command import conclude, parser
 from .weightless import WeightlessAdapters
 
-_DIMS: dict[str, tuple[int, int]] = dict.fromkeys(MODULES, (64, 64))
 _LAYERS = 4
+_PROJECTIONS = dense_projections(_LAYERS, hidden=64, ffn=64, heads=1, kv_heads=1, head_dim=64)
 _RANK = 16
 _PROMPT = 128
 
@@ -145,7 +146,7 @@ class FakeExecutor(ExecutorBase):
         self.model = ModelInfo(vocab_size=256, max_model_len=1 << 24, eos_token_ids=())
         self.layout = PageLayout(_LAYERS, kv_heads=2, head_dim=64, block_tokens=16, itemsize=2)
         self.num_pages = num_pages
-        self.adapters = WeightlessAdapters(_DIMS, self.layout)
+        self.adapters = WeightlessAdapters(_PROJECTIONS, self.layout)
         self.shadow = self.swaps = self.start = None
 
     def execute(self, plan: StepPlan) -> StepResult:

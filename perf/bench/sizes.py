@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, module_dims
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import Projections, dense_projections
 
-#: Projections that share an input, so their LoRA products are one pair of launches.
-GROUPS = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
+#: Names of a layer's products. The LoRA products of projections that share an input are one pair of launches.
+GROUPS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -35,27 +32,20 @@ class Geometry:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
-    @property
-    def dims(self) -> ModuleDims:
-        """(in, out) features by module name."""
-        return module_dims(self.hidden, self.ffn, self.hidden, self.kv_heads * self.head_dim)
+    @cached_property
+    def projections(self) -> Projections:
+        """The projections that adapters may change."""
+        return dense_projections(self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim)
 
     @property
     def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:
         """Per group: inputs, and (module id, first column, width) of its projections, in order."""
-        dims, groups = self.dims, {}
-        for group, names in GROUPS.items():
-            modules, column = [], 0
-            for name in names:
-                modules.append((MODULES.index(name), column, dims[name][1]))
-                column += dims[name][1]
-            groups[group] = dims[names[0]][0], tuple(modules)
-        return groups
+        return {name: (each.inputs, each.modules) for name, each in zip(GROUPS, self.projections.products, strict=True)}
 
     @property
     def layer_params(self) -> int:
         """Parameters of all layers' projections."""
-        return self.layers * sum(d_in * d_out for d_in, d_out in self.dims.values())
+        return self.projections.num_weights
 
     @property
     def head_params(self) -> int:
@@ -64,7 +54,7 @@ class Geometry:
     @property
     def rank_params(self) -> int:
         """Parameters of one rank of an adapter on all projections."""
-        return self.layers * sum(map(sum, self.dims.values()))
+        return self.projections.rank_elems()
 
     @property
     def kv_elems_per_token(self) -> int:

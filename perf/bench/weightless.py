@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...memory.files.format import AdapterManifest
 from ...memory.host.image import HostImage
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import Projections
 
 
 class WeightlessAdapters:
     """An adapter backend that lays adapters out and moves nothing. A path's name ends with the rank, as in `a7-16`."""
 
-    def __init__(self, dims: Mapping[str, tuple[int, int]], page: PageLayout) -> None:
-        self._dims = dims
+    def __init__(self, projections: Projections, page: PageLayout) -> None:
+        self._projections = projections
         self._page = page
         self._layouts: dict[int, AdapterLayout] = {}
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         rank = int(path.name.rpartition("-")[2])
-        return AdapterManifest(path, (AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), MODULES),))
+        return AdapterManifest(path, uniform_parts(self._projections, rank))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         page, rank = self._page, manifest.rank
         if rank not in self._layouts:
-            self._layouts[rank] = AdapterLayout.build(
-                manifest.parts, self._dims, page.num_layers, page.page_elems, page.itemsize
-            )
+            self._layouts[rank] = AdapterLayout.build(manifest.parts, self._projections, page.page_elems, page.itemsize)
         return self._layouts[rank]
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:

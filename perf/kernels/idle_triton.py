@@ -16,7 +16,7 @@ from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import DriverConfig
 
-from ...core.model import decoder
+from ...core.model import decoder, layer
 from ...ops import elementwise_triton
 from ...ops.elementwise import RotaryEmbedding, Rotation
 
@@ -74,10 +74,15 @@ def idle_kernels(launched: Callable[[str], object] = lambda _: None) -> Iterator
 
     with ExitStack() as stack:
         stack.enter_context(idle_compiler(lambda kernel, *_: launched(kernel.name)))
-        for name in ("rms_norm", "add_rms_norm", "rotate_and_write", "silu_and_mul"):
-            stack.enter_context(patch.object(decoder, name, getattr(elementwise_triton, name)))
+        for owner, name in (
+            (layer, "rms_norm"),
+            (layer, "add_rms_norm"),
+            (layer, "silu_and_mul"),
+            (decoder, "rotate_and_write"),
+        ):
+            stack.enter_context(patch.object(owner, name, getattr(elementwise_triton, name)))
         for owner, name, value in (
-            (decoder, "linear", linear),
+            (layer, "linear", linear),
             (decoder, "embedding", _embedding),
             (RotaryEmbedding, "at", _at),
         ):

@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     scale = "plan for X times the trace's rate (default: 1)"
     add("--scale", type=number(float, 0, above=True), default=1.0, metavar="X", help=scale)
     add("--rank", type=count, metavar="N", help="rank of adapters without one in the trace")
-    add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all seven)")
+    add("--targets", metavar="NAMES", help="projections that adapters change, with commas (default: all)")
     engine = (
         "another setting of `chorus serve` for all candidates, such as max_num_seqs=64; repeatable; a wrong name is "
     )

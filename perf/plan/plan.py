@@ -16,7 +16,6 @@ from typing import Any
 
 from ...core.costs.profile import load_profile
 from ...core.executors.choice import gpu_batch
-from ...memory.pages.layout import MODULES
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size
 from .prediction import gpu_named, predicted_profile
@@ -166,7 +165,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     else:
         profile, defaults = load_profile(arguments.gpu.removeprefix(PROFILE)), {}
     slo = Slo(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf, arguments.attainment)
-    targets = _names(arguments.targets, MODULES, "--targets")
+    targets = _names(arguments.targets, profile.geometry.projections.names, "--targets")
     policies = _names(arguments.policy, POLICIES, "--policy")
     fleet = Fleet(
         arguments.trace,

@@ -109,11 +109,11 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
         )
     size, layers = _BYTES[model.dtype], model.num_layers
-    in_layers = layers * sum(inputs * outputs for inputs, outputs in model.module_dims.values())
+    in_layers = model.projections.num_weights
     in_head = model.vocab_size * model.hidden_size
     weights = size * (in_layers + in_head * (1 if model.tie_word_embeddings else 2))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
-    per_rank = layers * sum(map(sum, model.module_dims.values()))  # elements of a slab
+    per_rank = model.projections.rank_elems()
     kv_bytes = 2 * layers * model.kv_size * size
     floor = size * (in_layers + in_head) / read
     step = {

@@ -49,6 +49,7 @@ _HELLO = Hello(
     max_num_seqs=_SEATS,
     max_adapters=_SEATS,
     block_tokens=16,
+    pages_per_token=1 / 16,
     pid=1,
 )
 _STATS = replace(NOTHING, num_pages=4096, num_free_pages=2000, num_kv_pages=1500, num_cached_pages=500)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ from ...core.costs.profile import Geometry
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.reads import Reads
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.pages.layout import MODULES
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
 from .link import Link, SimTransfer, Urgency, VirtualClock
 
 
 class SimAdapters:
     """The existing adapters, by name: rank and size. Any number of simulated replicas can share one catalogue."""
 
-    def __init__(self, geometry: Geometry, block_tokens: int, targets: Sequence[str] = MODULES) -> None:
-        """targets: projections that they change, in every layer."""
+    def __init__(self, geometry: Geometry, block_tokens: int, targets: Collection[str] | None = None) -> None:
+        """targets: projections that they change, in every layer; by default all."""
         self._geometry = geometry
         self._page = geometry.page_layout(block_tokens)
-        self.targets = tuple(targets)
+        names = geometry.projections.names
+        self.targets = tuple(name for name in names if targets is None or name in targets)
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
         self._shapes: dict[tuple[int, int | None], tuple[tuple[AdapterPart, ...], AdapterLayout, int]] = {}
 
@@ -43,11 +43,11 @@ class SimAdapters:
         """
         shape = self._shapes.get((rank, num_bytes))
         if shape is None:
-            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), self.targets)
+            parts = uniform_parts(self._geometry.projections, rank, targets=self.targets)
             size = self._geometry.adapter_bytes(rank, self.targets) if num_bytes is None else num_bytes
             pages = max(1, -(-size // self._page.page_bytes))
             layout = AdapterLayout((), size // self._page.itemsize, pages, self._page.num_layers)
-            shape = self._shapes[rank, num_bytes] = (part,), layout, size
+            shape = self._shapes[rank, num_bytes] = parts, layout, size
         parts, layout, size = shape
         self._known[name] = AdapterManifest(path := Path(name), parts, size), layout, rank
         return path

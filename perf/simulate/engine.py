@@ -98,7 +98,7 @@ class SimExecutor(ExecutorBase):
         self.start = None
         self.shadow = None  # without a price of merging, nothing is merged
         if self.costs.merge is not None:
-            self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)
+            self.shadow = SimShadow(self.costs.merge, self.layout, geometry.projections, self._spend)
         self.horizon = math.inf
         self.held_until = -math.inf
         self.busy_seconds = 0.0

@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from ...core.costs.models import CostModel, MergeCost, StepWork
 from ...core.merging.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState, work_of
 from ...memory.adapters.adapter import Adapter
-from ...memory.pages.layout import ModuleDims, PageLayout
-
-#: Projections that share a matrix, as in `core/model/shadow.py`.
-_MATRICES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.projections import Group, Projections
 
 
 class SimShadow:
     """The executor's `ShadowBackend`: one matrix after another is paid for, each by its share of the elements."""
 
-    def __init__(self, cost: MergeCost, layout: PageLayout, dims: ModuleDims, spend: Callable[[float], None]) -> None:
-        """dims: of the projections. spend: advances the clock."""
+    def __init__(
+        self, cost: MergeCost, layout: PageLayout, projections: Projections, spend: Callable[[float], None]
+    ) -> None:
+        """projections: of the model. spend: advances the clock."""
         self._cost = cost
         self._layout = layout
-        self._dims = dims
+        self._projections = projections
         self._spend = spend
         self._left: list[float] = []  # seconds of the matrices still to be made
         self._seconds = 0.0  # of all matrices
@@ -63,13 +63,13 @@ class SimShadow:
 
     def _elems(self, adapter: Adapter) -> list[int]:
         """Return the elements of each matrix, over all layers."""
-        targets = adapter.manifest.targets
-        sizes = [
-            sum(self._dims[name][0] * self._dims[name][1] for name in names)
-            for names in _MATRICES
-            if any(name in targets for name in names)
-        ]
-        return sizes * self._layout.num_layers
+        targets, sizes = set(adapter.manifest.targets), []
+        for layer in self._projections.layers:
+            for group in Group:
+                matrix = [each for each in layer if each.group is group]
+                if any(each.name in targets for each in matrix):
+                    sizes.append(sum(each.inputs * each.outputs for each in matrix))
+        return sizes
 
 
 class ProfilePrices(ModePrices):

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from ...memory.pages.layout import MODULES
 from ...server.cluster.placement.settings import MigrationSettings
 from ...server.cluster.router import POLICIES
 from ...server.cluster.router.scale import STEADY_SECONDS
@@ -144,8 +143,8 @@ class Setup(Strict):
     """Name or path."""
     terms: dict[str, float] = {}
     """Other values for terms of its cost models, such as "link.per_byte"."""
-    targets: list[str] = list(MODULES)
-    """Projections with adapters."""
+    targets: list[str] | None = None
+    """Projections with adapters; by default all."""
     replicas: PositiveInt = 1
     router: Router = Router(policy="first")
     """The cluster."""

@@ -4,13 +4,12 @@ estimates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.policies import Policies
-from ...memory.pages.layout import MODULES
 from ...server.cluster.router import AnswerLengths, Estimates, Policy
 from ..workload.fields import WorkloadError
 from ..workload.request import TraceRequest
@@ -32,14 +31,14 @@ class Simulation:
         config: EngineConfig,
         replicas: int,
         *,
-        targets: Sequence[str] = MODULES,
+        targets: Collection[str] | None = None,
         adapters: SimAdapters | None = None,
         policies: Callable[[], Policies] = Policies,
         now: float = 0.0,
         **options: Any,
     ) -> None:
-        """adapters: a catalogue; by default one of adapters on `targets`. policies: makes the stateful policies of a
-        replica. now: when replicas begin to serve. options: `Replica`'s.
+        """adapters: a catalogue; by default one of adapters on `targets`, or on all projections. policies: makes the
+        stateful policies of a replica. now: when replicas begin to serve. options: `Replica`'s.
         """
         self.profile, self.config = profile, config
         self.adapters = adapters or SimAdapters(profile.geometry, config.block_tokens, targets)

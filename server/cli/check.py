@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
@@ -13,8 +13,8 @@ from typing import TextIO
 from ...core.base_name import names_of, with_base
 from ...memory.files.error import AdapterFormatError, shown
 from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights
-from ...memory.files.module_paths import LLAMA_PATHS, ModulePaths
-from ...memory.pages.layout import MODULES, ModuleDims
+from ...memory.files.module_paths import ModulePaths
+from ...memory.pages.projections import Projections, dense_projections
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
 
@@ -50,14 +50,11 @@ class Verdict:
 class _Base:
     """The base model to check against."""
 
-    dims: ModuleDims
-    num_layers: int
+    modules: ModulePaths
     dtype: str
 
     names: frozenset[str] | None
     """Names by which an adapter may refer to its base; None: any."""
-
-    modules: ModulePaths = LLAMA_PATHS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +93,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
 
     try:
         base = base or _own_base(path)
-        manifest = inspect_adapter(path, base.dims, base.num_layers, modules=base.modules)
+        manifest = inspect_adapter(path, base.modules)
         _read_weights(manifest, base)
         manifest = with_content(manifest)
     except AdapterFormatError as error:
@@ -136,22 +133,27 @@ def _base_of(model: Path, served: str | None) -> _Base:
         config = read_model_config(directory)
     except UnsupportedModel as error:
         raise CommandError(str(error)) from None
-    return _Base(config.module_dims, config.num_layers, config.dtype, names_of(directory, served), config.module_paths)
+    return _Base(config.module_paths, config.dtype, names_of(directory, served))
 
 
 def _own_base(path: Path) -> _Base:
     """The shapes of an adapter's own tensors, with which it must be consistent."""
+    usual = dense_projections(1, hidden=1, ffn=1, heads=1, kv_heads=1, head_dim=1)
     dims: dict[str, tuple[int, int]] = {}
     layers = {0}
-    with open_weights(path) as file:
+    with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     for name, shape in shapes.items():
         parts = name.split(".")
-        if len(shape) == 2 and name.endswith("lora_A.weight") and parts[-3] in MODULES:
+        if len(shape) == 2 and name.endswith("lora_A.weight") and parts[-3] in usual:
             d_out = _size(shapes.get(name.replace("lora_A", "lora_B"), ()))
             dims.setdefault(parts[-3], (shape[1], d_out))
             layers.update(int(part) for part in parts if part.isdecimal() and len(part) <= 6)
-    return _Base({name: dims.get(name, (1, 1)) for name in MODULES}, max(layers) + 1, "float32", None)
+    own = []
+    for projection in usual:
+        inputs, outputs = dims.get(projection.name, (1, 1))
+        own.append(replace(projection, inputs=inputs, outputs=outputs))
+    return _Base(ModulePaths(Projections((tuple(own),) * (max(layers) + 1))), "float32", None)
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -168,8 +170,8 @@ def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
     from ...memory.pages.adapter_layout import AdapterLayout
 
     dtype: torch.dtype = getattr(torch, base.dtype)
-    layout = AdapterLayout.build(manifest.parts, base.dims, base.num_layers, PAGE_ELEMENTS, dtype.itemsize)
-    read_image(manifest, ImageForm(layout, base.dims, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
+    layout = AdapterLayout.build(manifest.parts, base.modules.projections, PAGE_ELEMENTS, dtype.itemsize)
+    read_image(manifest, ImageForm(layout, base.modules.projections, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
 
 
 def _line(verdict: Verdict) -> str:

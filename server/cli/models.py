@@ -47,7 +47,7 @@ def described(directory: Path) -> list[str]:
     from ...core.model.read_config import read_model_config
 
     model = read_model_config(directory)
-    kinds = Counter((layer.mixer.window, layer.mixer.rope) for layer in model.layers)
+    kinds = Counter((it.window, it.rope) for it in model.attention_layers)
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
         f"context: {model.max_context:,} tokens",
@@ -59,4 +59,9 @@ def described(directory: Path) -> list[str]:
         seen = "all tokens" if window is None else f"the last {window:,} tokens"
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"
         lines.append(f"{count} layers see {seen}, with {turned}")
+    if delta := model.delta:
+        heads = (
+            f"{delta.num_k_heads} heads of {delta.k_dim} for keys and {delta.num_v_heads} of {delta.v_dim} for values"
+        )
+        lines.append(f"{model.num_layers - len(model.attention_layers)} layers are Gated DeltaNet, with {heads}")
     return lines

@@ -309,7 +309,7 @@ class ClusterWorker:
 
     def _inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         config = self._config
-        manifest = inspect_adapter(path, config.module_dims, config.num_layers, roots, config.module_paths)
+        manifest = inspect_adapter(path, config.module_paths, roots)
         return with_base(manifest, self._base_names, strict=self._settings.strict_base)
 
     def _learn(self, entry: CatalogEntry) -> Future[bool]:

@@ -188,8 +188,8 @@ class Fleet(Placements):
             num_others = max(0, stats.num_running + stats.num_waiting - report.num_yours)
             state.num_requests += num_others - load.num_others
             load.num_others = num_others
-            state.free_tokens = (stats.num_free_pages + stats.num_cached_pages) * hello.block_tokens
-            state.kv_tokens = stats.num_kv_pages * hello.block_tokens
+            state.free_tokens = int((stats.num_free_pages + stats.num_cached_pages) / hello.pages_per_token)
+            state.kv_tokens = int(stats.num_kv_pages / hello.pages_per_token)
             held = {*link.on_host, *load.adapters}
             self._holders.remove(link.name, load.held - held)
             self._holders.add(link.name, held - load.held)

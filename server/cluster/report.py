@@ -124,6 +124,7 @@ class Hello(Told):
     max_num_seqs: int
     max_adapters: int
     block_tokens: int
+    pages_per_token: float
     pid: int
 
     @classmethod
@@ -136,6 +137,7 @@ class Hello(Told):
             max_num_seqs=config.max_num_seqs,
             max_adapters=most,
             block_tokens=engine.block_tokens,
+            pages_per_token=engine.pages_per_token,
             pid=pid,
         )
 
@@ -190,7 +192,7 @@ class LearnedCosts:
             return {}
         self._observe_prefill(*engine.last_prefill)
         terms = dict(zip(_DECODE_TERMS, self._prices.terms, strict=True))
-        per_token = engine.costs.prefix_page / engine.block_tokens if self._per_token is None else self._per_token
+        per_token = engine.costs.prefix_page * engine.pages_per_token if self._per_token is None else self._per_token
         page = engine.executor.layout.page_bytes
         return {
             **terms,

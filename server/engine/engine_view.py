@@ -200,7 +200,7 @@ class Picture:
             sits = request in seated and (only is None or request.adapter in only)
             phases[adapter, request.tenant, Phase.RUNNING if sits else Phase.PAUSED] += 1
             if request.state is RequestState.RUNNING or request.state is RequestState.LOADING:
-                holdings.append(Holding(PageKind.KV, adapter, request.tenant, request.block_table.pages.copy()))
+                holdings.append(Holding(PageKind.KV, adapter, request.tenant, request.block_table.held))
         for request in scheduler.waiting:
             phases[request.adapter_name or "", request.tenant, Phase.WAITING] += 1
         holdings += (Holding(PageKind.ADAPTER, one.name, "", one.pages) for one in store.resident())

@@ -1,13 +1,13 @@
-"""Loads hostile adapters into a real server beside a neighbour's stream: how soon each is decided, and at what cost.
+"""Loads hostile adapters into a real server while a neighbour streams: how soon each is decided, and at which cost.
 
     python -m tests.attacks.adapters
     python -m tests.attacks.adapters --mutated 1000 --seed 7
 
-Prints a line for each kind of directory, and at the end one line of JSON. Exits with 1 unless every directory is
-decided within 2 s and 64 MiB beyond its own size, no token of the neighbour's comes more than 50 ms after the one
-before (its streams follow each other at once, and the wait for the next one counts), and a server with 999 good
-adapters and a broken one serves the 999. The gap means little on a machine that is busy otherwise; what the neighbour
-sees in as long a time without any loads is printed beside it.
+Prints a line for each kind of directory, and one line of JSON at the end. Exits with 1 unless all of this holds: each
+directory is decided within 2 s and 64 MiB beyond its own size; no token of the neighbour comes more than 50 ms after
+the one before; a server with 999 good adapters and a broken one serves the 999. The neighbour's streams follow each
+other at once, and the wait for the next one counts. On a busy machine the gap means little, so the neighbour's gap over
+the same time without loads is printed, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLAGS = ["--threads", "1", "--memory-bytes", str(64 << 20)]
 
 @dataclass
 class Decided:
-    """Result of one directory. extra_bytes: at the server's peak, beyond what it had and the directory's own size."""
+    """Result of one directory. extra_bytes: the server's peak, minus its memory before and the directory's own size."""
 
     name: str
     status: int
@@ -51,7 +51,7 @@ class Decided:
 
 
 class Client:
-    """Loads directories under one name, so that no more than one of them is ever there, beside a neighbour."""
+    """Loads directories under one name while a neighbour streams, so at most one of them is loaded at a time."""
 
     def __init__(self, server: LaunchedServer) -> None:
         self.server, self.http = server, httpx.Client(base_url=server.url, timeout=120, trust_env=False)

@@ -1,8 +1,8 @@
-"""Ambiguous grammars beside a neighbour: `python -m tests.attacks.ambiguous`.
+"""Ambiguous grammars next to a neighbour: `python -m tests.attacks.ambiguous`.
 
-A server with the built-in model. A neighbour sends short requests without a grammar, one after another: alone, beside
-others with a plain grammar, and beside as many whose recursive grammars are ambiguous. The bar: beside the last, the
-neighbour's median is at most `--most` times what it is alone.
+A server with the built-in model. A neighbour sends short requests without a grammar, one after another: alone, then
+with others that use a plain grammar, then with as many whose recursive grammars are ambiguous. The bar: in the last
+case, the neighbour's median is at most `--most` times its median alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.attacks.busy
 
-One engine per number of threads, eight requests at once; neighbours are processes that do nothing but count. The bar:
-any number of threads is, beside any number of neighbours, at least `--floor` of what one thread is beside as many.
+One engine per number of threads, eight requests at once. Neighbours are processes that only count. The bar: with any
+number of neighbours, any number of threads reaches at least `--floor` of the speed of one thread.
 """
 
 from __future__ import annotations

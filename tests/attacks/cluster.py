@@ -52,7 +52,7 @@ TIMEOUT_SECONDS = 120.0
 
 @dataclass
 class Reloads:
-    """What the reloaded adapter has been, in order; `begun` reloads may be seen, `ended` ones must be."""
+    """Contents of the reloaded adapter, in order; `begun` reloads may be seen, `ended` ones must be."""
 
     begun: int = 0
     ended: int = 0
@@ -74,10 +74,10 @@ REST_SECONDS = 60.0
 
 
 MOVES_SECONDS = 2.0
-"""Seconds between two looks at what API servers have counted."""
+"""Seconds between two looks at the counts of the API servers."""
 
 HELD = ("chorus_requests_running", "chorus_requests_waiting", 'chorus_pages{kind="kv"}')
-"""Metrics of what replicas hold for requests."""
+"""Metrics of the slots, pages and adapters that replicas hold for requests."""
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 KEPT = {f"kept-{index}": content for index, content in enumerate(CONTENTS)}
@@ -94,7 +94,7 @@ LAST_ASKS = 12
 
 
 class Chaos:
-    """A cluster under load, and counts of what became of its answers."""
+    """A cluster under load, with counts of the outcomes of its requests."""
 
     def __init__(self, server: LaunchedServer, root: Path, api_servers: int, seed: int, uploads: bool = False) -> None:
         """uploads: adapters are sent as bytes, not by their path."""
@@ -145,9 +145,15 @@ class Chaos:
     # --- during ---
 
     def run(
-        self, seconds: float, clients: int, kill_seconds: float, api_server_kill_seconds: float, reload_seconds: float,
-        registry_kill_seconds: float = 1e9, full_disk_seconds: float = 1e9,
-    ) -> None:  # fmt: skip
+        self,
+        seconds: float,
+        clients: int,
+        kill_seconds: float,
+        api_server_kill_seconds: float,
+        reload_seconds: float,
+        registry_kill_seconds: float = 1e9,
+        full_disk_seconds: float = 1e9,
+    ) -> None:
         with ThreadPoolExecutor(clients + 6) as threads:
             tasks = [threads.submit(self._load, index) for index in range(clients)]
             tasks.append(threads.submit(self._every, kill_seconds, partial(self._kill, "replica")))
@@ -219,7 +225,7 @@ class Chaos:
             self._reloads.ended = number
 
     def _fill_disk(self) -> None:
-        """Let no file of the registry and the API servers grow for a while: what can't be written down is refused."""
+        """Let no file of the registry and the API servers grow for a while: changes must be refused."""
         limits: dict[int, tuple[int, int]] = {}
         for pid in (*self._server.children("registry"), *self._server.children("api-server")):
             with suppress(ProcessLookupError):
@@ -308,8 +314,8 @@ class Chaos:
     # --- after ---
 
     def held(self) -> int:
-        """Requests and KV pages that replicas hold though no client asks, once all processes are there: what of them
-        lasts `REST_SECONDS`.
+        """Requests and KV pages that replicas hold for longer than `REST_SECONDS` though no client asks, once all
+        processes run.
         """
         deadline = time.monotonic() + REST_SECONDS
         while True:
@@ -338,8 +344,8 @@ class Chaos:
         return sum(answer != self._of_content[KEPT[name]] for name, answer in answers.items())
 
     def num_moves(self) -> int:
-        """Requests that went on elsewhere, as the API servers have counted; what one counted just before its death
-        lacks.
+        """Requests that went on elsewhere, as counted by the API servers; counts made just before a server's death are
+        lost.
         """
         for _ in range(LAST_ASKS):
             self._note_moves()
@@ -407,9 +413,14 @@ def main() -> int:
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")
             chaos.run(
-                args.seconds, args.clients, args.kill_seconds, args.api_server_kill_seconds, args.reload_seconds,
-                args.registry_kill_seconds, args.full_disk_seconds,
-            )  # fmt: skip
+                args.seconds,
+                args.clients,
+                args.kill_seconds,
+                args.api_server_kill_seconds,
+                args.reload_seconds,
+                args.registry_kill_seconds,
+                args.full_disk_seconds,
+            )
             held = chaos.held()
             chaos.check_last_content()
             counts = {

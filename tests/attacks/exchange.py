@@ -33,7 +33,7 @@ class Answer:
     has_body: bool = True
 
     def essence(self) -> Any:
-        """Return what must be equal each time: the texts and their ends, or all that a route without texts says."""
+        """Return the part that must be equal each time: texts and finish reasons, or a body without texts."""
         if self.kind.startswith("text/event-stream"):
             events = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
             if not events or events[-1] != "[DONE]":
@@ -79,7 +79,7 @@ class Answer:
 def exchange(address: Address, raw: bytes, may_wait: bool = False) -> Answer:
     """Send bytes and read one answer. Raises NoAnswer.
 
-    may_wait: what was sent may be half a request, so that after a while no more is promised.
+    may_wait: the bytes sent may be half a request, so after a while no more is promised.
     """
     is_head = raw.startswith(b"HEAD ")
     try:

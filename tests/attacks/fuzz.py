@@ -1,9 +1,10 @@
 """Damaged requests against a real server while adapters come and go: `python -m tests.attacks.fuzz`.
 
-Clients send mutants of requests to every route, one after another, and a valid greedy question after each. A
-mutant must be answered, with success, a 4xx or a 503, and an error must have OpenAI's shape; a question's answer must
-be the one that it gets alone. At the end what greedy mutants were answered is asked again alone, the books must match
-(the engine checks them whenever it idles), and no thread, descriptor, page or memory may have stayed.
+Clients send mutants of requests to every route, one after another, and a valid greedy question after each. A mutant
+must be answered with success, a 4xx or a 503, and an error must have OpenAI's shape. A question's answer must be the
+one that it gets alone. At the end the answers of greedy mutants are compared with the same requests sent alone. The
+accounting invariants must hold (the engine checks them whenever it idles), and no thread, descriptor, page or memory
+may leak.
 
     python -m tests.attacks.fuzz --requests 25000 --first 0
     python -m tests.attacks.fuzz --requests 1 --first 4711 --show     # one mutant again
@@ -36,7 +37,7 @@ from .exchange import NoAnswer, exchange
 from .mutants import Call, Mutant, mutant, other_calls, questions, structured_calls
 
 MAX_MORE = {"descriptors": 0, "threads": 32, "bytes": 64 << 20}
-"""Growth that a run may leave behind; the server's pools may start threads when they are needed first."""
+"""Growth that a run may cause; the server's pools may start threads when they are needed first."""
 PATIENCE = "--head-seconds", "--body-seconds", "--send-seconds", "--stall-seconds", "--give-up-seconds"
 """Timeouts, made long: the machine may stop server and clients for a while, which is no fault of the server."""
 MAX_SHOWN = 20
@@ -92,7 +93,7 @@ class Fuzz:
         return answer.essence() if answer.status == 200 else answer.status
 
     def run(self, first: int, count: int, clients: int) -> dict[str, int]:
-        """Send the mutants, then look at what they left; descriptors, threads and bytes more than before."""
+        """Send the mutants, then return the descriptors, threads and bytes that the server has in addition."""
         before, more = self._held(), {}
         try:
             self._attack_all(range(first, first + count), clients)
@@ -196,7 +197,7 @@ class Fuzz:
                 self.found.violation(f"{call}: {fault}")
 
     def _ask_again(self) -> None:
-        """Ask alone what greedy mutants were answered, and each question once more, with all adapters there."""
+        """Send the answered greedy mutants again, alone, and each question once more, with all adapters loaded."""
         self._remove_adapters()  # mutants loaded different adapters under the same names
         for path in sorted(self.root.iterdir()):
             call = Call("POST", "/v1/adapters", {"name": path.name, "path": str(path)})

@@ -136,7 +136,7 @@ def hostile() -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Tally:
-    """What came out."""
+    """Counts of the outcomes."""
 
     schemas: int = 0
     refused: int = 0
@@ -185,7 +185,7 @@ class Tally:
 
 
 def answer(grammars: Grammars, grammar: Grammar, draw: random.Random, most: int) -> tuple[bytes | None, float]:
-    """Bytes of a random text that matches, None for one that was cut or given up; seconds of its worst token."""
+    """Bytes of a random text that matches, or None if it was cut or stopped; seconds of its worst token."""
     matcher, text, worst = grammars.compile(grammar), b"", 0.0
     for _ in range(most):
         began = time.process_time()

@@ -24,7 +24,7 @@ def _header(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _put(path: Path, header: str | dict[str, Any], data: bytes = b"", size: int = 0) -> None:
-    """size: of the file, if it is to be longer than what is in it."""
+    """size: of the file, if it is to be longer than its content."""
     raw = (header if isinstance(header, str) else json.dumps(header)).encode()
     with (path / WEIGHTS).open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw + data)

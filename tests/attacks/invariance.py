@@ -1,11 +1,11 @@
-"""Logits of the native decoder, alone and in company, bit for bit, over random shapes.
+"""Logits of the native decoder are batch-invariant: alone and in batches, bit for bit, over random shapes.
 
     python -m tests.attacks.invariance --cases 10000
 
-A case is one request, computed alone on one thread, its whole prompt at once, and again in company: other requests in
-the same steps, prompts cut into chunks anywhere, single tokens, padding rows, other adapters, one thread or two. Every
-logit of every position must have the same bits. Models, adapters and pages are drawn anew for every few cases: widths
-that fill no tile, odd ranks, adapters of several parts, adapters of which a token has two.
+A case is one request, computed alone on one thread, its whole prompt at once, and again in batches: with other requests
+in the same steps, prompts cut into chunks anywhere, single tokens, padding rows, other adapters, one thread or two.
+Every logit of every position must have the same bits. Models, adapters and pages are generated anew for every few
+cases: widths that fill no tile, odd ranks, adapters of several parts, tokens with two adapters.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import torch
 
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native, native_library
 from chorus.ops.elementwise import rotary_table
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
+
+from ..tables import LLAMA
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)
@@ -65,7 +68,7 @@ class World:
 
 @dataclass
 class Tally:
-    """Counts of what was compared, and of what differed."""
+    """Counts of compared and of different values."""
 
     cases: int = 0
     logits: int = 0
@@ -88,15 +91,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     num_layers, vocab = rng.randint(1, 3), rng.choice(VOCAB)
     q, kv = heads * head_dim, kv_heads * head_dim
     layout = PageLayout(num_layers, kv_heads, head_dim, rng.choice((4, 16, 32)), dtype.itemsize)
-    dims = {
-        "q_proj": (hidden, q),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (q, hidden),
-        "gate_proj": (hidden, ffn),
-        "up_proj": (hidden, ffn),
-        "down_proj": (ffn, hidden),
-    }
+    table = dense_projections(num_layers, hidden, ffn, heads, kv_heads, head_dim)
     own = rng.random() < 0.3
     biased = rng.random() < 0.5
 
@@ -129,7 +124,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         for i, length in enumerate(rng.choices(LENGTHS, k=rng.randint(2, 6)))
     ]
     plans = [_parts(rng, num_layers) for _ in range(rng.randint(3, 7))]
-    placed = [AdapterLayout.build(parts, dims, num_layers, layout.page_elems, dtype.itemsize) for parts in plans]
+    placed = [AdapterLayout.build(parts, table, layout.page_elems, dtype.itemsize) for parts in plans]
     needed = [layout.pages_for_tokens(len(request.tokens)) for request in requests]
     count = 1 + sum(needed) + sum(adapter.num_pages for adapter in placed)
     free = list(range(1, count))
@@ -162,6 +157,8 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         eps=1e-5,
         layers=layers,
         values=values,
+        products=table.products,
+        product_of=table.product_of,
         positions=requests_end,
         embed=weights(vocab, hidden),
         lm_head=native.pack(weights(vocab, hidden)),
@@ -176,7 +173,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
 
 
 def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerValues:
-    """How a layer computes: a plain one, or with some of what others have."""
+    """How a layer computes: a plain one, or with some features of other families."""
     dim = rng.choice((head_dim, head_dim, head_dim // 4 * 2, 0))
     cos, sin = rotary_table(1e4 ** (-torch.arange(0, dim, 2) / max(dim, 1)), positions) if dim else (None, None)
     return native.LayerValues(
@@ -206,7 +203,7 @@ def _place_norms(rng: random.Random, layer: LayerWeights, values: native.LayerVa
 
 def _parts(rng: random.Random, num_layers: int) -> list[AdapterPart]:
     """One rank for all modules, or two that share them out."""
-    modules = [name for name in MODULES if rng.random() < 0.7] or ["q_proj"]
+    modules = [name for name in LLAMA if rng.random() < 0.7] or ["q_proj"]
     cut = rng.randint(1, len(modules)) if rng.random() < 0.3 else len(modules)
     layers = tuple(range(num_layers)) if rng.random() < 0.8 else (rng.randrange(num_layers),)
     shares = [tuple(share) for share in (modules[:cut], modules[cut:]) if share]
@@ -227,9 +224,9 @@ def _rows(part: AdapterPart, place: Any, pages: list[int]) -> AdapterRows:
 
 
 def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
-    """Make rank-rows large and every second pair take back what the first adds.
+    """Make rank-rows large and every second pair subtract the sum of the first.
 
-    What is left is the error of the additions, so that another order shows, even after it was rounded to bf16.
+    Only the error of the additions remains, so another order shows, even after rounding to bf16.
     """
     run = arena[rows.pages].flatten()
     starts = [first + i * rows.slab_elems for first in rows.first_elem if first >= 0 for i in range(rows.rank)]
@@ -317,7 +314,7 @@ def _close(segments: Segments, world: World, entries: list[int] | None, begin: i
 
 
 def compare(seed: int, dtype: torch.dtype, tally: Tally, runs: int = 4) -> None:
-    """Draw a world; its requests alone, then `runs` times together."""
+    """Build a random case; run its requests alone, then `runs` times together."""
     rng = random.Random(seed)
     world = build(rng, dtype)
     alone = native.NativeDecoder(world.model, 1)

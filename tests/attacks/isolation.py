@@ -2,9 +2,9 @@
 
     python -m tests.attacks.isolation --samples 400
 
-A key that may use no adapter asks for an adapter that there is, and for one that there is not, in random order and over
-one connection. For each route a threshold on the seconds is chosen by half of the samples and judged by the other half,
-and the other way round; 0.5 is what guessing gives. Exits with 1 if it is right more often than in 55 of 100 samples.
+A key that may use no adapter asks for an adapter that exists, and for one that does not, in random order over one
+connection. For each route a threshold on the seconds is chosen by half of the samples and judged by the other half, and
+vice versa; guessing gives 0.5. Exits with 1 if it is right more often than in 55 of 100 samples.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def accuracy(samples: Sequence[Sample]) -> float:
 
 
 def _threshold(samples: Sequence[Sample]) -> tuple[float, bool]:
-    """The best one, and whether what takes longer exists."""
+    """The best threshold, and whether the slower answers mean that the adapter exists."""
     choices = ((seconds, longer) for seconds, _ in samples for longer in (True, False))
     return max(choices, key=lambda choice: _right(samples, *choice))
 

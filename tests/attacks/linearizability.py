@@ -134,7 +134,7 @@ def ask(http: httpx.Client, name: str, text: str) -> Asked:
 
 
 def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) -> tuple[History, list[str]]:
-    """Let it happen; the history, and what in it is wrong."""
+    """Run it; return the history, and each violation in it."""
     rng = random.Random(seed)
     texts = [sample_inputs("reverse", 1, rng.randrange(1 << 30))[0] for _ in range(6)]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Requests to every route, valid ones and what becomes of them when their JSON, bytes or framing are damaged."""
+"""Requests to every route: valid ones, and their mutants with damaged JSON, bytes or framing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _nested(depth: int) -> Any:
     return value
 
 
-ODD: Sequence[Any] = (
-    None, True, False, 0, 1, -1, 2, 3, 17, 0.5, -0.0, 1e308, -1e-308, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, "",
-    "a", "0", "\0", "\ud800", "\udfff x", "€😀", "{{ x }}", "../../etc", "a" * 3000, "\\" * 50, [], {}, [[]], [None],
-    [0], [-1], [97] * 600, ["a"] * 300, ["", ""], [{}], {"": None}, {"0": 1e400}, {"type": "text"}, [True, 1, "x"],
-    _nested(20), _nested(80), {"a": _nested(70)}, float("nan"), float("inf"), "chorus-builtin", ["a", ["b", ["c"]]],
-)  # fmt: skip
+_NUMBERS = 0, 1, -1, 2, 3, 17, 0.5, -0.0, 1e308, -1e-308, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400
+_TEXTS = "", "a", "0", "\0", "\ud800", "\udfff x", "€😀", "{{ x }}", "../../etc", "a" * 3000, "\\" * 50
+_LISTS = [], [[]], [None], [0], [-1], [97] * 600, ["a"] * 300, ["", ""], [{}], [True, 1, "x"], ["a", ["b", ["c"]]]
+_OBJECTS = {}, {"": None}, {"0": 1e400}, {"type": "text"}, {"a": _nested(70)}
+_FURTHER = None, True, False, float("nan"), float("inf"), "chorus-builtin", _nested(20), _nested(80)
+ODD: Sequence[Any] = (*_FURTHER, *_NUMBERS, *_TEXTS, *_LISTS, *_OBJECTS)
 """Values that a field may not expect."""
 
 _PART = {"type": "text", "text": "abc"}
@@ -62,33 +62,72 @@ _CHOICES = (
 )
 
 LIKELY: dict[str, Sequence[Any]] = {
-    "n": (1, 2, 3), "max_tokens": (0, 1, 5, None), "max_completion_tokens": (1, 7), "logprobs": (0, 1, 5, True),
-    "top_logprobs": (0, 2), "prompt_logprobs": (0, 2), "echo": (True, False), "stream": (True,), "best_of": (1,),
-    "stop": ("e", ["a", "xyz"], "\n"), "bad_words": (["a"], ["the", "o"]), "logit_bias": ({"101": -100}, {"97": 5.5}),
-    "stop_token_ids": ([97], [101, 105]), "allowed_token_ids": ([97, 98, 99, 100, 101],), "temperature": (0, 1, 0.0),
-    "top_p": (1, 0.9), "top_k": (-1, 0, 5), "min_p": (0, 0.1), "seed": (0, 7, -1), "ignore_eos": (True, False),
-    "min_tokens": (0, 1), "presence_penalty": (0.5, -2), "frequency_penalty": (0.5, 2), "repetition_penalty": (1.3,),
-    "stream_options": ({"include_usage": True}, {"continuous_usage_stats": True}), "cache_salt": ("s", ""),
-    "lora_path": ("upper", "reverse"), "model": ("upper", "chorus-builtin", "chorus-builtin:sort", "nobody"),
-    "return_token_ids": (True,), "return_tokens_as_token_ids": (True,), "return_step_info": (True,),
-    "skip_special_tokens": (False, True), "include_stop_str_in_output": (True,), "add_special_tokens": (True, False),
-    "user": ("me",), "metadata": ({"a": "b"},), "chat_template_kwargs": ({"x": 1},),
-    "tools": ([], _TOOLS, _FLAT, _ANTHROPICS), "parallel_tool_calls": (True, False),
+    "n": (1, 2, 3),
+    "max_tokens": (0, 1, 5, None),
+    "max_completion_tokens": (1, 7),
+    "logprobs": (0, 1, 5, True),
+    "top_logprobs": (0, 2),
+    "prompt_logprobs": (0, 2),
+    "echo": (True, False),
+    "stream": (True,),
+    "best_of": (1,),
+    "stop": ("e", ["a", "xyz"], "\n"),
+    "bad_words": (["a"], ["the", "o"]),
+    "logit_bias": ({"101": -100}, {"97": 5.5}),
+    "stop_token_ids": ([97], [101, 105]),
+    "allowed_token_ids": ([97, 98, 99, 100, 101],),
+    "temperature": (0, 1, 0.0),
+    "top_p": (1, 0.9),
+    "top_k": (-1, 0, 5),
+    "min_p": (0, 0.1),
+    "seed": (0, 7, -1),
+    "ignore_eos": (True, False),
+    "min_tokens": (0, 1),
+    "presence_penalty": (0.5, -2),
+    "frequency_penalty": (0.5, 2),
+    "repetition_penalty": (1.3,),
+    "stream_options": ({"include_usage": True}, {"continuous_usage_stats": True}),
+    "cache_salt": ("s", ""),
+    "lora_path": ("upper", "reverse"),
+    "model": ("upper", "chorus-builtin", "chorus-builtin:sort", "nobody"),
+    "return_token_ids": (True,),
+    "return_tokens_as_token_ids": (True,),
+    "return_step_info": (True,),
+    "skip_special_tokens": (False, True),
+    "include_stop_str_in_output": (True,),
+    "add_special_tokens": (True, False),
+    "user": ("me",),
+    "metadata": ({"a": "b"},),
+    "chat_template_kwargs": ({"x": 1},),
+    "tools": ([], _TOOLS, _FLAT, _ANTHROPICS),
+    "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none", "low"),
-    "include_reasoning": (False,), "separate_reasoning": (False,), "truncate_prompt_tokens": (-1, 1, 5),
-    "truncation_side": ("right", "left"), "instructions": ("abc",), "max_output_tokens": (1, 9),
+    "include_reasoning": (False,),
+    "separate_reasoning": (False,),
+    "truncate_prompt_tokens": (-1, 1, 5),
+    "truncation_side": ("right", "left"),
+    "instructions": ("abc",),
+    "max_output_tokens": (1, 9),
     "text": ({"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}, {"format": {"type": "text"}}),
-    "include": (["message.output_text.logprobs"],), "stop_sequences": (["e"],), "system": ("abc", [_PART]),
-    "thinking": ({"type": "enabled", "budget_tokens": 9}, {"type": "disabled"}), "reasoning": ({"effort": "low"},),
+    "include": (["message.output_text.logprobs"],),
+    "stop_sequences": (["e"],),
+    "system": ("abc", [_PART]),
+    "thinking": ({"type": "enabled", "budget_tokens": 9}, {"type": "disabled"}),
+    "reasoning": ({"effort": "low"},),
     "output_config": ({"format": {"type": "json_schema", "schema": _SCHEMA}}, {"effort": "low"}),
     "structural_tag": ({"structures": [{"begin": "<f>", "schema": _SCHEMA, "end": "</f>"}], "triggers": ["<f"]},),
     "guided_grammar": ('start: "a" | /[b-d]+/', 'root ::= "a" [b-d]'),
-    "add_generation_prompt": (True, False), "continue_final_message": (True, False), "tool_choice": _CHOICES,
-    "response_format": ({"type": "text"}, {"type": "json_object"}, _FORMAT), "guided_choice": (["a", "bc"],),
-    "structured_outputs": ({"regex": "[a-z]+"}, {"choice": ["a"]}), "guided_json": ({"type": "integer"}, _SCHEMA),
+    "add_generation_prompt": (True, False),
+    "continue_final_message": (True, False),
+    "tool_choice": _CHOICES,
+    "response_format": ({"type": "text"}, {"type": "json_object"}, _FORMAT),
+    "guided_choice": (["a", "bc"],),
+    "structured_outputs": ({"regex": "[a-z]+"}, {"choice": ["a"]}),
+    "guided_json": ({"type": "integer"}, _SCHEMA),
     "prompt": ("a", [104, 101], ["a", "b"], [[104], [101, 102]], "é\U0001f600"),
-    "messages": ([{"role": "user", "content": [{"type": "text", "text": "abc"}]}],), "request_id": ("one", "two"),
-}  # fmt: skip
+    "messages": ([{"role": "user", "content": [{"type": "text", "text": "abc"}]}],),
+    "request_id": ("one", "two"),
+}
 """Values that a field expects."""
 
 _BODIES = (
@@ -211,7 +250,7 @@ def questions(prompts: dict[str | None, list[str]], seed: int, count: int) -> It
 
 
 def structured_calls() -> list[Call]:
-    """Valid requests with tools, of what an answer shall match, and of the other APIs."""
+    """Valid requests with tools, with grammars, and of the other APIs."""
     user = [{"role": "user", "content": "abc"}]
     used = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     turns = [*user, {"role": "assistant", "tool_calls": [used]}, {"role": "tool", "tool_call_id": "1", "content": "5"}]

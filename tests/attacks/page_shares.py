@@ -1,9 +1,10 @@
 """Shares of pages: how soon a small tenant begins while another's large requests fill the arena.
 
 The large tenant keeps nine requests of 3,000 + 1,000 tokens in progress, five of which wait, in an arena of 1,000 pages
-and 16 slots; the small one's come at random. Its TTFT is held against its own beside a large tenant that keeps to half
-of the arena, and the throughput against the same run of one tenant, in which pages have no shares.
-`python -m tests.attacks.page_shares --seeds 10`.
+and 16 slots; the small tenant's requests come at random. Its TTFT is compared with its TTFT while the large tenant
+keeps to half of the arena, and the throughput with the same run of one tenant, in which pages have no shares.
+
+Run `python -m tests.attacks.page_shares --seeds 10`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LARGE = 3000, 1000
 """Tokens of a prompt and of its answer: four such requests fill the arena."""
 
 NUM_AT_SHARE, NUM_FLOOD = 2, 9
-"""Requests of the large tenant in progress: within half of the arena, and with five that wait behind four."""
+"""Requests of the large tenant in progress: within half of the arena, or five that wait for four."""
 
 SIZES = {"tiny": ((30, 10), 1.0), "medium": ((400, 200), 0.5), "long": ((2000, 500), 0.1)}
 """Requests of the small tenant: tokens of a prompt and of its answer, and requests a second."""
@@ -82,8 +83,8 @@ class Run:
 
 
 def measure(name: str, seeds: Sequence[int]) -> dict[str, float]:
-    """The small tenant's p99 and slowest TTFT: at its share, beside the flood, and beside it without shares; and what
-    shares leave of the throughput.
+    """The small tenant's p99 and slowest TTFT at its share, under the flood, and under it without shares; and the
+    throughput with shares, relative to that without.
     """
     size, rate = SIZES[name]
     runs = {

@@ -1,13 +1,12 @@
-"""Attacks a real server with requests that ask much in few bytes, and measures what that costs the others.
+"""Attacks a real server with small requests that ask for much, and measures the cost to others.
 
-While each request is answered, a neighbour streams and /health is polled. No request may delay /health by more than
-250 ms, add more than 64 MB of memory, leave the neighbour without a token for half a second (`gap`), or halve its
-tokens per second: `rate` is its share of the rate beside nothing, just before and after. `fair`, for information, is
-its share of the rate beside as many plain answers. No answer is a 5xx, but for 503, and nothing connects to the port
-of this machine that all URLs in schemas, messages, tools and names of adapters are of.
-Neighbour and attacker are processes of their own that count events and parse nothing.
-Prints a row per shape, the worst of the random bodies, and a JSON line; exits with 1 if a bar is missed. Wants a
-machine of its own: whatever else runs shows in the neighbour's rate.
+While each request is answered, a neighbour streams and /health is polled. No request may delay /health by more than 250
+ms, add more than 64 MB of memory, leave the neighbour without a token for half a second (`gap`), or halve its tokens
+per second: `rate` is relative to its rate alone, just before and after. `fair`, for information, is relative to its
+rate with as many plain answers. No answer is a 5xx except 503. Nothing connects to a port of this machine that all URLs
+in schemas, messages, tools and adapter names point to. Neighbour and attacker are processes of their own that count
+events and parse nothing. Prints a row per shape, the worst of the random bodies, and a JSON line; exits with 1 if a bar
+is missed. Needs a machine of its own: other load shows in the neighbour's rate.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_BODY = 64 << 10
 CONTEXT = 4096
 LEAST_WINDOW = 0.6
 COMPANY = (1, 8, 31)
-"""Plain answers beside which the neighbour's rate is measured, too: a step that more share takes longer for all."""
+"""Plain answers that run with the neighbour for comparison: a step that more sequences share takes longer for all."""
 
 COSTLY: dict[str, Sequence[Any]] = {
     "n": (1, 2, 8, 31, 128),
@@ -77,8 +76,8 @@ HEAD = (
 class Row:
     """Result of an attack.
 
-    rate: the neighbour's tokens per second, as a share of its rate before and after. fair: as a share of its rate
-    beside as many plain answers. gap: its longest time without a token. went_out: connections to the canary.
+    rate: the neighbour's tokens per second, relative to its rate before and after. fair: relative to its rate with as
+    many plain answers. gap: its longest time without a token. went_out: connections to the canary.
     """
 
     name: str
@@ -249,7 +248,7 @@ def num_answers(attack: Attack) -> int:
 
 
 def company(server: AttackedServer) -> dict[int, float]:
-    """The neighbour's tokens per second beside so many plain answers."""
+    """The neighbour's tokens per second next to so many plain answers."""
     rates = {}
     for count in COMPANY:
         body = {"prompt": "x", "n": count, "ignore_eos": True, "max_tokens": 300}
@@ -260,7 +259,7 @@ def company(server: AttackedServer) -> dict[int, float]:
 
 
 def strike(server: AttackedServer, attack: Attack, beside: dict[int, float], canary: Canary) -> Row:
-    """Sends one and looks at what it did."""
+    """Sends one request and measures its effect."""
     tokens, process = server.neighbour, server.server
     quiet = time.monotonic()
     time.sleep(LEAST_WINDOW)
@@ -283,7 +282,7 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float], can
 
 
 def long_model(directory: Path) -> Path:
-    """The built-in model with a longer context: what it says there means nothing, but costs what it costs."""
+    """The built-in model with a longer context: its text there is meaningless, but costs as much as any."""
     model = directory / "model"
     shutil.copytree(BUILTIN_MODEL, model)
     config = json.loads((model / "config.json").read_text())

@@ -1,10 +1,9 @@
-"""Slow and hanging adapter files beside ordinary load: `python -m tests.attacks.slow_reads`.
+"""Slow and hanging adapter files under ordinary load: `python -m tests.attacks.slow_reads`.
 
 The real engine on the CPU with the built-in model, on the server's worker thread. Requests of the base model and of
-resident adapters arrive at a steady rate, in rounds without and with as many requests for other adapters beside them:
-half of these other adapters come at 1 MB/s, layer by layer, the rest never. The bar: the p99 of the ordinary requests'
-time to first token is at most 1.25 times what it is without the slow files. Rounds alternate, so that other load on the
-machine falls on both kinds.
+resident adapters arrive at a steady rate. Half of the rounds add as many requests for other adapters: half of these
+come at 1 MB/s, layer by layer, the rest never. The bar: the p99 of the ordinary requests' time to first token is at
+most 1.25 times that without the slow files. Rounds alternate, so other load on the machine affects both kinds.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ BYTES_PER_SECOND = 1e6
 def hold_up(engine: Engine, begin: Callable[[Path], Callable[[float], object] | None]) -> None:
     """Let the engine's adapter reads take their time from now on.
 
-    begin: is called with the directory on the thread that reads, and may wait or raise; what it returns is called
-    before layers arrive, with their share of all layers.
+    begin: called with the directory on the thread that reads; it may wait or raise. The function that it returns is
+    called before layers arrive, with their share of all layers.
     """
     backend: Any = engine.executor.adapters
     inner = backend.read
@@ -108,7 +107,7 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
 
 
 def _run_alone(engine: Engine) -> None:
-    """Capture what is captured at first use, and measure what a prefill costs."""
+    """Capture the graphs that are captured at first use, and measure the time of a prefill."""
     for index in range(2 * engine.config.max_num_seqs):
         engine.add_request(Request(f"warm {index}", [40] * 24, SamplingParams(8, temperature=0, ignore_eos=True)))
     while engine.has_work():
@@ -118,7 +117,7 @@ def _run_alone(engine: Engine) -> None:
 def _serve(
     worker: EngineWorker, rng: random.Random, args: argparse.Namespace, ordinary: list[str | None], slow: list[str]
 ) -> list[float]:
-    """Open-loop arrivals: a request's time counts from when it was to come. The slow ones are one for one beside."""
+    """Open-loop arrivals: a request's time counts from its planned arrival. Each slow one has an ordinary one."""
     params = SamplingParams(16, temperature=0, ignore_eos=True)
     took: list[float] = []
     open_ones: list[threading.Event] = []

@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[bytes, bytes]] = {
         b"",
     ),
 }
-"""Kind → what is sent at once, and what every two seconds."""
+"""Kind → the bytes sent at once, and those sent every two seconds."""
 
 DRIP_SECONDS = 2.0
 PROBE_SECONDS = 0.25
@@ -105,7 +105,7 @@ class Holder:
         client.close()
 
 
-_holders: list[Holder] = []  # of this process: what is still open stays so until the server has been looked at
+_holders: list[Holder] = []  # of this process: open connections stay open until the server has been inspected
 
 
 def hold(address: Address, seconds: float, count: int) -> tuple[dict[str, int], dict[str, list[float]]]:
@@ -128,7 +128,7 @@ def num_sockets(server: LaunchedServer) -> int:
 
 
 def run(sockets: int, descriptors: int, seconds: float) -> dict[str, Any]:
-    """The whole attack, and what came of it."""
+    """The whole attack, and its result."""
     with launched(["--threads", "1", "--grace-seconds", "2"], descriptors) as server:
         before = num_sockets(server)
         probe = Probe(server.url, ["/health", "/v1/models"], PROBE_SECONDS, keeps_connection=False)

@@ -1,10 +1,10 @@
 """Thousands of adapters and a store that hangs: `python -m tests.attacks.stores`.
 
-Starts `chorus serve` with the built-in model, first without adapters, then over a directory of adapters of which some
-are broken, and shows how many it serves, how long its start takes and how much memory it needs. Then requests of the
-base model arrive at a steady rate, in rounds without and with as many other requests in progress whose adapters come
-from a store on loopback that never answers. The bar: the p99 of the time to first token is at most 1.25 times what it
-is without them. Rounds alternate, so that other load on the machine falls on both kinds.
+Starts `chorus serve` with the built-in model, first without adapters, then over a directory of adapters, some of them
+broken. It shows how many it serves, how long its start takes and how much memory it needs. Then requests of the base
+model arrive at a steady rate. Half of the rounds add as many other requests whose adapters come from a store on
+loopback that never answers. The bar: the p99 of the time to first token is at most 1.25 times that without them. Rounds
+alternate, so other load on the machine affects both kinds.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def cpu_seconds(pid: int) -> float:
 
 @contextmanager
 def serving(flags: list[str]) -> Iterator[tuple[LaunchedServer, dict[str, float]]]:
-    """A server, and what its start took: seconds, of the clock and of processors, and MiB of memory."""
+    """A server and the cost of its start: wall-clock and processor seconds, and MiB of memory."""
     began = time.perf_counter()
     with launched(flags) as server:
         seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Attacks by what answers must match, by tools, by other servers' routes, and by URLs that something might fetch."""
+"""Attacks by output formats, by tools, by other servers' routes, and by URLs that something might fetch."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     python -m tests.attacks.swaps --swaps 1000
     python -m tests.attacks.swaps --swaps 200 --cluster 2
 
-Versions come as bytes, in forms and in JSON, and from one directory that is written over, while clients ask for the
+Versions come as bytes, in forms and in JSON, and from one directory that is overwritten, while clients ask for the
 newest version and for kept ones, with and without streams; with `--mode-policy fastest`, too. Then the server is killed
-in the middle of swaps and started again: what the name and its kept versions mean must be what was last answered, or
-the swap that was under way. Prints a line for each part and one line of JSON; exits with 1 unless all of it held.
+in the middle of swaps and restarted: the name and its kept versions must mean the content of the last answer, or of the
+swap in progress. Prints a line for each part and one line of JSON; exits with 1 unless all of it held.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TIMEOUT = 120.0
 
 @dataclass
 class Swaps:
-    """Versions of one adapter on a live server, and what its answers must be.
+    """Versions of one adapter on a live server, with the expected answers.
 
     contents: directories, each another content. prompts: token ids. most_pages: of any content. told: content by label,
     of each load that was answered; a load under way has its own in `coming`.
@@ -116,7 +116,7 @@ class Swaps:
                     thread.join(TIMEOUT)
 
     def check(self, label: str, content_hash: str, prompt: int, tokens: list[int]) -> None:
-        """Hold an answer against the content that its header names, and the header against what the load told."""
+        """Compare an answer with the content that its header names, and the header with the response to the load."""
         self.num_answers += 1
         if self.told.get(label, self.coming or content_hash) not in (content_hash, self.coming):
             self.wrong.append(f"{label} is {self.told[label]} and answered as {content_hash}")
@@ -174,7 +174,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def held(url: str) -> dict[str, int]:
-    """What a server holds of the adapter while no request runs: versions, and pages."""
+    """The versions and pages of the adapter that a server holds while no request runs."""
     listed = httpx.get(f"{url}/v1/adapters", timeout=TIMEOUT, trust_env=False).raise_for_status().json()["data"]
     listed = [one for one in listed if one["name"].startswith(NAME)]
     return {"versions": len(listed), "pages": sum(one["pages"] for one in listed)}
@@ -202,7 +202,7 @@ def under_load(root: Path, swaps: int, clients: int, cluster: int, flags: Sequen
         began = time.monotonic()
         life.run(swaps, clients)
         seconds = time.monotonic() - began
-        time.sleep(3)  # the keeper's turn removes what the last requests held
+        time.sleep(3)  # the next upload cleanup removes versions of the last requests
         after = held(server.url)
         directories = [path for path in (root / "uploads").iterdir() if path.is_dir()]
         return {
@@ -221,7 +221,7 @@ def under_load(root: Path, swaps: int, clients: int, cluster: int, flags: Sequen
 
 
 def killed(root: Path, times: int, cluster: int) -> dict[str, Any]:
-    """Kill a server in the middle of swaps, start it again and look at what its names mean."""
+    """Kill a server in the middle of swaps, restart it and check the meaning of its names."""
     contents = sorted(BUILTIN_ADAPTERS.iterdir())[:4]
     draw, told, wrong = random.Random(1), [], []
     life: Swaps | None = None

@@ -1,17 +1,16 @@
-"""A request's logits on the native decoder have the same bits alone and in any company."""
+"""A request's logits on the native decoder are batch-invariant."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES
+from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows
 
@@ -77,20 +76,8 @@ def test_schedules_compute_every_token_once():
         assert [done[i] for i in range(3)] == [list(range(len(request.tokens))) for request in requests]
 
 
-@dataclass
-class _Dims:
-    hidden: int
-    q: int
-    kv: int
-    ffn: int
-
-    def of_modules(self) -> dict[str, tuple[int, int]]:
-        h, q, kv, f = self.hidden, self.q, self.kv, self.ffn
-        return dict(zip(MODULES, ((h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)), strict=True))
-
-
 def one_adapter(rank: int, tokens: int) -> World:
-    """A world with one request, whose adapter has `rank` everywhere."""
+    """A case with one request, whose adapter has `rank` everywhere."""
     seed = 0
     while True:
         world = build(random.Random(seed), torch.bfloat16)
@@ -98,10 +85,8 @@ def one_adapter(rank: int, tokens: int) -> World:
             break
         seed += 1
     model, layout = world.model, world.layout
-    dims = _Dims(model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim, model.ffn)
-    layers = len(model.layers)
-    part = AdapterPart(rank, 1.0, tuple(range(layers)), MODULES)
-    placed = AdapterLayout.build([part], dims.of_modules(), layers, layout.page_elems, 2)
+    table = dense_projections(len(model.layers), model.hidden, model.ffn, model.heads, model.kv_heads, model.head_dim)
+    placed = AdapterLayout.build(uniform_parts(table, rank), table, layout.page_elems, 2)
     kv_pages = layout.pages_for_tokens(tokens)
     generator = torch.Generator().manual_seed(rank)
     model.arena = (
@@ -115,6 +100,6 @@ def one_adapter(rank: int, tokens: int) -> World:
     cancel(model.arena, rows)
     ids = torch.randint(0, model.vocab, (tokens,), generator=generator).tolist()
     angles = torch.rand(tokens, model.head_dim, generator=generator)
-    model.values = [native.LayerValues(model.head_dim**-0.5, angles.cos(), angles.sin())] * layers
+    model.values = [native.LayerValues(model.head_dim**-0.5, angles.cos(), angles.sin())] * len(model.layers)
     model.positions = tokens
     return World(model, layout, [[rows]], [Request(ids, [0])], [list(range(1, 1 + kv_pages))])

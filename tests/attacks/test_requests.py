@@ -1,4 +1,4 @@
-"""The attack's own bookkeeping: what it sends, and what it calls a miss."""
+"""The attack's own bookkeeping: the requests that it sends, and the results that it counts as a miss."""
 
 import json
 import socket

@@ -39,7 +39,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = "policy"
 TIMEOUT = 60.0
 TURNS_SECONDS = 5.0
-"""Two of the keeper's turns, each of which may remove files."""
+"""Two runs of the upload cleanup, each of which may remove files."""
 
 FLAGS = ["--threads", "1", "--memory-bytes", str(64 << 20), "--keep-versions", "3"]
 LARGE_BYTES, MOST_LARGE_BYTES = 90 << 20, 96 << 20
@@ -49,7 +49,7 @@ MOST_BYTES = 160 << 20
 MANY, MANY_BYTES = 15, 16 << 20
 NUM_KEPT, NUM_EMPTY = 2000, 200
 MOST_PING_SECONDS = 0.3
-"""Of an answer to /ping beside the large upload, more than the worst one before it."""
+"""Seconds by which an answer to /ping may exceed the worst one before, during the large upload."""
 
 
 class Target:
@@ -88,7 +88,7 @@ def target(uploads: Path, *flags: str, command: Sequence[str] = ("serve",)) -> I
 
 
 def refused_start(uploads: Path, *flags: str, command: Sequence[str] = ("serve",)) -> str:
-    """What a server says that must not start; empty where it did, or says nothing of the directory."""
+    """The output of a server that must not start; empty if it started, or if it does not mention the directory."""
     line = [sys.executable, "-m", "chorus.server", *command, *FLAGS, "--port", "0", "--adapter-uploads", str(uploads)]
     with subprocess.Popen([*line, *flags], stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -101,7 +101,7 @@ def refused_start(uploads: Path, *flags: str, command: Sequence[str] = ("serve",
 
 
 def lose_names(uploads: Path, to: Path) -> Callable[[], None]:
-    """Move the files of names away; returns what brings them back."""
+    """Move the files of names away; returns a function that brings them back."""
     to.mkdir()
     names = [path.name for path in uploads.glob("names.sqlite*")]
     for name in names:
@@ -118,7 +118,7 @@ def lose_names(uploads: Path, to: Path) -> Callable[[], None]:
 
 
 def labels(one: Target) -> dict[str, bool]:
-    """Names and versions that are to take over others; nothing is changed by what is refused."""
+    """Names and versions that try to take over others; a refusal changes nothing."""
     checks = {"first": one.push("upper", "v@a").status_code == 201, "second": one.push("reverse", "v@b").is_success}
     before = one.served()
     checks["mark in a name"] = all(one.push("rot13", name).status_code == 400 for name in ("v@a@b", "v@a@1", "@a"))
@@ -142,7 +142,7 @@ def numbers(one: Target) -> dict[str, bool]:
 
 
 def full_disk(one: Target) -> dict[str, bool]:
-    """No file may grow: what can't be written down is refused and not in force."""
+    """No file may grow: a change that can't be written is refused and has no effect."""
     before, limits = one.served(), resource.prlimit(one.server.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(one.server.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -229,7 +229,7 @@ def many(one: Target) -> tuple[dict[str, bool], dict[str, float]]:
 
 
 def used(uploads: Path) -> int:
-    """Bytes of what lies below a directory just now."""
+    """Bytes in a directory tree just now."""
     total = 0
     for file in uploads.glob("*/*"):
         try:
@@ -240,7 +240,7 @@ def used(uploads: Path) -> int:
 
 
 def empty(one: Target) -> tuple[dict[str, bool], dict[str, float]]:
-    """Forms without files, beside thousands of uploads."""
+    """Forms without files, sent during thousands of uploads."""
 
     def pings(seconds: float, busy: Callable[[], object] = lambda: None) -> float:
         probe = Probe(one.server.url, ["/ping"], 0.005)

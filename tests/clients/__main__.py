@@ -1,8 +1,8 @@
 """Real clients against a server: `python tests/clients URL MODEL`.
 
 Runs in any environment: the cases of each client that is installed there (and of Node's, in `--node DIR`, a directory
-with `node_modules`), and none of the others. A case fails by an exception; an answer that only shows what the model is
-worth, such as a number out of the bounds that the client took out of a schema, is a failure, too, and printed.
+with `node_modules`), and none of the others. A case fails by an exception. An answer that only shows the model's
+quality, such as a number out of the bounds that the client removed from a schema, is a failure, too, and printed.
 Prints a line per failure and one per client: its versions, cases passed of all.
 """
 
@@ -34,7 +34,7 @@ def main() -> int:
     if args.node is not None and (node := shutil.which("node")):
         for path in sorted(HERE.glob("*_cases.mjs")):
             if args.only in path.stem:
-                shutil.copy(path, args.node)  # node looks for modules beside the file
+                shutil.copy(path, args.node)  # node looks for modules in the file's folder
                 done = subprocess.run([node, path.name, args.url, args.model], cwd=args.node, check=False)
                 failed += done.returncode
     return 1 if failed else 0

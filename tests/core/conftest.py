@@ -49,8 +49,11 @@ class RecordingExecutor(ExecutorBase):
         super().__init__()
         self.inner = inner
         self.model, self.layout, self.num_pages, self.adapters = (
-            inner.model, inner.layout, inner.num_pages, inner.adapters,
-        )  # fmt: skip
+            inner.model,
+            inner.layout,
+            inner.num_pages,
+            inner.adapters,
+        )
         self.shadow, self.swaps = inner.shadow, inner.swaps
         self.cold_starts = inner.cold_starts
         self.start = None if inner.start is None else self._start
@@ -59,7 +62,7 @@ class RecordingExecutor(ExecutorBase):
 
     @property
     def rank(self) -> CpuExecutor:
-        """What computes in this process: all of the model, or of several ranks the first one's share."""
+        """The part of the model that this process computes: all of it, or the first rank's shard."""
         return getattr(self.inner, "first", self.inner)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -101,7 +104,7 @@ def exported(engine: Engine, request_id: str) -> dict[str, Any]:
 
 
 class Driver:
-    """Adds requests to an engine and steps it; the pool's books are checked after every step.
+    """Adds requests to an engine and steps it; the pool's accounting is checked after every step.
 
     has_stalled_link: adapters' copies may never end, so that requests alone are waited for.
     """
@@ -137,8 +140,11 @@ class Driver:
             assert answer.finish_reason is None, f"{output.request_id} goes on after its end"
             answer.tokens += output.token_ids
             answer.finish_reason, answer.stop_token_id, answer.error, answer.failure = (
-                output.finish_reason, output.stop_token_id, output.error, output.failure,
-            )  # fmt: skip
+                output.finish_reason,
+                output.stop_token_id,
+                output.error,
+                output.failure,
+            )
             if len(answer.tokens) == len(output.token_ids):
                 answer.num_cached_tokens = output.num_cached_tokens
             else:
@@ -151,7 +157,7 @@ class Driver:
         return outputs
 
     def held_pages(self) -> int:
-        """Pages that requests and resident adapters hold; what is cached and unused can be had at any time."""
+        """Pages that requests and resident adapters hold, without cached pages, which can be freed at any time."""
         stats = self.engine.stats()
         return stats.num_pages - stats.num_free_pages - stats.num_cached_pages
 
@@ -196,9 +202,9 @@ def on_ranks(settings: EngineConfig, adapters: Iterable[Path]) -> EngineConfig:
 
     def most_pages(size: int) -> int:
         shapes = ModelExecutor(settings, Shard(0, size))
-        page, dims = shapes.layout, shapes.config.module_dims
-        parts = [inspect_adapter(path, whole.module_dims, whole.num_layers).parts for path in adapters]
-        layouts = [AdapterLayout.build(each, dims, whole.num_layers, page.page_elems, page.itemsize) for each in parts]
+        page, projections = shapes.layout, shapes.config.projections
+        parts = [inspect_adapter(path, whole.module_paths).parts for path in adapters]
+        layouts = [AdapterLayout.build(each, projections, page.page_elems, page.itemsize) for each in parts]
         return max((layout.num_pages for layout in layouts), default=0)
 
     adapters, changes = list(adapters), {"tensor_parallel_size": RANKS}
@@ -247,9 +253,12 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         **config: Any,
     ) -> Driver:
         defaults = {
-            "dtype": "float32", "memory_bytes": RANKS * (8 << 20), "cpu_kernels": kernels, "threads": 1,
+            "dtype": "float32",
+            "memory_bytes": RANKS * (8 << 20),
+            "cpu_kernels": kernels,
+            "threads": 1,
             "device": "cpu",
-        }  # fmt: skip
+        }
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
         paths = subject.adapters if adapters is None else adapters
         if RANKS > 1 and "tensor_parallel_size" not in config:

@@ -1,9 +1,8 @@
 """Files and functions of the engine that one step with LoRA enters: how much a reader must open to follow it.
 
-`python -m tests.core.entered` counts them of a decode step and of one with an arrival, on torch's operators
-and, where they are there, the native ones; `--list` names them, and in each what is called. The CUDA path is counted
-where it runs without a GPU, in
-tests/core/executors/test_cuda_interpreted.py.
+`python -m tests.core.entered` counts them for a decode step and for one with an arrival, on torch's operators and,
+where they are built, the native ones; `--list` names the files and the functions that are called in each. The CUDA path
+is counted where it runs without a GPU, in tests/core/executors/test_cuda_interpreted.py.
 """
 
 from __future__ import annotations

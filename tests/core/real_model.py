@@ -31,14 +31,29 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.perf.report.command import conclude, parser
 
 QUESTIONS = (
-    "What is {}?", "Explain {} to a child.", "Name three facts about {}.", "Why does {} matter?",
-    "Write a short poem about {}.", "What is a common mistake about {}?", "How would you teach {}?",
+    "What is {}?",
+    "Explain {} to a child.",
+    "Name three facts about {}.",
+    "Why does {} matter?",
+    "Write a short poem about {}.",
+    "What is a common mistake about {}?",
+    "How would you teach {}?",
     "Tell me a joke about {}.",
-)  # fmt: skip
+)
 TOPICS = (
-    "the Moon", "fever", "prime numbers", "bread", "gravity", "the number 7 times 8", "rivers", "vitamin C", "chess",
-    "a diabetes diet", "sleep", "percentages",
-)  # fmt: skip
+    "the Moon",
+    "fever",
+    "prime numbers",
+    "bread",
+    "gravity",
+    "the number 7 times 8",
+    "rivers",
+    "vitamin C",
+    "chess",
+    "a diabetes diet",
+    "sleep",
+    "percentages",
+)
 
 
 @dataclass
@@ -75,10 +90,14 @@ def make_cases(tokenizer: Any, adapters: Sequence[str], count: int) -> list[Case
 def run_engine(arguments: argparse.Namespace, cases: list[Case]) -> tuple[float, tuple[int, ...]]:
     """Fill in `got`; returns the seconds it took and the end-of-sequence ids."""
     config = EngineConfig(
-        model=arguments.model, adapters=arguments.adapters, dtype="float32", cpu_kernels=arguments.kernels,
+        model=arguments.model,
+        adapters=arguments.adapters,
+        dtype="float32",
+        cpu_kernels=arguments.kernels,
         max_model_len=arguments.max_tokens + max(len(case.prompt) for case in cases),
-        memory_bytes=arguments.memory_bytes, threads=arguments.threads,
-    )  # fmt: skip
+        memory_bytes=arguments.memory_bytes,
+        threads=arguments.threads,
+    )
     engine = Engine.from_config(config)
     by_id = {case.id: case for case in cases}
     started = time.perf_counter()
@@ -145,11 +164,16 @@ def report(cases: list[Case], arguments: argparse.Namespace, engine_s: float, re
             f"the reference has {case.want[at : at + 1]}; the reference's lead there: {lead}"
         )
     summary = {
-        "model": arguments.model.resolve().name, "kernels": arguments.kernels, "requests": len(cases),
-        "adapters": len({case.adapter for case in cases} - {None}), "tokens": sum(len(case.want) for case in cases),
-        "mismatches": len(wrong), "least_lead": min(lead for case in cases for lead in case.leads),
-        "engine_s": round(engine_s, 2), "reference_s": round(reference_s, 2),
-    }  # fmt: skip
+        "model": arguments.model.resolve().name,
+        "kernels": arguments.kernels,
+        "requests": len(cases),
+        "adapters": len({case.adapter for case in cases} - {None}),
+        "tokens": sum(len(case.want) for case in cases),
+        "mismatches": len(wrong),
+        "least_lead": min(lead for case in cases for lead in case.leads),
+        "engine_s": round(engine_s, 2),
+        "reference_s": round(reference_s, 2),
+    }
     return conclude(summary, not wrong)
 
 

@@ -21,39 +21,57 @@ pytestmark = pytest.mark.numerics
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
-#: name → what `LoraConfig` is given. Patterns that overlap are in sorted order, in which peft saves them.
+#: name → arguments of `LoraConfig`. Patterns that overlap are in sorted order, in which peft saves them.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION + MLP},
     "ranks": {
-        "r": 4, "lora_alpha": 6, "target_modules": ATTENTION + MLP,
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ATTENTION + MLP,
         "rank_pattern": {r".*\.2\.self_attn\..*": 9, "down_proj": 33, "layers.1.mlp.up_proj": 17, "q_proj": 1},
     },
     "alphas": {
-        "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "up_proj"],
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj", "up_proj"],
         "alpha_pattern": {"v_proj": 1, "model.layers.0.mlp.up_proj": 24},
     },
     "rslora": {"r": 9, "lora_alpha": 4, "target_modules": ATTENTION, "use_rslora": True},
     "rslora-patterns": {
-        "r": 5, "lora_alpha": 3, "target_modules": ATTENTION + MLP, "use_rslora": True,
-        "rank_pattern": {"mlp.*": 2, "k_proj": 11}, "alpha_pattern": {"layers.[02].self_attn.q_proj": 9},
+        "r": 5,
+        "lora_alpha": 3,
+        "target_modules": ATTENTION + MLP,
+        "use_rslora": True,
+        "rank_pattern": {"mlp.*": 2, "k_proj": 11},
+        "alpha_pattern": {"layers.[02].self_attn.q_proj": 9},
     },
     "layers": {"r": 6, "lora_alpha": 18, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 2]},
     "last-layer": {
-        "r": 20, "lora_alpha": 60, "target_modules": MLP, "layers_to_transform": 2, "layers_pattern": "layers",
+        "r": 20,
+        "lora_alpha": 60,
+        "target_modules": MLP,
+        "layers_to_transform": 2,
+        "layers_pattern": "layers",
     },
     "regex": {"r": 7, "lora_alpha": 14, "target_modules": r".*\.layers\.(0\.self_attn\.[qk]|1\.mlp\.(gate|up))_proj"},
     "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},
     "excluding": {
-        "r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP, "exclude_modules": r".*layers\.1\..*|.*\.v_proj",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ATTENTION + MLP,
+        "exclude_modules": r".*layers\.1\..*|.*\.v_proj",
     },
     "every-rank": {
-        "r": 1, "lora_alpha": 3, "target_modules": ATTENTION + MLP,
+        "r": 1,
+        "lora_alpha": 3,
+        "target_modules": ATTENTION + MLP,
         "rank_pattern": {
             f"layers.{layer}.*{module}": 1 + 7 * layer + number
-            for layer in range(3) for number, module in enumerate(ATTENTION + MLP)
+            for layer in range(3)
+            for number, module in enumerate(ATTENTION + MLP)
         },
     },
-}  # fmt: skip
+}
 
 
 @dataclass(eq=False)
@@ -77,7 +95,7 @@ class PatternSubject:
                 tokens += inputs
         return tokens, margin
 
-    @cache  # noqa: B019 - a subject lives as long as its module
+    @cache  # noqa: B019 - a subject is freed with its module
     def case(self, adapter: str, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
         """A prompt whose greedy continuation is clear, and the continuation."""
         generator = torch.Generator().manual_seed(seed)
@@ -96,9 +114,17 @@ def pattern_subject(tmp_path_factory: pytest.TempPathFactory) -> PatternSubject:
     root = tmp_path_factory.mktemp("patterns")
     torch.manual_seed(11)
     config = LlamaConfig(
-        vocab_size=150, hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.25, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=150,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.25,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(root / "model")
     for seed, (name, fields) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
@@ -116,7 +142,7 @@ def pattern_subject(tmp_path_factory: pytest.TempPathFactory) -> PatternSubject:
 
 
 def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], int]], **config: Any) -> list[list[int]]:
-    """All requests at once; the pool's books are checked after every step."""
+    """All requests at once; the pool's accounting is checked after every step."""
     defaults = {"dtype": "float32", "threads": 1, "memory_bytes": 8 << 20, "cpu_kernels": kernels}
     # The test that counts evictions does not leave it to the disk which adapters are read in time.
     reads = InlineReads() if config.get("num_pages") else None

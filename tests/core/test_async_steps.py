@@ -1,4 +1,4 @@
-"""Steps launched before the tokens of the last one are read: the same answers, and what is lost is harmless."""
+"""Async scheduling launches steps before the last one's tokens are read: same answers, harmless discarded steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ahead():
 
 @pytest.fixture
 def both(gqa, drive):
-    """`both(ask, **config)`: what `ask(driver)` gets with and without steps ahead, and the driver of the first."""
+    """`both(ask, **config)`: results of `ask(driver)` with and without async scheduling, and the former's driver."""
 
     def run(ask, **config):
         driver = drive(gqa, **config)
@@ -138,7 +138,7 @@ def test_a_new_request_waits_for_one_step_more_at_most(gqa, drive, at, chunk, ol
 
 
 def test_steps_of_prompts_are_ahead_up_to_their_first_tokens(gqa, drive):
-    """Chunk by chunk, beside a request that decodes, and on to the answers: one step is not ahead, the first."""
+    """Chunk by chunk, while a request decodes, and on to the answers: only the first step is not ahead."""
     driver = drive(gqa, max_num_batched_tokens=4, max_num_seqs=3, prefix_cache=False)
     driver.add("decodes", "r1-all", PROMPT[:2], max_tokens=20)
     long = {"one": PROMPT * 3, "two": PROMPT[::-1] * 2}
@@ -185,11 +185,15 @@ def test_where_pages_run_short_the_step_under_way_is_read_first(gqa, drive, crow
 
 def test_log_probabilities_seeds_and_what_does_not_look_back(both):
     ways = [
-        {"logprobs": 2}, {"temperature": 1.0, "seed": 3, "logprobs": 0}, {"temperature": 0.9, "seed": 4, "top_p": 0.7},
-        {"logit_bias": {7: 2.0}, "temperature": 1.0, "seed": 5}, {"min_tokens": 4, "stop_token_ids": tuple(range(80))},
-        {"allowed_token_ids": tuple(range(9, 60)), "temperature": 1.0, "seed": 6}, {"bad_words": ((9,), (11,))},
+        {"logprobs": 2},
+        {"temperature": 1.0, "seed": 3, "logprobs": 0},
+        {"temperature": 0.9, "seed": 4, "top_p": 0.7},
+        {"logit_bias": {7: 2.0}, "temperature": 1.0, "seed": 5},
+        {"min_tokens": 4, "stop_token_ids": tuple(range(80))},
+        {"allowed_token_ids": tuple(range(9, 60)), "temperature": 1.0, "seed": 6},
+        {"bad_words": ((9,), (11,))},
         {"prompt_logprobs": 1},
-    ]  # fmt: skip
+    ]
 
     def ask(driver):
         for index, way in enumerate(ways):
@@ -212,7 +216,7 @@ def test_log_probabilities_seeds_and_what_does_not_look_back(both):
     ],
 )
 def test_a_row_that_looks_back_at_its_tokens_is_async_like_the_others(both, way):
-    """Its step is launched ahead of its last token, and drawn behind it."""
+    """Its step is launched before its last token is known, and samples after it."""
 
     def ask(driver):
         driver.add("looks back", None, PROMPT, **{"max_tokens": 6, **way})

@@ -1,4 +1,4 @@
-"""Ways to begin a prompt whose adapter is on its way, and what each costs."""
+"""Modes of starting a prompt whose adapter is loading, and the cost of each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import pytest
 
 from chorus.core.cold_start import Arrival, ColdStart, CpuLoraCost, link_tokens, stalls
 from chorus.core.costs.profile import load_profile
-from chorus.memory.pages.layout import MODULES
 
 
 def test_tokens_from_which_the_products_are_more_to_bring_than_the_adapter():
-    dims = load_profile("a100-llama2-7b").geometry.module_dims
-    assert link_tokens(64, [dims[name] for name in MODULES]) / 64 == pytest.approx(1.84, abs=0.005)
-    assert link_tokens(64, [dims[name] for name in ("q_proj", "k_proj", "v_proj")]) == 128
+    table = load_profile("a100-llama2-7b").geometry.projections
+    assert link_tokens(64, [each.dims for each in table]) / 64 == pytest.approx(1.84, abs=0.005)
+    assert link_tokens(64, [table[name].dims for name in ("q_proj", "k_proj", "v_proj")]) == 128
 
 
 def test_an_adapter_that_is_there_stalls_nothing():
@@ -26,7 +25,7 @@ def test_a_stream_waits_for_the_first_or_for_the_last_layer():
 
 
 def test_offload_workers_serve_until_a_layer_is_there():
-    """They take 2 s a layer, the base model 1 s, and all layers come after 5 s: three are lent."""
+    """They take 2 s a layer, the base model 1 s, and all layers come after 5 s: three layers are offloaded."""
     found = stalls(Arrival(10, 5.0, 5.0), prefill=10.0, cpu=20.0)
     assert (found.offloaded_layers, found.offload, found.stream, found.wait) == (3, 3.0, 5.0, 5.0)
     assert found.best is ColdStart.OFFLOAD

@@ -47,10 +47,13 @@ def test_the_group_around_may_allow_less(system):
 def test_quota_of_version_one(system):
     cgroup = "5:memory:/pod\n4:cpu,cpuacct:/pod/box\n0::/elsewhere\n"
     files = {
-        "cpu/pod/box/cpu.cfs_quota_us": "300000", "cpu/pod/box/cpu.cfs_period_us": "100000",
-        "cpu/pod/cpu.cfs_quota_us": "-1", "cpu/pod/cpu.cfs_period_us": "100000",
-        "memory/pod/cpu.cfs_quota_us": "1", "memory/pod/cpu.cfs_period_us": "100000",
-    }  # fmt: skip
+        "cpu/pod/box/cpu.cfs_quota_us": "300000",
+        "cpu/pod/box/cpu.cfs_period_us": "100000",
+        "cpu/pod/cpu.cfs_quota_us": "-1",
+        "cpu/pod/cpu.cfs_period_us": "100000",
+        "memory/pod/cpu.cfs_quota_us": "1",
+        "memory/pod/cpu.cfs_period_us": "100000",
+    }
     assert cpu_quota(system(cgroup, V1, files)) == 3.0
 
 

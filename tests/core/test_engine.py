@@ -33,7 +33,7 @@ def held_pages(driver):
 
 
 def all_pages_are_free(driver):
-    """Once what is cached and idle is given up, nothing is held by anybody."""
+    """Once idle cached pages are freed, no page is held."""
     driver.engine.reclaimer.reclaim_all()
     stats = driver.engine.stats()
     return stats.num_free_pages == stats.num_pages
@@ -192,7 +192,7 @@ def test_the_models_own_context_can_be_filled(gqa, drive):
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-# -- what metrics are made of
+# -- sources of metrics
 
 
 def test_the_first_output_says_how_long_the_request_waited(gqa, drive):
@@ -214,7 +214,7 @@ def test_steps_are_counted_by_their_tokens(gqa, drive):
     assert stats.step_sizes[:3] == (3, 0, 1)
 
 
-# -- books
+# -- accounting
 
 
 def test_books_that_do_not_match_cost_nobody_an_answer(gqa, drive):
@@ -287,7 +287,7 @@ def test_an_id_can_be_used_again_after_its_end(gqa, drive):
         assert driver.run("a", None, prompt, max_tokens=3).tokens == gqa.greedy(None, prompt, 3)
 
 
-# -- what is refused
+# -- refusals
 
 
 @pytest.mark.parametrize(
@@ -736,7 +736,7 @@ def test_failed_reload_keeps_the_earlier_version(gqa, drive, two_versions, tmp_p
     assert driver.run("a", "voice", prompt, max_tokens=16).tokens == gqa.greedy("r8-attention", prompt, 16)
 
 
-# -- books
+# -- accounting
 
 
 def test_stats_follow_the_work(gqa, drive):
@@ -757,7 +757,7 @@ def test_stats_follow_the_work(gqa, drive):
 
 
 def test_books_that_do_not_match_cost_nobody_the_last_output(gqa, drive):
-    """A page that leaks is noticed as soon as there is nothing to do, after what was drawn has been handed out."""
+    """A leaked page is noticed as soon as the engine idles, after all sampled tokens have been delivered."""
     driver = drive(gqa, prefix_cache=False)
     request = Request("a", [5] * 8, SamplingParams(2, temperature=0, ignore_eos=True))
     driver.engine.add_request(request)
@@ -783,7 +783,7 @@ def test_books_that_do_not_match_cost_nobody_the_last_output(gqa, drive):
     ],
 )
 def test_cached_kv_is_shared_within_a_tenant_and_a_salt(gqa, drive, first, second, share, hit):
-    """Else the count of cached tokens would tell one client what another has asked."""
+    """Otherwise the count of cached tokens would tell one client about another's prompts."""
     driver = drive(gqa, share_prefix_cache=share)
     prompt = list(range(5, 45))
     for name, (tenant, salt) in zip("12", (first, second), strict=True):

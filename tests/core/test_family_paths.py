@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 
 import pytest
@@ -11,19 +13,42 @@ from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 
 from .merging.test_merged import merge
-from .tiny_families import ADAPTERS
+from .tiny_families import ADAPTERS, FAMILIES
 
-pytestmark = [pytest.mark.numerics, pytest.mark.native, pytest.mark.parametrize("kernels", ["native"])]
+EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
+"""Every geometry with every size of chunks on both decoders, as `make families` asks, rather than a choice of them."""
 
-#: A geometry of each family; windows are shorter than most prompts.
-SHORT = [
-    "mistral-window", "qwen2-window", "ministral", "granite", "granite-4", "phi-3", "phi-4-mini", "smollm3-untied",
-    "olmo-2", "olmo-3-yarn", "glm", "glm-4", "gemma", "gemma-2", "gemma-3", "exaone-4", "cohere-2",
-]  # fmt: skip
+pytestmark = [
+    pytest.mark.numerics,
+    pytest.mark.native,
+    pytest.mark.parametrize("kernels", ["native", "torch"] if EVERY else ["native"]),
+]
+
+
+def _window(name: str) -> int | None:
+    return FAMILIES[name][1].get("sliding_window")
+
+
+def _short() -> list[str]:
+    """One geometry of each class of configurations, the last one with a window where there is one."""
+    found: dict[str, str] = {}
+    for name, (config_class, _, _) in FAMILIES.items():
+        if config_class not in found or _window(name) or not _window(found[config_class]):
+            found[config_class] = name
+    return list(found.values())
+
+
+GEOMETRIES = list(FAMILIES) if EVERY else _short()
+"""Windows are shorter than most prompts."""
+
+WINDOWED = [name for name in GEOMETRIES if _window(name)]
+CHUNKS = (
+    list(itertools.product(GEOMETRIES, (1, 7, 64))) if EVERY else list(zip(GEOMETRIES, itertools.cycle((1, 7, 64))))
+)
 
 
 def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
-    """Have requests of the base model and of all adapters answered; what transformers and peft answer."""
+    """Add requests of the base model and of all adapters; return the answers of transformers and peft."""
     rng, want = random.Random(seed), {}
     for index in range(count):
         adapter = [None, *ADAPTERS][index % 4]
@@ -37,7 +62,7 @@ def told(driver, want):
     return {name: answered[name].tokens for name in want}
 
 
-@pytest.mark.parametrize(("family", "chunk"), [(name, (1, 7, 64)[index % 3]) for index, name in enumerate(SHORT)])
+@pytest.mark.parametrize(("family", "chunk"), CHUNKS)
 def test_chunks_of_any_size(tiny, drive, family, chunk):
     it = tiny(family)
     driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
@@ -45,7 +70,7 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_prefixes_from_the_cache(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
@@ -57,19 +82,44 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     it = tiny(family)
-    driver = drive(
-        it, block_tokens=8, num_pages=46, max_num_seqs=8, max_num_batched_tokens=64,
-        preemption="swap", prefix_cache=False, max_model_len=128,
-    )  # fmt: skip
-    want = answers(it, driver, 12, seed=4, lengths=(20, 50), tokens=24)
+    limits = {
+        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
+        "prefix_cache": False, "max_model_len": 128,
+    }  # fmt: skip
+    probe = drive(it, **limits).engine
+    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
+    few = adapters + probe.executor.layout.pages_for_tokens(80, chunk=64)
+    driver = drive(it, num_pages=few, **limits)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0
 
 
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", WINDOWED)
+def test_eight_windows(tiny, drive, family):
+    """Long prompts, in chunks and from the cache: pages leave as soon as no later token sees them."""
+    it = tiny(family)
+    driver = drive(it, block_tokens=8, max_num_batched_tokens=48, max_num_seqs=4)
+    layout, scheduler, most = driver.engine.executor.layout, driver.engine.scheduler, 0
+    assert layout.has_windows
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=7, lengths=(8 * 24, 8 * 24 + 40), tokens=12)
+        while scheduler.has_work():
+            driver.step()
+            for request in scheduler.running:
+                held, chunk = len(request.block_table.held), request.room - request.num_computed_tokens + 1
+                assert held <= layout.pages_for_tokens(request.room, chunk)
+                most = max(most, held)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert most < layout.table_width(8 * 24)
+    assert driver.engine.stats().num_prefix_hit_tokens > 8 * 24
+
+
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_merged_weights_beside_other_adapters(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
@@ -79,7 +129,7 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_two_ranks(tiny, drive, family):
     it = tiny(family)
     if read_model_config(it.model).layers[0].mixer.head_norm is HeadNorm.ALL:

@@ -1,4 +1,4 @@
-"""Answers that match a grammar: by every backend, in any company, and wherever a request goes on."""
+"""Answers that match a grammar: on every backend, batch-invariant, and wherever a request continues."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ SCHEMA = {
         "name": {"type": "string", "maxLength": 6},
         "tags": {"type": "array", "items": {"enum": ["a", "b", 3, None]}, "maxItems": 3},
         "size": {"type": "integer", "minimum": -5, "maximum": 40},
-        "inner": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
-                  "additionalProperties": False},
+        "inner": {
+            "type": "object",
+            "properties": {"on": {"type": "boolean"}},
+            "required": ["on"],
+            "additionalProperties": False,
+        },
     },
     "required": ["name", "tags", "size", "inner"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 TAG = {
     "triggers": ["<f"],
     "structures": [{"begin": "<f=1>", "schema": {"type": "integer", "minimum": 0, "maximum": 99}, "end": "</f>"}],
@@ -60,16 +64,20 @@ def matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
-#: Of each kind a grammar, and what tells whether a text matches.
+#: For each kind a grammar, and a check whether a text matches.
 GRAMMARS: dict[str, tuple[Grammar, Callable[[str], bool]]] = {
     "schema": (Grammar("json_schema", json.dumps(SCHEMA)), is_of_schema),
     "regex": (Grammar("regex", r"[a-f]{2,9}-(\d{3}|é+)x"), matches(r"[a-f]{2,9}-(\d{3}|é+)x")),
-    "choice": (Grammar("choice", json.dumps(["yes", "yes, sir", 'n"o\n', "né"])),
-               lambda text: text in ("yes", "yes, sir", 'n"o\n', "né")),
-    "lark": (Grammar("grammar", 'start: "a" start "b" | "c"'),
-             lambda text: text == "a" * (len(text) // 2) + "c" + "b" * (len(text) // 2)),
+    "choice": (
+        Grammar("choice", json.dumps(["yes", "yes, sir", 'n"o\n', "né"])),
+        lambda text: text in ("yes", "yes, sir", 'n"o\n', "né"),
+    ),
+    "lark": (
+        Grammar("grammar", 'start: "a" start "b" | "c"'),
+        lambda text: text == "a" * (len(text) // 2) + "c" + "b" * (len(text) // 2),
+    ),
     "gbnf": (Grammar("grammar", 'root ::= ("x" | "yz")+ "."'), matches(r"(x|yz)+\.")),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +103,13 @@ def grammars(wide) -> Grammars:
 def asked(index: int) -> dict[str, Any]:
     """Ways to sample that a grammar goes together with."""
     ways = [
-        {}, {"top_p": 0.9, "logprobs": 2}, {"repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"logit_bias": {80: 5.0}, "top_k": 40}, {"temperature": 0.0, "ignore_eos": False}, {"bad_words": ((70, 71),)},
-    ]  # fmt: skip
+        {},
+        {"top_p": 0.9, "logprobs": 2},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"logit_bias": {80: 5.0}, "top_k": 40},
+        {"temperature": 0.0, "ignore_eos": False},
+        {"bad_words": ((70, 71),)},
+    ]
     return {"temperature": 1.0, "seed": index, "max_tokens": 120, "grammar": None, **ways[index % len(ways)]}
 
 
@@ -111,8 +123,13 @@ def test_answers_of_mixed_batches_match_and_are_those_that_requests_have_alone(w
     for name, (adapter, prompt, params) in wanted.items():
         driver.add(name, adapter, prompt, **params)
     for seed in range(2):  # several answers of a call
-        driver.add(f"schema{seed}of", adapters[1], [9, 9], "call", **asked(0) | {
-            "seed": seed, "grammar": GRAMMARS["schema"][0]})  # fmt: skip
+        driver.add(
+            f"schema{seed}of",
+            adapters[1],
+            [9, 9],
+            "call",
+            **asked(0) | {"seed": seed, "grammar": GRAMMARS["schema"][0]},
+        )
     answers = dict(driver.drain())
     for name, answer in answers.items():
         assert answer.error is None
@@ -241,21 +258,34 @@ def test_a_grammar_that_cannot_be_served_is_refused_before_it_is_queued(wide, su
 
 BAD = {
     "json_schema": [
-        "{", "[]", "true", '{"type": "foo"}', '{"enum": []}', '{"not": {}}', '{"$ref": "#"}', '{"const": "\\ud800"}',
-        '{"$ref": "http://127.0.0.1:9/a.json"}', '{"$ref": "file:///etc/passwd"}', '{"type": "string", "format": "x"}',
+        "{",
+        "[]",
+        "true",
+        '{"type": "foo"}',
+        '{"enum": []}',
+        '{"not": {}}',
+        '{"$ref": "#"}',
+        '{"const": "\\ud800"}',
+        '{"$ref": "http://127.0.0.1:9/a.json"}',
+        '{"$ref": "file:///etc/passwd"}',
+        '{"type": "string", "format": "x"}',
         '{"type":"array","items":' * 5000 + "{}" + "}" * 5000,
     ],
     "regex": ["((", "(?=a)b", "[^\\s\\S]", "(" * 5000 + "a" + ")" * 5000],
     "grammar": ["start: foo", "foo: 'a'", "start: a\na: a", "", "start: " + "(" * 5000 + '"a"' + ")" * 5000],
     "choice": ["[]", '"a"', "[1]", "{"],
-    "structural_tag": ["{}", '{"structures": [], "triggers": []}', '{"structures": [{}], "triggers": ["<"]}',
-                       '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}', "[]",
-                       '{"structures": [{"begin": null, "schema": {}, "end": ""}], "triggers": ["<"]}',
-                       '{"structures": [{"begin": "<", "schema": {}, "end": 5}], "triggers": ["<"]}',
-                       '{"structures": [{"begin": "<\\ud800", "schema": {}, "end": ""}], "triggers": ["<"]}',
-                       '{"structures": [{"begin": "<", "schema": {"$ref": "http://127.0.0.1:9/"}, "end": ""}],'
-                       '"triggers": ["<"]}'],
-}  # fmt: skip
+    "structural_tag": [
+        "{}",
+        '{"structures": [], "triggers": []}',
+        '{"structures": [{}], "triggers": ["<"]}',
+        '{"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["<"]}',
+        "[]",
+        '{"structures": [{"begin": null, "schema": {}, "end": ""}], "triggers": ["<"]}',
+        '{"structures": [{"begin": "<", "schema": {}, "end": 5}], "triggers": ["<"]}',
+        '{"structures": [{"begin": "<\\ud800", "schema": {}, "end": ""}], "triggers": ["<"]}',
+        '{"structures": [{"begin": "<", "schema": {"$ref": "http://127.0.0.1:9/"}, "end": ""}],"triggers": ["<"]}',
+    ],
+}
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -327,22 +357,32 @@ def test_compiled_grammars_are_kept_up_to_a_number_and_lent_as_copies(wide):
 
 
 schemas = st.recursive(
-    st.sampled_from([
-        {"type": "integer", "minimum": -9, "maximum": 99}, {"type": "boolean"}, {"type": "null"},
-        {"type": "string", "maxLength": 4}, {"enum": ["x", 1, None, "é"]}, {"const": {"a": [1]}},
-        {"type": "string", "pattern": "^[a-c]{1,3}$"},
-    ]),
+    st.sampled_from(
+        [
+            {"type": "integer", "minimum": -9, "maximum": 99},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "string", "maxLength": 4},
+            {"enum": ["x", 1, None, "é"]},
+            {"const": {"a": [1]}},
+            {"type": "string", "pattern": "^[a-c]{1,3}$"},
+        ]
+    ),
     lambda inner: st.one_of(
         st.builds(lambda each: {"type": "array", "items": each, "maxItems": 2}, inner),
         st.builds(
-            lambda each: {"type": "object", "properties": {f"p{i}": it for i, it in enumerate(each)},
-                          "required": ["p0"], "additionalProperties": False},
+            lambda each: {
+                "type": "object",
+                "properties": {f"p{i}": it for i, it in enumerate(each)},
+                "required": ["p0"],
+                "additionalProperties": False,
+            },
             st.lists(inner, min_size=1, max_size=3),
         ),
         st.builds(lambda each: {"anyOf": each}, st.lists(inner, min_size=1, max_size=3)),
     ),
     max_leaves=5,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=25)

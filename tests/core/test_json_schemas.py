@@ -1,4 +1,4 @@
-"""JSON schemas that can't be enforced in full: what is told of them, what is dropped, and how large they may be."""
+"""JSON schemas that can't be enforced in full: reported keywords, dropped keywords, and the largest size."""
 
 from __future__ import annotations
 
@@ -65,9 +65,11 @@ def test_llguidance_enforces_none_of_the_rules_that_are_dropped(grammars, rule):
 
 def test_what_is_enforced_stays(grammars):
     schema = within({"type": "string", "pattern": "^a+$", "format": "date", "maxLength": 3, "x": 1}) | {
-        "required": ["a"], "$defs": {"q": {"const": 1}}, "patternProperties": {"^b": {"$ref": "#/$defs/q"}},
+        "required": ["a"],
+        "$defs": {"q": {"const": 1}},
+        "patternProperties": {"^b": {"$ref": "#/$defs/q"}},
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     assert relaxed(schema) == schema
     compiled(grammars, within({"type": "array", "uniqueItems": False}))
 
@@ -81,18 +83,24 @@ def test_rules_around_schemas_are_no_part_of_a_message(grammars):
 
 
 def optional(count, first=0):
-    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(first, first + count)},
-            "additionalProperties": False}  # fmt: skip
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "integer"} for i in range(first, first + count)},
+        "additionalProperties": False,
+    }
 
 
 LARGE = {
     "one": lambda n: optional(n),
     "either": lambda n: {"anyOf": [optional(n // 2), optional(n - n // 2, n)]},
-    "inner": lambda n: {"type": "object", "properties": {"p0": {"type": "integer"}, "x": {"$ref": "#/$defs/y"}},
-                        "$defs": {"y": optional(n)}},
+    "inner": lambda n: {
+        "type": "object",
+        "properties": {"p0": {"type": "integer"}, "x": {"$ref": "#/$defs/y"}},
+        "$defs": {"y": optional(n)},
+    },
     "by reference": lambda n: {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": "null"}], "$defs": {"a/b": optional(n)}},
     "required, too": lambda n: {**optional(n + 200), "required": [f"p{i}" for i in range(n, n + 200)]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", LARGE)

@@ -1,4 +1,4 @@
-"""KV events: what is told of the prefix cache is what is in it."""
+"""KV events describe the content of the prefix cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Mirror:
 
 
 def cached(engine):
-    """What the prefix cache holds, in the words of `Mirror`."""
+    """The content of the prefix cache, in the terms of `Mirror`."""
     names = {adapter.version: adapter.name for adapter in engine.store.versions()}
 
     def line(block):
@@ -50,7 +50,7 @@ def cached(engine):
 
 
 def know_contents(engine):
-    """Have the engine know what its adapters compute, as the server finds out beside it."""
+    """Give the engine its adapters' content hashes, which the server computes in the background."""
     for adapter in engine.store.versions():
         engine.store.note(adapter, with_content(adapter.manifest))
 

@@ -133,7 +133,7 @@ def move(name, here, there):
 @pytest.mark.parametrize("kernels", ["torch"])
 @pytest.mark.parametrize(("adapter", "params", "steps"), CASES)
 def test_a_request_goes_on_elsewhere_token_for_token(gqa, known, adapter, params, steps):
-    """In another engine, beside others, with another block size; its client gets each token once."""
+    """In another engine, with other requests and another block size; its client gets each token once."""
     here, there = (known(gqa, seed=1), known(gqa, seed=2, block_tokens=32))
     request = here.add("moved", adapter, PROMPT, max_tokens=14, **params)
     for _ in range(steps):
@@ -248,7 +248,7 @@ def test_a_resumed_request_waits_behind_no_limit_and_before_all_that_have_not_be
 
 
 def test_a_resumed_request_keeps_its_age_and_pays_for_no_token_twice(gqa, known):
-    """Its tenant has paid where the request was computed first; what is computed again there is the move's price."""
+    """Its tenant has paid where it was computed first; tokens computed again there are the cost of the move."""
     now = [100.0]
     counters = TokenCounters()
     here = known(gqa, clock=lambda: now[0])

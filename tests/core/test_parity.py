@@ -51,8 +51,8 @@ def make_cases(subject, count, *, adapters=None, seed=0, longest=40, tokens=(4, 
 
 
 def make_families(subject, *, adapters, stems, seed=0, tokens=(4, 20)):
-    """For every adapter and every length in `stems`, four requests whose prompts begin with the same tokens, which all
-    adapters share: the first 16 tokens of a stem, half of it, all of it, and all of it with more behind.
+    """For every adapter and every length in `stems`, four requests whose prompts share their first tokens with those of
+    all adapters: the first 16 tokens of a stem, half of it, all of it, and all of it with more tokens.
     """
     rng = random.Random(seed)
     cases = []
@@ -153,7 +153,7 @@ def test_batches_of_every_kind_on_one_engine(subject, drive):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 17, 30])
 def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
-    """Padding rows and what an earlier step left in the static buffers change nothing."""
+    """Padding rows, and values that an earlier step left in the static buffers, change nothing."""
     it = subject("tied")
     driver = drive(it, max_num_seqs=31)
     full = make_cases(it, 31, seed=30, tokens=(3, 6))
@@ -209,9 +209,11 @@ def arrive(driver, cases, seed, between=lambda: None):
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_shared_beginnings_start_from_the_cache(subject, drive, families, chunked, block_tokens):
     driver = drive(
-        subject("gqa"), chunked_prefill=chunked, block_tokens=block_tokens,
+        subject("gqa"),
+        chunked_prefill=chunked,
+        block_tokens=block_tokens,
         max_num_batched_tokens=48 if chunked else 512,
-    )  # fmt: skip
+    )
     arrive(driver, families, seed=1)
     hits = driver.engine.stats().num_prefix_hit_tokens
     assert hits > 200
@@ -330,10 +332,17 @@ def test_limits_and_reads_change_no_token(subject, drive, config, threads):
 def test_threads_read_beside_random_preemption_and_eviction(subject, drive, families):
     """Everything at once, on the real clock."""
     driver = drive(
-        subject("gqa"), reads=ThreadReads(), clock=time.monotonic, num_pages=60, max_num_batched_tokens=40,
-        host_cache_bytes=0, max_adapters_per_step=2, max_overtake_seconds=0.05, block_tokens=8,
+        subject("gqa"),
+        reads=ThreadReads(),
+        clock=time.monotonic,
+        num_pages=60,
+        max_num_batched_tokens=40,
+        host_cache_bytes=0,
+        max_adapters_per_step=2,
+        max_overtake_seconds=0.05,
+        block_tokens=8,
         adapters={name: subject("gqa").adapters[name] for name in FEW if name},
-    )  # fmt: skip
+    )
     rng, engine = random.Random(5), driver.engine
 
     def disturb():

@@ -200,9 +200,23 @@ def test_an_adapter_of_another_base_model_is_told_or_refused(gqa, tmp_path, capl
 
 @pytest.mark.parametrize(
     "suffix",
-    ["-bnb-4bit", "-unsloth-bnb-4bit", "-AWQ", "-GPTQ-Int4", "-GPTQ-Int8", "-FP8", "-FP8-dynamic", "-GGUF", "-4bit",
-     "-quantized.w4a16", "-NVFP4", "-Q4_K_M-GGUF", "-bf16", "-8bit"],
-)  # fmt: skip
+    [
+        "-bnb-4bit",
+        "-unsloth-bnb-4bit",
+        "-AWQ",
+        "-GPTQ-Int4",
+        "-GPTQ-Int8",
+        "-FP8",
+        "-FP8-dynamic",
+        "-GGUF",
+        "-4bit",
+        "-quantized.w4a16",
+        "-NVFP4",
+        "-Q4_K_M-GGUF",
+        "-bf16",
+        "-8bit",
+    ],
+)
 def test_a_name_of_the_same_model_in_another_format_is_the_models(suffix):
     for name in ("Qwen2.5-7B-Instruct", "Meta-Llama-3.1-8B", "gemma-2-9b-it"):
         assert short_name(f"unsloth/{name}{suffix}") == short_name(f"org/{name}") == name.casefold()
@@ -228,7 +242,11 @@ def test_adapters_of_one_other_base_model_are_one_warning(gqa, tmp_path, caplog)
 
 
 def test_short_names():
-    for name in ("org/Llama-2-7b", "/models/llama-2-7b/", "llama-2-7b",
-                 "/cache/hub/models--org--Llama-2-7b/snapshots/0123"):  # fmt: skip
+    for name in (
+        "org/Llama-2-7b",
+        "/models/llama-2-7b/",
+        "llama-2-7b",
+        "/cache/hub/models--org--Llama-2-7b/snapshots/0123",
+    ):
         assert short_name(name) == "llama-2-7b"
     assert short_name("/") == ""

@@ -37,7 +37,7 @@ def test_a_pin_waits_for_the_read_of_an_image_that_made_room_for_what_the_pin_ev
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "unpinned"])
 def test_an_engine_with_nothing_else_to_do_sees_a_pinned_adapter_s_copy_end(is_kept):
-    """It stayed "loading" until the next request came, and the pages of a copy given up stayed taken."""
+    """It stayed "loading" until the next request came, and the pages of a cancelled copy stayed taken."""
     checked = CheckedEngine(adapters="a")
     backend, store = checked.executor.adapters, checked.engine.store
     inner, looks = backend.place, iter([False] * 3)

@@ -123,7 +123,7 @@ def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
 
 
 def test_a_read_that_brings_nothing_holds_up_no_step(gqa, start):
-    """Its disk may hang: nobody starts beside it, though nothing is known against it."""
+    """Its disk may hang: nobody waits for it, though it has not failed yet."""
     driver, gate = start(max_load_stall_seconds=60.0)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
     for _ in range(10):
@@ -171,7 +171,7 @@ def test_only_time_that_is_waited_counts(gqa, monkeypatch):
 
     config = read_model_config(gqa.model)
     parts = (AdapterPart(1, 1.0, (0,), ("q_proj",)),)
-    layout = AdapterLayout.build(parts, config.module_dims, config.num_layers, page_elems=1 << 12, itemsize=4)
+    layout = AdapterLayout.build(parts, config.projections, page_elems=1 << 12, itemsize=4)
     adapter = Adapter("a", 1, AdapterManifest(Path("a"), parts), layout)
     adapter.transfer = Coming()
     waits = [0.01, 0.005, 0.009]
@@ -251,14 +251,14 @@ class FakeAdapter:
 )
 def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, may):
     policy = LoadPolicy(
-        FakeStore(tier, seconds), RestoreCosts(prefix_page=0.1), ColdStarts(), block_tokens=16, max_stall=0.02
+        FakeStore(tier, seconds), RestoreCosts(prefix_page=0.1), ColdStarts(), pages_per_token=1 / 16, max_stall=0.02
     )
     assert policy.may_start(FakeAdapter(), 32) is may
 
 
 def test_a_read_that_a_request_waited_for_to_the_end_is_counted_once():
     starts, adapter = ColdStarts(), FakeAdapter()
-    policy = LoadPolicy(FakeStore(Tier.LOADING), RestoreCosts(), starts, block_tokens=16, max_stall=0.0)
+    policy = LoadPolicy(FakeStore(Tier.LOADING), RestoreCosts(), starts, pages_per_token=1 / 16, max_stall=0.0)
     assert not policy.may_start(adapter, 32)
     assert starts == ColdStarts()
     policy.store = FakeStore(Tier.HOST)
@@ -267,8 +267,10 @@ def test_a_read_that_a_request_waited_for_to_the_end_is_counted_once():
 
 
 def test_a_request_joins_those_that_run_with_its_adapter():
-    policy = LoadPolicy(FakeStore(Tier.LOADING, 9.0), RestoreCosts(), ColdStarts(), block_tokens=16, max_stall=0.02)
+    policy = LoadPolicy(
+        FakeStore(Tier.LOADING, 9.0), RestoreCosts(), ColdStarts(), pages_per_token=1 / 16, max_stall=0.02
+    )
     assert policy.may_start(FakeAdapter([3], references=1), 1)
     assert not policy.may_start(FakeAdapter([3]), 1)
-    there = LoadPolicy(FakeStore(Tier.DEVICE), RestoreCosts(), ColdStarts(), block_tokens=16, max_stall=0.02)
+    there = LoadPolicy(FakeStore(Tier.DEVICE), RestoreCosts(), ColdStarts(), pages_per_token=1 / 16, max_stall=0.02)
     assert there.may_start(FakeAdapter([3]), 1)

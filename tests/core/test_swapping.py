@@ -30,7 +30,7 @@ SETTINGS = ["recompute", "swap", "auto"]
 class LateSwaps:
     """Copies of a CPU executor's pages that are made when `end` is called: at random, or by `wait`; some fail.
 
-    Until then, what pages are to hold is wrong, and host memory holds nothing yet.
+    Until then, the destination pages are wrong, and host memory holds nothing yet.
     """
 
     class Copy:
@@ -125,9 +125,13 @@ def test_a_short_arena_changes_no_token(subject, drive, preemption, chunked, pre
     it = subject("gqa")
     cases = make_cases(it, 24, seed=4, tokens=(24, 48))
     driver = drive(
-        it, chunked_prefill=chunked, max_num_batched_tokens=64 if chunked else 512, num_pages=46,
-        preemption=preemption, prefix_cache=prefix_cache,
-    )  # fmt: skip
+        it,
+        chunked_prefill=chunked,
+        max_num_batched_tokens=64 if chunked else 512,
+        num_pages=46,
+        preemption=preemption,
+        prefix_cache=prefix_cache,
+    )
     add_all(driver, cases)
     check(driver, cases)
     stats = driver.engine.stats()

@@ -9,14 +9,22 @@ import pytest
 import torch
 
 from chorus.core.model.families import FAMILIES
+from chorus.core.model.families.qwen3_5 import QWEN3_5
 from chorus.core.model.read_config import read_model_config
 
 pytestmark = pytest.mark.numerics
 
 TEXT = {
-    "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "head_dim": 16,
-}  # fmt: skip
+    "vocab_size": 150,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "head_dim": 16,
+}
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
@@ -47,7 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def test_every_architecture_is_covered():
-    assert set(MODELS) == {name for name, family in FAMILIES.items() if family.tensors.left_out}
+    seeing = {name for name, family in FAMILIES.items() if family.tensors.left_out}
+    assert set(MODELS) == seeing - set(QWEN3_5.architectures)  # see test_hybrids.py
 
 
 OF_TEXT = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)"
@@ -73,10 +82,13 @@ def test_text_is_answered_as_transformers_and_peft_do(tmp_path, architecture, ta
     model = get_peft_model(
         base,
         LoraConfig(
-            r=5, lora_alpha=9, init_lora_weights=False, task_type="CAUSAL_LM",
+            r=5,
+            lora_alpha=9,
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
             target_modules=targets,
         ),
-    )  # fmt: skip
+    )
     model.save_pretrained(str(tmp_path / "adapter"))
     prompts = {"a": torch.randint(3, 150, (40,)).tolist(), "b": torch.randint(3, 150, (9,)).tolist()}
     want = {}

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by transformers' own classes, with adapters, and what these make of them."""
+"""Tiny random models of every family, made by transformers' own classes, with adapters and reference answers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,44 @@ MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-    "beta_fast": 16.0, "beta_slow": 2.0,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
 
 GRANITE = {
-    "embedding_multiplier": 12.0, "logits_scaling": 2.0, "residual_multiplier": 0.22, "attention_multiplier": 0.25,
-}  # fmt: skip
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.25,
+}
 
 #: With larger embeddings, a tied model answers with its last token.
 GRANITE_TIED = {**GRANITE, "embedding_multiplier": 1.5, "residual_multiplier": 0.9}
 
 LONGROPE = {
-    "max_position_embeddings": 1024, "original_max_position_embeddings": 256,
+    "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 256,
     "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
-        "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 2.5], "long_factor": [1.0, 1.5, 3.0, 8.0, 16.0, 30.0],
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 2.5],
+        "long_factor": [1.0, 1.5, 3.0, 8.0, 16.0, 30.0],
     },
-}  # fmt: skip
+}
 
 INTERNLM_3 = "InternLM3ForCausalLM"
 
@@ -46,7 +61,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama2": ("LlamaConfig", {"num_key_value_heads": 4}, "50GB"),
     "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, "20KB"),
     "llama-linear-rope": (
-        "LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}, "50GB",
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+        "50GB",
     ),
     "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, "50GB"),
     "mistral": ("MistralConfig", {"head_dim": 24, "sliding_window": None}, "50GB"),
@@ -57,16 +74,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "seed-oss": ("SeedOssConfig", {"head_dim": 16, "num_key_value_heads": 1}, "50GB"),
     "seed-oss-out-bias": ("SeedOssConfig", {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True}, "20KB"),
     "llama-dynamic-rope": (
-        "LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}}, "50GB",
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},
+        "50GB",
     ),
     "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}, "50GB"),
     "mistral-window": ("MistralConfig", {"head_dim": 16, "sliding_window": 24}, "50GB"),
     "qwen2-window": (
-        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, "50GB",
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        "50GB",
     ),
     "ministral": (
         "MinistralConfig",
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
+        "50GB",
+    ),
+    "ministral-3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 24,
+                "llama_4_scaling_beta": 0.4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
         "50GB",
     ),
     "granite": ("GraniteConfig", {**GRANITE, "attention_multiplier": 0.11}, "50GB"),
@@ -77,15 +112,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "granite-4": (
         "GraniteMoeHybridConfig",
-        {**GRANITE_TIED, "layer_types": ["attention", "attention"], "num_local_experts": 0,
-         "shared_intermediate_size": 96,
-         "position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_n_heads": 4, "mamba_d_head": 32},
+        {
+            **GRANITE_TIED,
+            "layer_types": ["attention", "attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+        },
         "50GB",
     ),
     "granite-4-nope": (
         "GraniteMoeHybridConfig",
-        {**GRANITE, "layer_types": ["attention", "attention"], "num_local_experts": 0, "shared_intermediate_size": 80,
-         "position_embedding_type": None, "attention_bias": True, "mamba_n_heads": 4, "mamba_d_head": 32},
+        {
+            **GRANITE,
+            "layer_types": ["attention", "attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": None,
+            "attention_bias": True,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+        },
         "20KB",
     ),
     "phi-3": ("Phi3Config", {"pad_token_id": 0, "sliding_window": 30}, "50GB"),
@@ -93,8 +143,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "pad_token_id": 0}, "50GB"),
     "smollm3-untied": (
         "SmolLM3Config",
-        {"no_rope_layers": [0, 1, 0], "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
-         "use_sliding_window": True, "sliding_window": 20, "pad_token_id": 0},
+        {
+            "no_rope_layers": [0, 1, 0],
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "pad_token_id": 0,
+        },
         "20KB",
     ),
     "olmo-2": ("Olmo2Config", {}, "50GB"),
@@ -102,8 +159,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "olmo-3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 16}, "50GB"),
     "olmo-3-yarn": (
         "Olmo3Config",
-        {"num_hidden_layers": 4, "sliding_window": 20, "rope_parameters": {
-            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
         "20KB",
     ),
     "glm": ("GlmConfig", {"head_dim": 16, "pad_token_id": 0}, "50GB"),
@@ -121,49 +184,92 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "gemma-2-untied": (
         "Gemma2Config",
-        {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 24, "attn_logit_softcapping": 5.0,
-         "final_logit_softcapping": None, "tie_word_embeddings": False, "hidden_size": 48},
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "hidden_size": 48,
+        },
         "20KB",
     ),
     "gemma-3": ("Gemma3TextConfig", {"head_dim": 32, "num_hidden_layers": 7, "sliding_window": 20}, "50GB"),
     "gemma-3-scaled": (
         "Gemma3TextConfig",
-        {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 16, "hidden_size": 48, "tie_word_embeddings": False,
-         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "hidden_size": 48,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
         "20KB",
     ),
     "internlm-3": ("InternLM3Config", {"head_dim": 16}, "50GB"),
     "internlm-3-biased": ("InternLM3Config", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, "20KB"),
     "exaone-4": ("Exaone4Config", {"num_hidden_layers": 5, "sliding_window": 20}, "50GB"),
     "exaone-4-whole": (
-        "Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+        "Exaone4Config",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
         "20KB",
     ),
     "cohere-2": (
-        "Cohere2Config", {"num_hidden_layers": 5, "sliding_window": 20, "head_dim": 16, "pad_token_id": 0}, "50GB",
+        "Cohere2Config",
+        {"num_hidden_layers": 5, "sliding_window": 20, "head_dim": 16, "pad_token_id": 0},
+        "50GB",
     ),
     "cohere-2-untied": (
         "Cohere2Config",
-        {"sliding_window": 28, "head_dim": 32, "hidden_size": 48, "tie_word_embeddings": False, "attention_bias": True,
-         "logit_scale": 0.5, "layer_types": ["full_attention", "sliding_attention"], "pad_token_id": 0},
+        {
+            "sliding_window": 28,
+            "head_dim": 32,
+            "hidden_size": 48,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "logit_scale": 0.5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "pad_token_id": 0,
+        },
+        "20KB",
+    ),
+}
+
+QWEN3_5 = {
+    "num_hidden_layers": 5, "full_attention_interval": 3, "head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+
+#: Families with layers that have a state of fixed size, likewise.
+HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen3.5": ("Qwen3_5TextConfig", QWEN3_5, "50GB"),
+    "qwen3.5-tied": (
+        "Qwen3_5TextConfig",
+        {**QWEN3_5, "tie_word_embeddings": True, "attention_bias": True, "linear_num_value_heads": 2, "hidden_size": 48,
+         "layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "linear_conv_kernel_dim": 3},
         "20KB",
     ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-#: name → (rank, alpha, targets)
+LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+#: name → (rank, alpha, targets), of which a model has some
 ADAPTERS = {
-    "r3-all": (3, 6, ATTENTION + MLP),
-    "r8-qv": (8, 16, ["q_proj", "v_proj"]),
-    "r17-o-mlp": (17, 8, ["o_proj", *MLP]),
+    "r3-all": (3, 6, ATTENTION + LINEAR + MLP),
+    "r8-qv": (8, 16, ["q_proj", "v_proj", "in_proj_b"]),
+    "r17-o-mlp": (17, 8, ["o_proj", "out_proj", *MLP]),
 }
 
 
 @dataclass(eq=False)
 class Tiny:
-    """A model with three adapters, and what transformers + peft make of it."""
+    """A model with three adapters, and the same in transformers + peft."""
 
     model: Path
     adapters: dict[str, Path]
@@ -177,7 +283,7 @@ class Tiny:
             self.reference.set_adapter(adapter)
         return self.reference
 
-    @cache  # noqa: B019 - a subject lives as long as its module
+    @cache  # noqa: B019 - a subject is freed with its module
     def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
         """A random prompt and its `count` greedy tokens, all clear choices."""
         generator = torch.Generator().manual_seed(seed)
@@ -212,12 +318,21 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = FAMILIES[name]
+    config_class, arguments, shard = {**FAMILIES, **HYBRIDS}[name]
     arguments = {
-        "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 1,
-        "eos_token_id": 2, **arguments, **changes,
-    }  # fmt: skip
+        "vocab_size": 150,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.25,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **arguments,
+        **changes,
+    }
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
     randomise(model)

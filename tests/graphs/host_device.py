@@ -11,7 +11,7 @@ from chorus.graphs.device import CudaDevice
 
 
 class HostDevice(CudaDevice):
-    """memory_bytes: what `memory` says, free and in all."""
+    """memory_bytes: the free and the total memory that `memory` returns."""
 
     def __init__(self, memory_bytes: int = 1 << 30) -> None:
         self.torch_device = torch.device("cpu")

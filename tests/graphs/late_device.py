@@ -10,9 +10,9 @@ from .host_device import HostDevice
 
 
 class LateDevice(HostDevice):
-    """Copies end when an event recorded behind them is waited for, and not before.
+    """Copies end when an event recorded after them is waited for, and not before.
 
-    Until then, what is fetched reads as rubbish; and pinned memory that is being copied to the device must not change.
+    Until then, the destination of a copy reads as garbage, and pinned memory that is its source must not change.
     """
 
     def __init__(self, memory_bytes: int = 1 << 30) -> None:

@@ -45,7 +45,7 @@ def test_views_show_the_last_step_and_padding_only(sequence):
         assert views is buffers.views[bucket]
         assert views.token_ids.tolist() == [row[0] for row in rows] + [0] * padding
         assert views.positions.tolist() == [row[1] for row in rows] + [0] * padding
-        assert views.page.tolist() == [row[2][row[1] // BLOCK] for row in rows] + [DUMMY] * padding
+        assert views.page.tolist() == [[row[2][row[1] // BLOCK] for row in rows] + [DUMMY] * padding]
         assert views.offset.tolist() == [row[1] % BLOCK for row in rows] + [0] * padding
         assert views.kv_lens == [row[1] + 1 for row in rows] + [1] * padding
         want = [list(row[2]) + [DUMMY] * (MAX_PAGES - len(row[2])) for row in rows]

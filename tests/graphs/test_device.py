@@ -1,4 +1,4 @@
-"""Devices: the CPU as one, and what is said where there is no GPU."""
+"""Devices: the CPU as one, and the messages without a GPU."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_first_capture_that_fails_spoils_no_other(monkeypatch):
     ("errors", "failure"),
     [
         ([], None),
-        ([torch.AcceleratorError("CUDA error: out of memory")], None),  # left behind by an earlier call, told once
+        ([torch.AcceleratorError("CUDA error: out of memory")], None),  # an earlier call's error, reported once
         (
             [torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for …")] * 9,
             "CUDA error: an illegal memory access was encountered",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES
+from chorus.memory.pages.projections import dense_projections
+
+from ..tables import LLAMA
 
 NUM_LAYERS = 5
 
-_DIMS = {"q_proj": (12, 8), "k_proj": (12, 4), "v_proj": (12, 4), "o_proj": (8, 12),
-         "gate_proj": (12, 20), "up_proj": (12, 20), "down_proj": (20, 12)}  # fmt: skip
+_TABLE = dense_projections(NUM_LAYERS, hidden=12, ffn=20, heads=2, kv_heads=1, head_dim=4)
 
 _parts = st.lists(
     st.builds(
@@ -18,8 +19,8 @@ _parts = st.lists(
         rank=st.integers(1, 4),
         scale=st.just(1.0),
         layers=st.sets(st.integers(0, NUM_LAYERS - 1), min_size=1).map(lambda layers: tuple(sorted(layers))),
-        targets=st.sets(st.sampled_from(MODULES), min_size=1, max_size=3).map(
-            lambda names: tuple(sorted(names, key=MODULES.index))
+        targets=st.sets(st.sampled_from(LLAMA), min_size=1, max_size=3).map(
+            lambda names: tuple(sorted(names, key=LLAMA.index))
         ),
     ),
     min_size=1,
@@ -29,4 +30,4 @@ _parts = st.lists(
 
 def adapter_layouts(page_elems: int, itemsize: int = 4) -> st.SearchStrategy[AdapterLayout]:
     """Several parts, layer patterns, and rows that go on in the next page."""
-    return _parts.map(lambda parts: AdapterLayout.build(parts, _DIMS, NUM_LAYERS, page_elems, itemsize))
+    return _parts.map(lambda parts: AdapterLayout.build(parts, _TABLE, page_elems, itemsize))

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ..tables import LLAMA
+
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 16, 24, 3, 2, 1, 8, 40
 Q, KV = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
@@ -91,11 +93,22 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama checkpoint that DIMS describes."""
     path = tmp_path_factory.mktemp("tiny-base")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
-        "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "float32", "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "eos_token_id": 2,
+    }
     (path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(7)
 
@@ -136,8 +149,6 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
 
     Reads row by row by the layout's definition, not by the code that serves.
     """
-    from chorus.memory.pages.layout import MODULES
-
     adapter = engine.store.get(name)
     run = engine.executor.arena.pages[adapter.pages].view(-1)
     found = {}
@@ -148,7 +159,7 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
                 a_rows, b_rows = [], []
                 for i in range(part.rank):
                     slab = run[place.first_elem[layer] + i * slabs.slab_elems :]
-                    a, b = slabs.a_offset[MODULES.index(module)], slabs.b_offset[MODULES.index(module)]
+                    a, b = slabs.a_offset[LLAMA.index(module)], slabs.b_offset[LLAMA.index(module)]
                     d_in, d_out = DIMS[module]
                     a_rows.append(slab[a : a + d_in])
                     b_rows.append(slab[b : b + d_out])

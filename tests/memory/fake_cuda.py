@@ -85,7 +85,7 @@ class FakeDriver:
     def wait_value(self, stream: int, address: int, value: int) -> None:
         self.queues[stream].append(("wait value", ctypes.c_uint32.from_address(address), value))
 
-    # -- what a test does
+    # -- controls of a test
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Give the compute stream something to run."""

@@ -119,7 +119,7 @@ class SlowReads(Reads):
 
 
 def acquire_whole(store: AdapterStore, adapter: Adapter) -> None:
-    """Acquire an adapter once all of it has been read. Raises what its read raises."""
+    """Acquire an adapter once all of it has been read. Raises the errors of its read."""
     while not store.loads.fetch(adapter):
         store.images.wait(1.0)
     store.acquire(adapter)

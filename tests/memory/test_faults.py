@@ -19,19 +19,19 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.ops import native_reader
 
 TOKENS = 4
-"""Of each answer: two come before its adapter is reloaded, two behind."""
+"""Of each answer: two come before its adapter is reloaded, two after."""
 
 CLEAN = (AdapterFormatError, OSError, MemoryError, RuntimeError)
 
 
 class Faults:
-    """Counts calls of what may fail; the one whose turn it is does."""
+    """Counts calls that may fail, and fails the one at `turn`."""
 
     def __init__(self, monkeypatch, directory):
         self.count, self.turn, self.fired = 0, 0, ""
         self.leased = self.returned = 0
         open_, preadv, start = os.open, os.preadv, threading.Thread.start
-        take, give_back = HostBuffers.take, HostBuffers._give_back  # noqa: SLF001 - what is lost never comes by there
+        take, give_back = HostBuffers.take, HostBuffers._give_back  # noqa: SLF001 - lost buffers never come by there
 
         def open_file(path, *args, **kwargs):
             if str(path).startswith(str(directory)):
@@ -77,7 +77,7 @@ class Faults:
 
 
 class Life:
-    """Registers, loads, streams, reloads in place and evicts; remembers what came of each request."""
+    """Registers, loads, streams, reloads in place and evicts; records the outcome of each request."""
 
     def __init__(self, engine, directories):
         self.engine, self.directories = engine, directories

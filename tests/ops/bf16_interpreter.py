@@ -29,8 +29,8 @@ def fix_bf16() -> None:
 
 
 def multiply_row_by_row() -> None:
-    """Have the interpreter's `tl.dot` sum each row alone: in numpy's products of matrices the order of a row's sum may
-    depend on its place. To be called behind `fix_bf16`.
+    """Have the interpreter's `tl.dot` sum each row alone: in numpy's matrix products the order of a row's sum may
+    depend on its position. Call it after `fix_bf16`.
     """
     plain_dot = InterpreterBuilder.create_dot
 

@@ -1,4 +1,4 @@
-"""FlashInfer's interface without a GPU: checks what a plan is given, and computes from just that.
+"""FlashInfer's interface without a GPU: checks a plan's arguments, and computes from these alone.
 
 Copies from page-locked memory are late, as they may be on a GPU: host tensors are kept as they are and only read when
 the stream is waited for or `run` is called.
@@ -16,7 +16,7 @@ from .attention_ref import paged_attention_ref
 
 
 class Stream:
-    """Copies in flight, done when an event recorded behind them is waited for."""
+    """Copies in flight, done when an event recorded after them is waited for."""
 
     def __init__(self):
         self.pending = []
@@ -110,9 +110,20 @@ class Prefill(Wrapper):
 
     @recorded
     def plan(
-        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
-        head_dim_qk, page_size, *, causal, q_data_type, kv_data_type,
-    ):  # fmt: skip
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        *,
+        causal,
+        q_data_type,
+        kv_data_type,
+    ):
         assert causal
         rows = len(qo_indptr) - 1
         self.take(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
@@ -132,9 +143,18 @@ class Decode(Wrapper):
 
     @recorded
     def __init__(
-        self, fake, float_workspace_buffer, kv_layout="NHD", *, use_cuda_graph=False, use_tensor_cores=False,
-        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
-    ):  # fmt: skip
+        self,
+        fake,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        *,
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None,
+        backend="auto",
+    ):
         assert backend == "fa2", "a version may choose one that serves decode rows badly"
         super().__init__(fake, float_workspace_buffer, kv_layout)
         self.graph, self.tensor_cores = use_cuda_graph, use_tensor_cores
@@ -151,9 +171,18 @@ class Decode(Wrapper):
 
     @recorded
     def plan(
-        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, q_data_type,
+        self,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        q_data_type,
         kv_data_type,
-    ):  # fmt: skip
+    ):
         rows = len(last_page_len)
         self.take(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
         ints(indptr, rows + 1)

@@ -8,21 +8,25 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from chorus.core.model.batch import rows_in
 from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import LayerWeights
-from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
+from chorus.memory.pages.layout import PageLayout
+from chorus.memory.pages.projections import Projections, attention_projections, gated_projections
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows, Segments
+
+from ..tables import LLAMA
 
 VOCAB, BLOCK, LAYERS = 97, 16, 3
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model's layers have; layer 1 is one without a window and a rope where `alternating`."""
+    """The geometry of a model's layers; layer 1 has neither window nor rope where `alternating`."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -45,6 +49,15 @@ class Kind:
     embedding_multiplier: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    two_mixers: bool = False
+    """The second layer's mixer has projections of its own, with other ids."""
+
+    def table(self, ranks: int = 1) -> Projections:
+        """Of one of so many ranks."""
+        layer = attention_projections(self.hidden, self.heads // ranks, self.kv_heads // ranks, self.head_dim)
+        other = tuple(replace(each, path=f"other.x_{each.name}") for each in layer) if self.two_mixers else layer
+        feed = gated_projections(self.hidden, self.ffn // ranks)
+        return Projections((layer + feed, other + feed, layer + feed))
 
     @property
     def norm(self) -> NormSpec:
@@ -54,9 +67,17 @@ class Kind:
         dim = int(self.head_dim * self.rotated) // 2 * 2
         rope = RopeConfig(dim, 1e4, interleaved=self.interleaved, attention_factor=self.attention_factor)
         mixer = AttentionSpec(
-            self.heads, self.kv_heads, self.head_dim, self.scale or self.head_dim**-0.5, rope if dim else None,
-            self.window, self.softcap, self.head_norm, self.biased, self.biased,
-        )  # fmt: skip
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.scale or self.head_dim**-0.5,
+            rope if dim else None,
+            self.window,
+            self.softcap,
+            self.head_norm,
+            self.biased,
+            self.biased,
+        )
         own = LayerSpec(mixer, GatedSpec(self.ffn, self.activation, self.biased), self.norms, self.residual_multiplier)
         other = replace(own, mixer=replace(mixer, rope=replace(rope, theta=500.0) if dim else None))
         if self.alternating:
@@ -108,11 +129,8 @@ class Model:
         kind = self.kind
         self._generator = torch.Generator().manual_seed(self.seed)
         self.layout = PageLayout(LAYERS, kind.kv_heads, kind.head_dim, BLOCK, self.dtype.itemsize)
-        q, kv, hidden, ffn = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden, kind.ffn
-        self.dims = {
-            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
-            "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-        }  # fmt: skip
+        q, kv, hidden = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim, kind.hidden
+        self.table = kind.table()
         self.specs = kind.layers()
         self.weights = [self._layer(q, kv) for _ in range(LAYERS)]
         self.embed = self._matrix(VOCAB, hidden, 1.0)
@@ -120,18 +138,34 @@ class Model:
         self.norm = self._vector(hidden, 1.0)
         self.arena = torch.full((self.pages, self.layout.page_elems), math.nan, dtype=self.dtype)
         self._free = list(range(1, self.pages))
-        self.rows: list[AdapterRows] = []
+        self.rows: list[list[AdapterRows]] = []
+        """Of each adapter's parts."""
 
     def native(self, positions: int) -> native.NativeModel:
         kind = self.kind
         return native.NativeModel(
-            hidden=kind.hidden, ffn=kind.ffn, heads=kind.heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim,
-            vocab=VOCAB, block_tokens=BLOCK, eps=kind.norm.eps, layers=[layer.packed() for layer in self.weights],
-            values=layer_values(self.specs, positions), positions=positions, embed=self.embed,
-            lm_head=native.pack(self.head), norm=self.norm, arena=self.arena, centered=kind.centered,
-            embedding_multiplier=kind.embedding_multiplier, logits_scale=kind.logits_scale,
+            hidden=kind.hidden,
+            ffn=kind.ffn,
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            vocab=VOCAB,
+            block_tokens=BLOCK,
+            eps=kind.norm.eps,
+            layers=[layer.packed() for layer in self.weights],
+            values=layer_values(self.specs, positions),
+            products=self.table.products,
+            product_of=self.table.product_of,
+            positions=positions,
+            embed=self.embed,
+            lm_head=native.pack(self.head),
+            norm=self.norm,
+            arena=self.arena,
+            centered=kind.centered,
+            embedding_multiplier=kind.embedding_multiplier,
+            logits_scale=kind.logits_scale,
             logits_softcap=kind.logits_softcap or 0.0,
-        )  # fmt: skip
+        )
 
     def take(self, tokens: int) -> list[int]:
         """Pages for a sequence."""
@@ -139,24 +173,24 @@ class Model:
 
     def add_adapter(self, rank: int = 3, scale: float = 0.5) -> int:
         """Place a random adapter of all modules in the arena; returns its number."""
-        part = AdapterPart(rank, scale, tuple(range(LAYERS)), tuple(MODULES))
-        placed = AdapterLayout.build([part], self.dims, LAYERS, self.layout.page_elems, self.dtype.itemsize)
+        parts = uniform_parts(self.table, rank, scale)
+        placed = AdapterLayout.build(parts, self.table, self.layout.page_elems, self.dtype.itemsize)
         pages = [self._free.pop() for _ in range(placed.num_pages)]
-        slabs, first = placed.parts[0].slabs, placed.parts[0].first_elem
         run = torch.zeros(len(pages) * self.layout.page_elems, dtype=self.dtype)
         adapter: Adapter = {}
-        for layer, at in enumerate(first):
-            for index, module in enumerate(MODULES):
-                d_in, d_out = self.dims[module]
+        for layer in range(LAYERS):
+            for module, name in zip(self.table.layers[layer], LLAMA, strict=True):
+                index, (d_in, d_out) = self.table.id(module.name), module.dims
+                place = next(it for it in placed.parts if it.slabs.a_offset[index] >= 0 <= it.first_elem[layer])
                 a, b = self._matrix(rank, d_in, d_in**-0.5), self._matrix(d_out, rank, 1.0)
-                adapter[layer, module] = (a, scale * b.double())
+                adapter[layer, name] = (a, scale * b.double())
                 for r in range(rank):
-                    row = at + r * slabs.slab_elems
-                    run[row + slabs.a_offset[index] :][:d_in] = a[r]
-                    run[row + slabs.b_offset[index] :][:d_out] = b[:, r]
+                    row = place.first_elem[layer] + r * place.slabs.slab_elems
+                    run[row + place.slabs.a_offset[index] :][:d_in] = a[r]
+                    run[row + place.slabs.b_offset[index] :][:d_out] = b[:, r]
         self.arena[pages] = run.view(len(pages), -1)
         self.adapters.append(adapter)
-        self.rows.append(AdapterRows(pages, rank, scale, slabs.slab_elems, slabs.a_offset, slabs.b_offset, first))
+        self.rows.append([rows_in(part, place, pages) for part, place in zip(parts, placed.parts, strict=True)])
         return len(self.rows) - 1
 
     def _layer(self, q: int, kv: int) -> Weights:
@@ -166,15 +200,21 @@ class Model:
         every = kind.head_norm is HeadNorm.ALL
         own = kind.head_norm is not None
         return Weights(
-            self._vector(hidden, 1.0, before), self._vector(hidden, 1.0, after),
-            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL), self._vector(hidden, 1.0, after),
-            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5), self._matrix(hidden, q, q**-0.5),
-            self._matrix(2 * ffn, hidden, hidden**-0.5), self._matrix(hidden, ffn, ffn**-0.5),
-            self._vector(q + 2 * kv, 0.0, kind.biased), self._vector(hidden, 0.0, kind.biased),
-            self._vector(2 * ffn, 0.0, kind.biased), self._vector(hidden, 0.0, kind.biased),
+            self._vector(hidden, 1.0, before),
+            self._vector(hidden, 1.0, after),
+            self._vector(hidden, 1.0, before and kind.norms is not Norms.PARALLEL),
+            self._vector(hidden, 1.0, after),
+            self._matrix(q + 2 * kv, hidden, 1.5 * hidden**-0.5),
+            self._matrix(hidden, q, q**-0.5),
+            self._matrix(2 * ffn, hidden, hidden**-0.5),
+            self._matrix(hidden, ffn, ffn**-0.5),
+            self._vector(q + 2 * kv, 0.0, kind.biased),
+            self._vector(hidden, 0.0, kind.biased),
+            self._vector(2 * ffn, 0.0, kind.biased),
+            self._vector(hidden, 0.0, kind.biased),
             self._vector(q if every else kind.head_dim, 1.0, own),
             self._vector(kv if every else kind.head_dim, 1.0, own),
-        )  # fmt: skip
+        )
 
     def _matrix(self, rows: int, columns: int, scale: float) -> torch.Tensor:
         return (scale * torch.randn(rows, columns, generator=self._generator)).to(self.dtype)
@@ -208,15 +248,16 @@ def step(
     segments, at, indptr, positions, pages, ids = Segments(), 0, [0], [], [], []
     for tokens, table, begin, end, adapter in parts:
         if adapter is not None:
-            segments.add(at, at + end - begin, model.rows[adapter], ready)
+            for rows in model.rows[adapter]:
+                segments.add(at, at + end - begin, rows, ready)
         at += end - begin
         indptr.append(at)
         positions += range(begin, end)
         pages += [table[position // BLOCK] for position in range(begin, end)]
         ids += tokens[begin:end]
     width = max(len(table) for _, table, *_ in parts)
-    rows = native.NativeRows()
-    rows.plan(
+    attention = native.NativeRows()
+    attention.plan(
         indptr,
         torch.tensor([table + [0] * (width - len(table)) for _, table, *_ in parts]),
         [end for *_, end, _ in parts],
@@ -224,9 +265,17 @@ def step(
     position = torch.tensor(positions)
     every = torch.arange(at)
     logits = decoder.forward(
-        torch.tensor(ids), position, torch.tensor(pages), position % BLOCK, rows, every, segments, max_stall,
-        every if prompt_logprobs else None, merged,
-    )  # fmt: skip
+        torch.tensor(ids),
+        position,
+        torch.tensor(pages),
+        position % BLOCK,
+        attention,
+        every,
+        segments,
+        max_stall,
+        every if prompt_logprobs else None,
+        merged,
+    )
     assert not segments.late
     counts = [end - begin for _, _, begin, end, _ in parts]
     return list(logits.clone().split(counts)) if len(logits) == at else []
@@ -295,7 +344,7 @@ class _Layer:
 
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self.spec.mixer, self.weights
-        qkv = self.project(x, weights.qkv, weights.qkv_bias, MODULES[:3])
+        qkv = self.project(x, weights.qkv, weights.qkv_bias, LLAMA[:3])
         q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
         if spec.head_norm is HeadNorm.ALL:
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
@@ -312,13 +361,14 @@ class _Layer:
         age = position[:, None] - position
         seen = (age >= 0) & (age < (spec.window or len(x)))
         attended = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
-        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, MODULES[3:4])
+        return self.project(attended.transpose(0, 1).flatten(1), weights.o, weights.o_bias, LLAMA[3:4])
 
     def feed(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.weights
-        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, MODULES[4:6]).chunk(2, dim=-1)
-        return self.project(ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias,
-                            MODULES[6:])  # fmt: skip
+        gate, up = self.project(x, weights.gate_up, weights.gate_up_bias, LLAMA[4:6]).chunk(2, dim=-1)
+        return self.project(
+            ACTIVATIONS[self.spec.feed_forward.activation](gate) * up, weights.down, weights.down_bias, LLAMA[6:]
+        )
 
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -341,7 +391,7 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
 
 
 def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]:
-    """What each of some ranks has of a model, with pages of its own."""
+    """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
     head_dim = kind.head_dim
     q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
@@ -359,14 +409,17 @@ def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]
         layers = [
             replace(
                 layer,
-                qkv=of(rank, *cut(layer.qkv, q, kv, kv)), qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
+                qkv=of(rank, *cut(layer.qkv, q, kv, kv)),
+                qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
                 gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
                 gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
-                o=layer.o.chunk(ranks, dim=1)[rank].contiguous(), o_bias=None if rank else layer.o_bias,
-                down=layer.down.chunk(ranks, dim=1)[rank].contiguous(), down_bias=None if rank else layer.down_bias,
+                o=layer.o.chunk(ranks, dim=1)[rank].contiguous(),
+                o_bias=None if rank else layer.o_bias,
+                down=layer.down.chunk(ranks, dim=1)[rank].contiguous(),
+                down_bias=None if rank else layer.down_bias,
             ).packed()
             for layer in model.weights
-        ]  # fmt: skip
+        ]
         first, end = (VOCAB * each // ranks for each in (rank, rank + 1))
         arena = torch.full((model.pages, model.layout.page_elems // ranks), math.nan, dtype=model.dtype)
         found.append(
@@ -375,6 +428,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]
                 heads=kind.heads // ranks,
                 kv_heads=kind.kv_heads // ranks,
                 ffn=kind.ffn // ranks,
+                products=kind.table(ranks).products,
                 vocab=end - first,
                 layers=layers,
                 lm_head=native.pack(model.head[first:end]),

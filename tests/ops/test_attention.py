@@ -103,7 +103,7 @@ def test_reference_chunks_continue_each_other():
 
 
 def test_one_object_serves_steps_of_every_kind():
-    """A plan leaves nothing behind for the next one."""
+    """A plan leaves no state to the next one."""
     attention = PagedAttention(HeadShape(4, 2, 8, 4))
     for seed, rows in enumerate(
         [[(5, 0), (3, 4), (1, 9)], [(1, 3)] * 4, [(6, 0)], [(1, 30)], [(2, 2), (1, 0)], [(1, 0)] * 3, [(4, 12)]]
@@ -141,7 +141,7 @@ def test_padding_rows_do_not_touch_the_others():
 @pytest.mark.parametrize("rows", [[(1, 4), (1, 0)], [(3, 2)], [(3, 0), (1, 4)]], ids=["decode", "chunk", "mixed"])
 @pytest.mark.parametrize("left_behind", [float("nan"), float("inf"), 3e38])
 def test_what_an_earlier_owner_left_in_a_page_is_not_seen(rows, left_behind):
-    """Places behind a row's last token hold whatever was there: other requests' KV, adapter weights, NaN."""
+    """Positions after a row's last token hold anything: other requests' KV, adapter weights, NaN."""
     step = Step(6, rows)
     want = step.run()
     for table, kv_len in zip(step.tables, step.kv_lens, strict=True):

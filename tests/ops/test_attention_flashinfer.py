@@ -1,4 +1,4 @@
-"""FlashInfer attention without a GPU: what its wrappers are told, and what they would compute from it."""
+"""FlashInfer attention without a GPU: the arguments of its wrappers, and the results that they imply."""
 
 from __future__ import annotations
 
@@ -56,9 +56,13 @@ def test_ragged_steps_equal_the_definition(seed, steps, heads, block_tokens, spa
         rows = prefills + decoding
         assume(rows)
         Step(
-            seed + index, rows, heads=heads[0], kv_heads=heads[1], block_tokens=block_tokens,
+            seed + index,
+            rows,
+            heads=heads[0],
+            kv_heads=heads[1],
+            block_tokens=block_tokens,
             spare_columns=spare_columns,
-        ).check(attention)  # fmt: skip
+        ).check(attention)
 
 
 @settings(max_examples=40)
@@ -68,7 +72,7 @@ def test_ragged_steps_equal_the_definition(seed, steps, heads, block_tokens, spa
     heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
 )
 def test_buckets_share_buffers_and_replay_after_any_plan(seed, steps, heads):
-    """A replay reads what the last plan wrote, whichever bucket ran before and however long the rows were."""
+    """A replay reads the buffers of the last plan, whichever bucket ran before and however long the rows were."""
     backend, fake = make(*heads)
     buckets = {size: backend.decode(size) for size in (1, 2, 4, 8)}
     for index, rows in enumerate(steps):
@@ -222,9 +226,7 @@ def test_the_float_workspace_holds_every_plan(data, graph):
     shape = {"head_dim": data.draw(st.sampled_from([64, 128, 256])), "num_sms": data.draw(st.sampled_from([20, 132]))}
     lens = st.just(1) if graph else st.integers(1, 3000)
     rows = data.draw(st.lists(st.tuples(lens, st.integers(1, 4000)), min_size=1, max_size=64))
-    used = laid_out(
-        *zip(*rows, strict=True), heads=heads[0], kv_heads=heads[1], block_tokens=16, graph=graph, **shape
-    )  # fmt: skip
+    used = laid_out(*zip(*rows, strict=True), heads=heads[0], kv_heads=heads[1], block_tokens=16, graph=graph, **shape)
     assert used <= float_workspace_bytes(*heads, shape["head_dim"], len(rows), shape["num_sms"])
 
 
@@ -255,7 +257,7 @@ def hopper(monkeypatch):
 
 
 class OurBackend:
-    """What the choice gives to our own backend."""
+    """Arguments of the choice for our own backend."""
 
     name = "triton"
 

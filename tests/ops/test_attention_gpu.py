@@ -1,4 +1,4 @@
-"""Paged attention on a GPU against its definition: FlashInfer eager and captured, ours and torch's for what is left."""
+"""Paged attention on a GPU against its definition: FlashInfer eager and captured; ours and torch's for the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATER_ROWS = [[(1, 500), (1, 20), (1, 0), (1, 63)], [(1, 2)] * 4, [(1, 255)] * 4
 
 
 class DeviceStep(Step):
-    """A step whose q and caches are on the GPU, in a page-outermost arena, beside the float32 reference."""
+    """A step whose q and caches are on the GPU, in a page-outermost arena, with the float32 reference."""
 
     def __init__(self, seed, rows, shape, dtype):
         heads, kv_heads, head_dim = shape
@@ -114,7 +114,7 @@ def test_our_attention_of_ragged_steps(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_late_chunk_of_a_long_prompt_by_torch_makes_no_scores(dtype):
-    """They would take 16 GiB of 16-bit values, beyond what the largest step before the arena is made has shown."""
+    """They would take 16 GiB of 16-bit values, more than the largest step, by which the arena is sized, has needed."""
     tokens, context, block = 2048, 1 << 17, 16
     arena = torch.zeros(context // block, 2, block, 8, 128, dtype=dtype, device="cuda")
     attention = PagedAttention(HeadShape(32, 8, 128, block), "cuda")

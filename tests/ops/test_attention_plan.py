@@ -18,7 +18,7 @@ def make() -> PlanBuffers:
 
 
 def table_of(tables: list[list[int]], kv_lens: list[int]) -> torch.Tensor:
-    """`[rows, MAX_PAGES]`; what is behind a row's pages is any page."""
+    """`[rows, MAX_PAGES]`; entries after a row's pages are any page."""
     return torch.tensor([table[:MAX_PAGES] + [0] * (MAX_PAGES - len(table)) for table in tables])
 
 
@@ -51,7 +51,7 @@ def lives(draw):
             table += [next(serial) for _ in range(-(-length // BLOCK) - len(table))]
         if rows:
             steps.append(([table for table, _ in rows], [length for _, length in rows], what != "unknown"))
-            # a table that grows later must not change what this step sees
+            # a table that grows later must not change this step's view
             steps[-1] = (*steps[-1], table_of(*steps[-1][:2]))
     return steps
 

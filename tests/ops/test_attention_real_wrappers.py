@@ -1,4 +1,4 @@
-"""FlashInfer's own Python over stand-ins for its compiled modules: what reaches the kernels, without a GPU."""
+"""FlashInfer's own Python over stand-ins for its compiled modules: the kernels' arguments, without a GPU."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_prefill_of_common_heads_is_the_devices_best(kernels):
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 def test_buckets_in_graph_mode(kernels, heads):
-    """Every plan after the first is the fast one; buffers hold what `upload` wrote, whichever bucket was planned."""
+    """Every plan after the first is the fast one; buffers hold the values of `upload` for any planned bucket."""
     made = backend(*heads)
     buckets = {size: made.decode(size) for size in (2, 4)}
     for seed, (size, rows) in enumerate(

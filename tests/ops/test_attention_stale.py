@@ -1,4 +1,4 @@
-"""Pages come from adapters and from other requests: what they held before must not be seen through a mask."""
+"""Pages come from adapters and from other requests: a mask must hide their former content."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
 
 
 def check_values(case: Case, dtype: torch.dtype, device: str) -> str:
-    """Of all rows in one step, shared by programs and not; twice, as what the first leaves must not matter."""
+    """All rows in one step, shared by programs and not; twice, as values left by the first launch must not matter."""
     inputs, everyone = Inputs(case, dtype, device), list(range(len(case.lens)))
     for num_sms in (NONE_SHARED, ALL_SHARED):
         attention = new_backend(case, dtype, device, num_sms).decode(len(everyone))
@@ -123,7 +123,7 @@ def check_values(case: Case, dtype: torch.dtype, device: str) -> str:
 
 
 def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
-    """A row's bits: alone, at any place of any bucket, beside padding, shared or not, and behind a prompt."""
+    """A row's bits: alone, at any position of any bucket, with padding, shared or not, and after a prompt."""
     inputs, everyone = Inputs(case, dtype, device), list(range(len(case.lens)))
     backends = [new_backend(case, dtype, device, num_sms) for num_sms in (NONE_SHARED, 40, ALL_SHARED)]
     want = [inputs.run(backends[0].decode(1), [row])[0] for row in everyone]

@@ -1,4 +1,4 @@
-"""Our decode attention on a GPU: its values, bits in any company, and captured steps replayed over other rows."""
+"""Our decode attention on a GPU: values, batch invariance, and captured steps replayed over other rows."""
 
 from __future__ import annotations
 

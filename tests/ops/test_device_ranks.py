@@ -1,4 +1,4 @@
-"""Ranks on GPUs are given up from any thread, whatever NCCL still waits for."""
+"""Ranks on GPUs are abandoned from any thread, whatever NCCL still waits for."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ class Group:
 def ended(monkeypatch):
     """Calls of `destroy_process_group`."""
     calls = []
-    monkeypatch.setattr(device_ranks, "dist", SimpleNamespace(
-        get_rank=lambda group: 0, get_world_size=lambda group: 2, broadcast=None,
-        destroy_process_group=lambda: calls.append(True),
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        device_ranks,
+        "dist",
+        SimpleNamespace(
+            get_rank=lambda group: 0,
+            get_world_size=lambda group: 2,
+            broadcast=None,
+            destroy_process_group=lambda: calls.append(True),
+        ),
+    )
     return calls
 
 

@@ -83,8 +83,8 @@ def test_captured_launches_follow_their_inputs():
 
 
 def test_an_early_launch_waits_for_what_its_stream_waits_for():
-    """A kernel that begins before the launch before it has ended comes behind `cudaStreamWaitEvent` here, as steps come
-    behind copies of adapters: it must see all that the other stream has written.
+    """A kernel that begins before the previous launch has ended follows `cudaStreamWaitEvent` here, as steps follow
+    copies of adapters. It must see everything that the other stream has written.
     """
     if not dependent_launch.begins_early(torch.device("cuda", 0)):
         pytest.skip("launches begin early on compute capability 9 and later")

@@ -41,7 +41,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """Random values of a launch. spare: columns behind every row of the input. scale: power of ten of the values."""
+    """Random values of a launch. spare: columns after every row of the input. scale: power of ten of the values."""
 
     seed: int
     tokens: int
@@ -58,9 +58,14 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     for index in range(count):
         draw = torch.randint(0, 1 << 30, (4,), generator=generator).tolist()
         yield Case(
-            draw[0], (1, 5, 2, 0)[draw[1] % 4] if index else 3, WIDTHS[index % len(WIDTHS)], HEADS[index % len(HEADS)],
-            HEAD_DIMS[index % len(HEAD_DIMS)], (0, 3, 16)[draw[2] % 3], (0, -3, 2)[draw[3] % 3],
-        )  # fmt: skip
+            draw[0],
+            (1, 5, 2, 0)[draw[1] % 4] if index else 3,
+            WIDTHS[index % len(WIDTHS)],
+            HEADS[index % len(HEADS)],
+            HEAD_DIMS[index % len(HEAD_DIMS)],
+            (0, 3, 16)[draw[2] % 3],
+            (0, -3, 2)[draw[3] % 3],
+        )
 
 
 class Inputs:
@@ -151,8 +156,8 @@ def check_normed_rotary(case: Case, dtype: torch.dtype, device: str) -> Problem:
 
 
 def check_broken_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    """A key or value that is not finite is a key of NaN and a value of 0, in its token and head alone; and causal
-    attention as kernels compute it, with weights of 0 on what is masked, is then finite for all tokens before it.
+    """A key or value that is not finite becomes a key of NaN and a value of 0, in its token and head alone. Causal
+    attention as kernels compute it, with weights of 0 for masked tokens, is then finite for all tokens before it.
     """
     from chorus.ops import elementwise_triton
 
@@ -201,7 +206,7 @@ CHECKS: dict[str, Callable[[Case, torch.dtype, str], Problem]] = {
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> Problem:
-    """The largest difference as a share of the largest output, and what is wrong, if anything."""
+    """The largest difference as a share of the largest output, and a description of each error."""
     if got.dtype is not dtype or got.shape != want.shape:
         return math.inf, f"is {got.dtype} {tuple(got.shape)}, not {dtype} {tuple(want.shape)}"
     if not want.numel():

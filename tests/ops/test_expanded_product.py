@@ -1,5 +1,5 @@
-"""Adapters expanded behind a product of few rows, in its launch, without a GPU: Triton's interpreter against the
-definition in float64, and bits of rows in other company; a process for each.
+"""Adapters expanded in the launch of a small GEMM, without a GPU: Triton's interpreter against the definition in
+float64, and batch invariance; a process for each.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ from .test_small_gemm_triton import TOLERANCE
 if TYPE_CHECKING:
     from chorus.ops.sgmv_triton import Shrunk
 
-#: (inputs, outputs per module, if the activation stands behind them): grouped-query attention's qkv, one whose modules
-#: end within a program's columns, gate and up, o or down, one that a warp's share of the inputs does not hold.
+#: (inputs, outputs per module, if the activation follows them): grouped-query attention's qkv, one whose modules end
+#: within a program's columns, gate and up, o or down, one that a warp's share of the inputs does not hold.
 GROUPS = (
-    (40, (64, 16, 16), False), (24, (33, 12, 8), False), (56, (36, 36), True), (72, (50,), False), (264, (40,), False),
-)  # fmt: skip
+    (40, (64, 16, 16), False),
+    (24, (33, 12, 8), False),
+    (56, (36, 36), True),
+    (72, (50,), False),
+    (264, (40,), False),
+    (24, (40, 12, 4, 4), False),
+)
 
 #: Ranks of three adapters; a page is a vector, less than a row, or as many as records of places hold.
 RANKS = ((4, 8, 16), (64, 1, 17), (3, 33, 65), (8, 5, 100))
@@ -53,10 +58,15 @@ class World:
         every = tuple(range(len(self.widths)))
         vector = 16 // dtype.itemsize
         case = Case(
-            seed=index, ranks=RANKS[index % len(RANKS)], targets=(every, every[-1:], every[: 1 + index % len(every)]),
-            layers=((0, 1, 2), (1,), (0, 1) if index % 2 else (1, 2)), skipped=(0, 3, 1), segments=(),
-            page_vectors=PAGE_VECTORS[(index // 2) % 4], group=0,
-        )  # fmt: skip
+            seed=index,
+            ranks=RANKS[index % len(RANKS)],
+            targets=(every, every[-1:], every[: 1 + index % len(every)]),
+            layers=((0, 1, 2), (1,), (0, 1) if index % 2 else (1, 2)),
+            skipped=(0, 3, 1),
+            segments=(),
+            page_vectors=PAGE_VECTORS[(index // 2) % 4],
+            group=0,
+        )
         page_elems = case.page_vectors * vector
         self.arena, self.adapters = _adapters(case, self.d_in, self.widths, page_elems, vector, dtype, generator)
         rows = sum(self.widths)
@@ -64,10 +74,15 @@ class World:
         self.bias = torch.randn(rows, generator=generator).to(dtype) if index % 3 else None
         self.x = torch.randn(MAX_EXPANDED_ROWS, self.d_in + 3, generator=generator).to(dtype)[:, : self.d_in]
         sizes = TableSizes(
-            table_rows=9, layers=LAYERS, max_pages=1 << 15, max_rank=MAX_RANK, max_tiles=64,
-            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=MAX_RANK), page_elems=page_elems,
+            table_rows=9,
+            layers=LAYERS,
+            max_pages=1 << 15,
+            max_rank=MAX_RANK,
+            max_tiles=64,
+            scratch=SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=MAX_RANK),
+            page_elems=page_elems,
             slab_elems=max(SLAB_ELEMS, 3 * (self.d_in + max(self.widths) + 2 * vector)),
-        )  # fmt: skip
+        )
         self.tables = SgmvTables(sizes, device)
 
     def segments(self, used: Sequence[int]) -> Segments:
@@ -84,7 +99,7 @@ class World:
         return self._launch(x, layer, num_tiles).cpu()
 
     def compile(self, rows: int) -> None:
-        """Compile what `product` launches for so many rows, and the product without adapters."""
+        """Compile the kernels that `product` launches for so many rows, and the GEMM without adapters."""
         x = self.x[:rows]
         self._launch(x, 1, rows, compile_only=True)
         self.base(x, compile_only=True)
@@ -159,7 +174,7 @@ def check_values(dtypes: Sequence[torch.dtype], device: str) -> None:
 
 
 def compile_ahead(cases: Iterable[tuple[World, int]]) -> None:
-    """Compile what worlds launch for so many rows, if they are on a GPU: one by one it takes minutes."""
+    """Compile the kernels of these cases for so many rows, if they are on a GPU: one by one it takes minutes."""
     from chorus.ops.launch_triton import compiling
 
     with compiling(available_cpus()):
@@ -169,8 +184,8 @@ def compile_ahead(cases: Iterable[tuple[World, int]]) -> None:
 
 
 def interpret_companies() -> None:
-    """A row's bits are the same alone, elsewhere, beside rows of other ranks, and without adapter as if no row had one;
-    what is not finite in an adapter stays with its rows. Run in a process of its own.
+    """A row's bits are the same alone, elsewhere, next to rows of other ranks, and without adapter as if no row had
+    one. Values that are not finite in an adapter stay with its rows. Runs in a process of its own.
     """
     from .bf16_interpreter import fix_bf16, multiply_row_by_row
 

@@ -53,10 +53,21 @@ def opened(fd, groups, joined=False):
         begin = len(spans), len(jobs)
         spans += [(wanted[0][0], wanted[-1][1])] if joined and wanted else wanted
         jobs += [
-            ReadJob(STARTS[number], STARTS[number] + 4 * WIDTH, Element.F32, Element.F32, 1, WIDTH, 1,
-                    (len(jobs) + index) * (WIDTH + 1), WIDTH + 1, 0, WIDTH)
+            ReadJob(
+                STARTS[number],
+                STARTS[number] + 4 * WIDTH,
+                Element.F32,
+                Element.F32,
+                1,
+                WIDTH,
+                1,
+                (len(jobs) + index) * (WIDTH + 1),
+                WIDTH + 1,
+                0,
+                WIDTH,
+            )
             for index, number in enumerate(numbers)
-        ]  # fmt: skip
+        ]
         places.append((begin[0], len(spans), begin[1], len(jobs)))
     table = ReadJobs(jobs, np.array(places), np.array(spans), len(jobs) * (WIDTH + 1))
     return FileRows(fd, table, torch.float32)
@@ -140,8 +151,10 @@ def test_a_group_that_fails_is_passed(tmp_path, content):
         rows = opened(cut.fileno(), [[49, 50], [90], [3]])
         out = torch.empty(4 * (WIDTH + 1))
         assert [fault and (fault.kind, fault.job) for fault in (rows.next(out) for _ in range(3))] == [
-            ("ends", 0), ("ends", 2), None,
-        ]  # fmt: skip
+            ("ends", 0),
+            ("ends", 2),
+            None,
+        ]
     assert torch.equal(out[-WIDTH - 1 :], content[3 * (WIDTH + 1) : 4 * (WIDTH + 1)])
 
 
@@ -163,10 +176,15 @@ def test_a_job_outside_its_groups_spans_is_not_read(fd):
 
 @pytest.mark.parametrize(
     "groups, spans, what",
-    [([[0, 2, 0, 1]], [[0, 99]], "spans"), ([[0, 1, 0, 2]], [[0, 99]], "jobs"), ([[0, 1, 1, 0]], [[0, 99]], "jobs"),
-     ([[-1, 1, 0, 1]], [[0, 99]], "spans"), ([[0, 1, 0, 1]], [[99, 98]], "before it begins"),
-     ([[0, 1, 0, 1]], [[-1, 98]], "before it begins")],
-)  # fmt: skip
+    [
+        ([[0, 2, 0, 1]], [[0, 99]], "spans"),
+        ([[0, 1, 0, 2]], [[0, 99]], "jobs"),
+        ([[0, 1, 1, 0]], [[0, 99]], "jobs"),
+        ([[-1, 1, 0, 1]], [[0, 99]], "spans"),
+        ([[0, 1, 0, 1]], [[99, 98]], "before it begins"),
+        ([[0, 1, 0, 1]], [[-1, 98]], "before it begins"),
+    ],
+)
 def test_groups_that_make_no_sense_are_refused(groups, spans, what):
     with pytest.raises(ValueError, match=what):
         ReadJobs([ReadJob(0, 0, 0, 0, 1, 1, 1, 0, 2, 0, 1)], np.array(groups), np.array(spans), 2)

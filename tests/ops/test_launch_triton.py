@@ -46,7 +46,7 @@ class Launches:
         self.hooks.append((data, hooks))
 
 
-launches = Launches()  # one for all tests: Triton keeps what it has compiled
+launches = Launches()  # one for all tests: Triton keeps compiled kernels
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def _no_launches():
 
 
 def tensor(dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """Of four elements, so many elements behind an address that is a multiple of 16."""
+    """Of four elements, so many elements after an address that is a multiple of 16."""
     begin = -_MEMORY.data_ptr() % 16 + offset * dtype.itemsize
     return _MEMORY[begin : begin + 4 * dtype.itemsize].view(dtype)
 

@@ -83,9 +83,11 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
 def native_shapes(config):
     q, kv = config.q_size, config.kv_size
     return [
-        (q + 2 * kv, config.hidden_size), (config.hidden_size, q),
-        (2 * config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size),
-    ]  # fmt: skip
+        (q + 2 * kv, config.hidden_size),
+        (config.hidden_size, q),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ]
 
 
 @pytest.mark.native

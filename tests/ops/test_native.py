@@ -1,4 +1,4 @@
-"""Packing of weights for the native decoder, and the check of its steps; what it computes is tested by the engine."""
+"""Packing of weights for the native decoder, and the check of its steps; the engine's tests check its results."""
 
 from __future__ import annotations
 
@@ -36,17 +36,31 @@ class TestChecks:
     """Two prefill rows of 3 and 2 tokens, over 6 positions and 5 pages of 4 tokens."""
 
     MODEL = native.NativeModel(
-        hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=9, block_tokens=4, eps=1e-6, layers=[],
-        embed=torch.zeros(9, 2), lm_head=torch.zeros(1), norm=torch.zeros(2),
-        values=[], positions=6, arena=torch.zeros(5, 64),
-    )  # fmt: skip
+        hidden=2,
+        ffn=2,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        vocab=9,
+        block_tokens=4,
+        eps=1e-6,
+        layers=[],
+        embed=torch.zeros(9, 2),
+        lm_head=torch.zeros(1),
+        norm=torch.zeros(2),
+        values=[],
+        products=[],
+        product_of=[],
+        positions=6,
+        arena=torch.zeros(5, 64),
+    )
     STEP = {
         "token_ids": [8, 0, 1, 2, 3],
         "positions": [3, 4, 5, 0, 1],
         "page": [2, 4, 4, 3, 3],
         "offset": [3, 0, 1, 0, 1],
         "kv_lens": [6, 2],
-        "page_table": [[2, 4], [3, 99]],  # what is behind a row's pages is not read
+        "page_table": [[2, 4], [3, 99]],  # entries after a row's pages are not read
         "logit_tokens": [2, 4],
     }
 

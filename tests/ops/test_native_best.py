@@ -1,4 +1,4 @@
-"""The native decoder's likeliest and drawn tokens are those of its logits, whichever thread saw them."""
+"""The native decoder's argmax and sampled tokens are those of its logits, whichever thread saw them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from chorus.ops import native
 from chorus.ops.sampling import RowSamplingParams, TorchSampling
 from chorus.ops.sgmv import Segments
 
+from .layerless import layerless_model
+
 pytestmark = [pytest.mark.native, pytest.mark.pairs]
 
 HIDDEN, NAN, INF = 32, math.nan, math.inf
@@ -20,12 +22,8 @@ class Head:
     """A model without layers: row i's logits are the products of the head with normalised embedding i."""
 
     def __init__(self, head, embed, dtype, threads):
-        vocab, count = len(head), len(embed)
-        model = native.NativeModel(
-            hidden=HIDDEN, ffn=HIDDEN, heads=1, kv_heads=1, head_dim=HIDDEN, vocab=vocab, block_tokens=4, eps=1e-6,
-            layers=[], embed=embed.to(dtype), lm_head=native.pack(head.to(dtype)), norm=torch.ones(HIDDEN),
-            values=[], positions=1, arena=torch.zeros(2, 64, dtype=dtype),
-        )  # fmt: skip
+        count = len(embed)
+        model = layerless_model(head.to(dtype), embed.to(dtype))
         self.decoder = native.NativeDecoder(model, threads)
         self.rows = native.NativeRows()
         self.rows.plan(range(count + 1), torch.zeros(count, 1, dtype=torch.long), [1] * count)
@@ -115,7 +113,7 @@ def test_rows_whose_logits_are_kept_have_them_in_order(dtype, threads, vocab, ro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
-    """Beside the step's own, however many, and without room for all of them at once."""
+    """In addition to the step's own, however many, and without room for all of them at once."""
     vocab, rows = 257, 60
     generator = torch.Generator().manual_seed(3)
     head = torch.randn(vocab, HIDDEN, generator=generator)
@@ -131,7 +129,7 @@ def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
 
 
 def test_a_step_without_prompt_logprob_tokens_has_no_logits_of_them():
-    """What an earlier step kept, of other requests, is not to be had."""
+    """Logits that an earlier step kept, of other requests, are not accessible."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(5, HIDDEN), torch.float32, 1)
     model.forward(keep=True, prompt_logprob_tokens=torch.arange(4))
     assert len(model.decoder.prompt_logits(0, 4)) == 4

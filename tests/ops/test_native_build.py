@@ -1,4 +1,4 @@
-"""The native sources compile without a warning, and what was installed was built from them."""
+"""The native sources compile without a warning, and the installed library was built from them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_every_level_is_built_from_all_headers():
 
 @pytest.mark.parametrize("level", LIBRARIES)
 def test_no_warnings(level):
-    """Only what the compiler's front end warns of: generating a level's code takes most of a minute. That each level
-    assembles is held by `test_where_there_is_a_compiler_there_is_the_library`, which has all of them built from these
-    sources.
+    """Only warnings of the compiler's front end: generating a level's code takes most of a minute. That each level
+    assembles is checked by `test_where_there_is_a_compiler_there_is_the_library`, which has all of them built from
+    these sources.
     """
     library = LIBRARIES[level]
     flags = library.extra_compile_args

@@ -20,6 +20,7 @@ from chorus.ops.ranks import Ranks
 from chorus.ops.sampling import RowSamplingParams
 from chorus.ops.sgmv import Segments
 
+from .layerless import layerless_model
 from .native_layers import BLOCK, LAYERS, Kind, Model, reference, shares, step
 from .test_native_layers import BOUND, LEVELS
 
@@ -31,15 +32,21 @@ pytestmark = [
 KINDS = {
     "Granite": Kind(residual_multiplier=0.22, embedding_multiplier=6.0, scale=0.1, logits_scale=0.3, biased=True),
     "Gemma 2": Kind(
-        norms=Norms.AROUND, activation=Activation.GELU_TANH, window=16, alternating=True, softcap=5.0,
-        logits_softcap=3.0, embedding_multiplier=7.0,
+        norms=Norms.AROUND,
+        activation=Activation.GELU_TANH,
+        window=16,
+        alternating=True,
+        softcap=5.0,
+        logits_softcap=3.0,
+        embedding_multiplier=7.0,
     ),
     "EXAONE 4": Kind(norms=Norms.AFTER, head_norm=HeadNorm.EACH, window=16, alternating=True),
     "GLM-4": Kind(norms=Norms.AROUND, interleaved=True, rotated=0.5),
     "Cohere 2": Kind(
         norms=Norms.PARALLEL, centered=True, interleaved=True, window=16, alternating=True, logits_scale=0.2
     ),
-}  # fmt: skip
+    "two mixers": Kind(two_mixers=True),
+}
 KINDS = {name: replace(kind, ffn=64) for name, kind in KINDS.items()}
 LENGTH = 75
 
@@ -85,7 +92,7 @@ def test_merged_weights_are_computed_alike(kind):
     for index, layer in enumerate(description.layers):
         parts = {name: torch.empty_like(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")}
         for group, (name, out) in enumerate(parts.items()):
-            decoder.merge(index, group, [model.rows[adapter]], getattr(layer, name), out)
+            decoder.merge(index, group, model.rows[adapter], getattr(layer, name), out)
         merged.append(replace(layer, **parts))
     decoder.use_merged(merged)
     found = step(decoder, model, [(tokens, pages, 0, LENGTH, None)], merged=True)[0]
@@ -95,38 +102,46 @@ def test_merged_weights_are_computed_alike(kind):
 
 
 class Offload:
-    """Offloads every layer of a step's only segment to a thread."""
+    """Offloads every layer of a step with one adapter to a thread."""
 
     def __init__(self, model: Model) -> None:
-        kind, head_dim = model.kind, model.kind.head_dim
-        shapes = kind.hidden, kind.ffn, kind.heads * head_dim, kind.kv_heads * head_dim
-        floats = exchange_floats(shapes, LENGTH)
+        products = model.table.products
+        (rows,) = model.rows
+        floats = exchange_floats(products, len(rows) * LENGTH)
         self._memory = mmap.mmap(-1, Ranks.num_bytes(2, floats))
         self._exchanges = mmap.mmap(-1, EXCHANGES_BYTES)
         self._ranks = [Ranks(self._memory, rank, 2, floats, 60.0) for rank in range(2)]
-        self._worker = OffloadWorker(shapes, model.dtype)
-        (rows,) = model.rows
-        self._rows = replace(rows, pages=range(len(rows.pages)))
-        self._image = model.arena[rows.pages].contiguous()
+        self._worker = OffloadWorker(products, model.dtype)
+        pages = rows[0].pages
+        self._rows = [replace(part, pages=range(len(pages))) for part in rows]
+        self._image = model.arena[pages].contiguous()
         self._layers = ctypes.c_int32(LAYERS)
-        model.arena[rows.pages] = math.nan
+        model.arena[pages] = math.nan
         self.step = 0
         self.offloaded: OffloadedSegments | None = None
 
     def begin(self, segments: Segments) -> OffloadedSegments:
         self.step += 1
-        count = segments.end[0] - segments.begin[0]
+        count, parts = segments.end[0] - segments.begin[0], len(self._rows)
+        row = [count * part for part in range(parts + 1)]
         for each in self._ranks:
             each.begin(self.step)
         exchanges = ctypes.addressof(ctypes.c_char.from_buffer(self._exchanges))
         self._thread = threading.Thread(
             target=self._worker.serve,
-            args=(self._ranks[1], [self._rows], [0, count], (0, count), [self._image.data_ptr()],
-                  self._image.shape[1], exchanges),
-        )  # fmt: skip
+            args=(
+                self._ranks[1],
+                self._rows,
+                row,
+                (0, row[-1]),
+                [self._image.data_ptr()] * parts,
+                self._image.shape[1],
+                exchanges,
+            ),
+        )
         self._thread.start()
-        ready = [ctypes.addressof(self._layers)]
-        self.offloaded = OffloadedSegments(self._ranks[0], [0], [0, count], [0, count], ready, exchanges)
+        ready = [ctypes.addressof(self._layers)] * parts
+        self.offloaded = OffloadedSegments(self._ranks[0], range(parts), row, [0, row[-1]], ready, exchanges)
         return self.offloaded
 
     def end(self) -> None:
@@ -146,7 +161,7 @@ def test_offload_workers_add_to_every_kind(kind):
     )[0]
     offload.end()
     assert offload.offloaded is not None
-    assert offload.offloaded.layers == [LAYERS]
+    assert offload.offloaded.layers == [sum(at >= 0 for at in part.first_elem) for part in model.rows[0]]
     assert_near(found, reference(model, tokens, adapter))
     decoder.close()
 
@@ -194,7 +209,7 @@ def test_what_lies_before_the_window_is_not_read(monkeypatch, level, dtype, wind
 
 
 def test_a_window_costs_what_it_sees():
-    """Decoding behind 6,000 tokens with a window of 64 takes a fraction of the time without."""
+    """Decoding after 6,000 tokens with a window of 64 takes a fraction of the time without."""
     length, seconds = 6000, {}
     for window in (None, 64):
         model = Model(Kind(window=window, heads=4, kv_heads=4, head_dim=64), torch.float32, pages=2 + length // BLOCK)
@@ -218,11 +233,7 @@ def test_soft_cap_keeps_the_digits_of_small_logits(monkeypatch, level):
     values = torch.cat((values, -values))
     head = torch.zeros(len(values), 32)
     head[:, 0] = values
-    model = native.NativeModel(
-        hidden=32, ffn=32, heads=1, kv_heads=1, head_dim=32, vocab=len(head), block_tokens=4, eps=0.0, layers=[],
-        values=[], positions=1, embed=torch.ones(1, 32), lm_head=native.pack(head), norm=torch.ones(32),
-        arena=torch.zeros(2, 64), logits_scale=0.5, logits_softcap=30.0,
-    )  # fmt: skip
+    model = layerless_model(head, torch.ones(1, 32), eps=0.0, logits_scale=0.5, logits_softcap=30.0)
     decoder, rows = native.NativeDecoder(model, 1), native.NativeRows()
     rows.plan([0, 1], torch.zeros(1, 1, dtype=torch.long), [1])
     zero = torch.zeros(1, dtype=torch.long)

@@ -9,10 +9,11 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.batch import LoraState, StepBatch
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv import AdapterRows
 from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
+
+from ..tables import LLAMA
 
 pytestmark = [pytest.mark.native, pytest.mark.pairs]
 
@@ -33,9 +34,14 @@ class Rows:
     def __init__(self, shape: Geometry, dtype: str, threads: int, work_dir) -> None:
         model = random_model.checkpoint(random_model.RandomModel(shape), work_dir)
         config = EngineConfig(
-            model=model, dtype=dtype, cpu_kernels="native", threads=threads, num_pages=PAGES, block_tokens=BLOCK,
+            model=model,
+            dtype=dtype,
+            cpu_kernels="native",
+            threads=threads,
+            num_pages=PAGES,
+            block_tokens=BLOCK,
             max_num_seqs=8,
-        )  # fmt: skip
+        )
         self._executor = CpuExecutor(config)
         self._pages = self._executor.arena.pages
         self._pages.fill_(float("nan"))
@@ -45,7 +51,7 @@ class Rows:
     def adapter(self, rank: int, modules: tuple[str, ...]) -> AdapterRows:
         config, layout = self._executor.config, self._executor.arena.layout
         part = AdapterPart(rank, 0.5, tuple(range(LAYERS)), modules)
-        placed = AdapterLayout.build([part], config.module_dims, LAYERS, layout.page_elems, 16 // self._pages.itemsize)
+        placed = AdapterLayout.build([part], config.projections, layout.page_elems, 16 // self._pages.itemsize)
         pages = [self._free.pop() for _ in range(placed.num_pages)]
         for page in pages:
             values = 0.1 * torch.randn(layout.page_elems, generator=self.generator)
@@ -74,7 +80,7 @@ class Rows:
         attention.plan(indptr, tables, [end for _, _, end in parts])
         position = torch.tensor(positions)
         tokens = torch.cat([row.tokens[begin:end] for row, begin, end in parts])
-        batch = StepBatch(tokens, position, torch.tensor(pages), position % BLOCK, attention, lora)
+        batch = StepBatch(tokens, position, position % BLOCK, torch.tensor([pages]), attention, lora)
         with torch.inference_mode():
             return list(self._executor.decoder.forward(batch).clone().split([end - begin for _, begin, end in parts]))
 
@@ -105,7 +111,7 @@ def test_a_tokens_bits_depend_neither_on_the_chunk_nor_on_company(tmp_path, shap
             found += rows.step([(alone, begin, end)])
             begin = end
         assert torch.equal(torch.cat(found), one_by_one), cuts
-    others = [rows.sequence(300, rows.adapter(33, MODULES)), rows.sequence(5, rows.adapter(4, MODULES[:3]))]
+    others = [rows.sequence(300, rows.adapter(33, LLAMA)), rows.sequence(5, rows.adapter(4, LLAMA[:3]))]
     mixed = rows.step([(others[0], 0, 300), (alone, 0, length), (others[1], 0, 5)])
     assert torch.equal(mixed[1], one_by_one)
     rows.close()
@@ -116,13 +122,13 @@ def test_a_tokens_bits_depend_neither_on_the_chunk_nor_on_company(tmp_path, shap
 def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, shape, rank, threads):
     """Row chunks follow the segments: where they are cut must not show."""
     rows = Rows(shape, "bfloat16", threads, tmp_path)
-    row = rows.sequence(330, rows.adapter(rank, MODULES))
+    row = rows.sequence(330, rows.adapter(rank, LLAMA))
     (alone,) = rows.step([(row, 0, 330)])
     halves = rows.step([(row, 0, 150)]) + rows.step([(row, 150, 330)])
     assert torch.equal(torch.cat(halves), alone)
     for before in (1, 70, 191, 320):
-        other = rows.sequence(before, rows.adapter(3, MODULES))
-        short = rows.sequence(4, rows.adapter(5, MODULES))
+        other = rows.sequence(before, rows.adapter(3, LLAMA))
+        short = rows.sequence(4, rows.adapter(5, LLAMA))
         found = rows.step([(other, 0, before), (row, 0, 330), (short, 0, 4)])[1]
         assert torch.equal(found, alone), before
     rows.close()
@@ -133,9 +139,7 @@ def test_prompts_and_running_requests_share_a_step(tmp_path, shape, threads):
     """Chunks of several adapters, and single tokens that have no chunk of their own."""
     rows = Rows(shape, "bfloat16", threads, tmp_path)
     parts = [(176, 128), (300, 4), (300, 12), (245, 24), (1, 33), (1, 1), (1, 24)]
-    row = [
-        rows.sequence(30 + count, rows.adapter(rank, MODULES if rank != 12 else MODULES[:3])) for count, rank in parts
-    ]
+    row = [rows.sequence(30 + count, rows.adapter(rank, LLAMA if rank != 12 else LLAMA[:3])) for count, rank in parts]
     alone = []
     for each, (count, _) in zip(row, parts, strict=True):
         rows.step([(each, 0, 30)])
@@ -151,7 +155,7 @@ def test_prompts_and_running_requests_share_a_step(tmp_path, shape, threads):
 def test_chunks_of_a_long_segment_fit_their_buffers(tmp_path, length):
     """Of these lengths, rounding to whole tiles makes a chunk longer than chunks are to be."""
     rows = Rows(SHAPES["gate and up in panels of their own"], "bfloat16", 1, tmp_path)
-    row = rows.sequence(length, rows.adapter(8, MODULES))
+    row = rows.sequence(length, rows.adapter(8, LLAMA))
     (alone,) = rows.step([(row, 0, length)])
     parts = [(begin, min(begin + 200, length)) for begin in range(0, length, 200)]
     found = [rows.step([(row, begin, end)])[0] for begin, end in parts]

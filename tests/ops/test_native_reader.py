@@ -1,4 +1,4 @@
-"""The native reader writes, bit for bit, what torch's casts and transposes give, and names what it could not read."""
+"""The native reader writes the same bits as torch's casts and transposes, and names unreadable data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.native
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OUT = [torch.float32, torch.float16, torch.bfloat16]
-GAP = 7.0  # what stands between the rows before and after
+GAP = 7.0  # the value between the rows before and after
 
 
 class Layer:
@@ -44,11 +44,19 @@ class Layer:
         names = {dtype: number for name, number in Element.__members__.items() for dtype in [DTYPES[name]]}
         self.jobs = [
             ReadJob(
-                starts[2 * m], starts[2 * m + 1], names[a.dtype], names[b.dtype], self.rank, a.shape[1], b.shape[0],
-                first, self.slab_elems, *self.offsets[m],
+                starts[2 * m],
+                starts[2 * m + 1],
+                names[a.dtype],
+                names[b.dtype],
+                self.rank,
+                a.shape[1],
+                b.shape[0],
+                first,
+                self.slab_elems,
+                *self.offsets[m],
             )
             for m, (a, b) in enumerate(tensors)
-        ]  # fmt: skip
+        ]
 
     def expected(self, dtype):
         out = torch.full((self.out_elems,), GAP, dtype=dtype)
@@ -177,15 +185,21 @@ def test_wrong_jobs_and_outputs_are_refused_before_anything_is_written(tmp_path)
     layer = Layer(tmp_path / "weights", [(torch.ones(2, 8), torch.ones(8, 2))])
     job = layer.jobs[0]
     for wrong in (
-        job._replace(first=job.first + 4), job._replace(d_out=9 + 3), job._replace(rank=0), job._replace(a_start=-1),
+        job._replace(first=job.first + 4),
+        job._replace(d_out=9 + 3),
+        job._replace(rank=0),
+        job._replace(a_start=-1),
         job._replace(b_element=3),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match="job 1 "):
             one_group(layer, [job, wrong])
     with layer.path.open("rb") as file:
         rows = FileRows(file.fileno(), one_group(layer), torch.float32)
-        for out in (torch.zeros(layer.out_elems - 1), torch.zeros(layer.out_elems, dtype=torch.int32),
-                    torch.zeros(layer.out_elems, 2)[:, 0]):  # fmt: skip
+        for out in (
+            torch.zeros(layer.out_elems - 1),
+            torch.zeros(layer.out_elems, dtype=torch.int32),
+            torch.zeros(layer.out_elems, 2)[:, 0],
+        ):
             with pytest.raises(ValueError, match="contiguous elements"):
                 rows.next(out)
 

@@ -27,10 +27,11 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.layout import PageLayout
 from chorus.ops.packed_gemm import unpack
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 
+from ..tables import LLAMA
 from .sgmv_ref import sgmv_ref
 
 F32_BOUND = 5e-6
@@ -52,11 +53,21 @@ class Base:
         self.path = path
         self._executors: dict[tuple[torch.dtype, str, int], CpuExecutor] = {}
         description = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": hidden,
-            "intermediate_size": ffn, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
-        }  # fmt: skip
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 97,
+            "hidden_size": hidden,
+            "intermediate_size": ffn,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        }
         (path / "config.json").write_text(json.dumps(description))
         self.config = read_model_config(path)
         generator = torch.Generator().manual_seed(3)
@@ -70,17 +81,22 @@ class Base:
         for layer in range(LAYERS):
             for name in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
-            for module, (d_in, d_out) in self.config.module_dims.items():
-                weight(f"model.layers.{layer}.{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}", d_out, d_in)
+            for each in self.config.projections:
+                weight(f"model.layers.{layer}.{each.path}", each.outputs, each.inputs)
         save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
 
     def executor(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> CpuExecutor:
         key = dtype, kernels, threads
         if key not in self._executors:
             config = EngineConfig(
-                model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=threads,
-                num_pages=NUM_PAGES, block_tokens=self.block_tokens, max_num_seqs=1,
-            )  # fmt: skip
+                model=self.path,
+                dtype=str(dtype).removeprefix("torch."),
+                cpu_kernels=kernels,
+                threads=threads,
+                num_pages=NUM_PAGES,
+                block_tokens=self.block_tokens,
+                max_num_seqs=1,
+            )
             self._executors[key] = CpuExecutor(config)
         return self._executors[key]
 
@@ -104,7 +120,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base]:
 def random_parts(rng: random.Random) -> list[AdapterPart]:
     """An adapter: one rank everywhere, or several parts with layers and modules of their own."""
     rank = rng.choice(RANKS)
-    modules = tuple(name for name in MODULES if rng.random() < 0.7) or ("q_proj",)
+    modules = tuple(name for name in LLAMA if rng.random() < 0.7) or ("q_proj",)
     kind = rng.randrange(3)
     if kind == 0:
         return [AdapterPart(rank, 0.7, tuple(range(LAYERS)), modules)]
@@ -140,16 +156,21 @@ class Step:
     def add_adapter(self, begin: int, end: int, parts: list[AdapterPart]) -> None:
         """Let tokens begin … end-1 use an adapter that lies in shuffled pages."""
         config, layout = self.base.config, self.layout
-        placed = AdapterLayout.build(parts, config.module_dims, LAYERS, layout.page_elems, 4)
+        placed = AdapterLayout.build(parts, config.projections, layout.page_elems, 4)
         pages = [self.free.pop() for _ in range(placed.num_pages)]
         for page in pages:
             self.adapters[page] = (0.1 * torch.randn(layout.page_elems, generator=self.generator)).bfloat16()
         for part, place in zip(parts, placed.parts, strict=True):
             slabs = place.slabs
             rows = AdapterRows(
-                pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems,
-                slabs.a_offset, slabs.b_offset, place.first_elem,
-            )  # fmt: skip
+                pages,
+                part.rank,
+                part.scale / part.rank**0.5,
+                slabs.slab_elems,
+                slabs.a_offset,
+                slabs.b_offset,
+                place.first_elem,
+            )
             self.segments.add(begin, end, rows)
 
     def take_off(self, begin: int, end: int, which: int, factor: float = -1.0) -> None:
@@ -183,7 +204,7 @@ class Step:
         ]
         positions = torch.tensor([position for span in spans for position in span])
         offset = positions % self.layout.block_tokens
-        batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
+        batch = StepBatch(self.token_ids, positions, offset, torch.tensor([page]), attention, lora)
         with torch.inference_mode():
             if merged:
                 batch.merged = True
@@ -192,14 +213,14 @@ class Step:
 
 
 def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -> list[LayerWeights]:
-    """The decoder's layers with an adapter in them; what it does not change is the decoder's own."""
+    """The decoder's layers with an adapter in them; unchanged modules are the decoder's own."""
     layers = list(decoder.layers)
     for part in parts:
         part._blocks.clear()  # noqa: SLF001 - found for other pages
     for index, layer in enumerate(layers):
         for group, name in enumerate(MATRICES):
             here = [part for part in parts if part.first_elem[index] >= 0]
-            here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(group))]
+            here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(index, group))]
             if here:
                 out = torch.full_like(unpack(origin := getattr(layer, name)), float("nan"))
                 assert decoder.merge(index, group, here, origin, out) < 10
@@ -234,7 +255,7 @@ def mixed_step(seed: int, base: Base, lengths: list[int]) -> Step:
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root-mean-square of the difference over that of what is expected; NaN counts as infinitely far."""
+    """Root-mean-square of the difference over that of the expected values; NaN counts as infinitely far."""
     value = float((actual.double() - expected.double()).norm() / expected.double().norm())
     return value if value == value else float("inf")
 
@@ -270,7 +291,7 @@ def test_native_and_torch_agree_in_bf16(base, shape, seed, lengths):
 def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
     """Every token has two adapters on all modules, the second taken off; the last row only that."""
     step = random_step(sum(lengths), base, lengths)
-    own, merged = (AdapterPart(rank, 1.0, tuple(range(LAYERS)), MODULES) for rank in ranks)
+    own, merged = (AdapterPart(rank, 1.0, tuple(range(LAYERS)), LLAMA) for rank in ranks)
     indptr = [0, *accumulate(step.lengths)]
     step.add_adapter(indptr[-2], indptr[-1], [merged])
     step.take_off(0, indptr[-2], 0)
@@ -300,7 +321,7 @@ def test_an_adapter_taken_off_itself_leaves_the_base_model(base):
     step = random_step(1, base("usual"), [4, 1])
     expected = step.logits(torch.float32, "native")
     step.segments = Segments()  # a step's segments don't change once it has run
-    step.add_adapter(0, 5, [AdapterPart(16, 1.0, tuple(range(LAYERS)), MODULES)])
+    step.add_adapter(0, 5, [AdapterPart(16, 1.0, tuple(range(LAYERS)), LLAMA)])
     with_adapter = replace(step.segments)
     assert distance(step.logits(torch.float32, "native"), expected) > 0.05
     step.segments = with_adapter
@@ -325,7 +346,7 @@ def test_threads_share_the_work_without_a_trace(base, threads, lengths):
 def test_every_rank_with_every_length(base, rank, length):
     step = random_step(rank, base("usual"), [length, 1])
     without = step.logits(torch.float32, "torch")
-    step.add_adapter(0, length, [AdapterPart(rank, 1.0, tuple(range(LAYERS)), MODULES)])
+    step.add_adapter(0, length, [AdapterPart(rank, 1.0, tuple(range(LAYERS)), LLAMA)])
     expected = step.logits(torch.float32, "torch")
     assert distance(without, expected) > 0.05, "the adapter changes nothing"
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
@@ -349,15 +370,10 @@ def test_torch_does_what_the_definition_says(base, shape, seed):
     arena = torch.full((NUM_PAGES, step.layout.page_elems), float("nan"))
     for page, values in step.adapters.items():
         arena[page] = values
-    dims = step.base.config.module_dims
-    for group in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
-        modules, column = [], 0
-        for name in group:
-            modules.append((MODULES.index(name), column, dims[name][1]))
-            column += dims[name][1]
+    for product in step.base.config.projections.products:
         for layer in range(LAYERS):
-            x = torch.randn(sum(step.lengths), dims[group[0]][0], generator=step.generator)
-            actual, expected = torch.ones(len(x), column), torch.ones(len(x), column)
-            sgmv(actual, x, arena, step.segments, layer, modules)
-            sgmv_ref(expected, x, arena, step.segments, layer, modules)
+            x = torch.randn(sum(step.lengths), product.inputs, generator=step.generator)
+            actual, expected = torch.ones(len(x), product.outputs), torch.ones(len(x), product.outputs)
+            sgmv(actual, x, arena, step.segments, layer, product.modules)
+            sgmv_ref(expected, x, arena, step.segments, layer, product.modules)
             torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

@@ -16,8 +16,8 @@ PROGRAM = Path(__file__).parent / "native_tiles.cpp"
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_products_by_tiles(tmp_path):
-    """Exact where sums are, near float64 elsewhere, and a row's bits don't depend on the rows beside it; the test that
-    the library puts to the processor before it uses its tiles tells wrong ones.
+    """Exact where sums are, near float64 elsewhere, and a row's bits don't depend on the other rows. The test of the
+    processor that the library makes before it uses its tiles detects wrong ones.
     """
     program = tmp_path / "tiles"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]

@@ -1,4 +1,4 @@
-"""Sums over ranks, which are threads here: in the order of the ranks, in pieces, and given up."""
+"""Sums over ranks, which are threads here: in the order of the ranks, in pieces, and aborted."""
 
 from __future__ import annotations
 

@@ -31,6 +31,8 @@ from chorus.ops.sampling import (
     uniform,
 )
 
+from .layerless import layerless_model
+
 #: A grid of draws that reaches every token of a share above 1/4000.
 GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 
@@ -178,7 +180,7 @@ def test_uniform_is_even_and_uncorrelated(numbers):
 )
 @settings(max_examples=40)
 def test_min_p_shares_are_those_of_transformers(seed, temperature, min_p, top_k, top_p):
-    """min_p over the tempered distribution, then top_k, then top_p of what is left."""
+    """min_p over the tempered distribution, then top_k, then top_p of the remaining tokens."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(seed)) * 2
     scores = MinPLogitsWarper(min_p)(None, TemperatureLogitsWarper(temperature)(None, logits[None]))
     if top_k:
@@ -208,14 +210,8 @@ def native_sampling(vocab, threads):
     """The sampling of a decoder of that vocabulary, which is never run."""
     if reason := native_library.why_unavailable(torch.float32):
         pytest.skip(f"no native library: {reason}")
-    size = 32
-    model = native.NativeModel(
-        hidden=size, ffn=size, heads=1, kv_heads=1, head_dim=size, vocab=vocab, block_tokens=4, eps=1e-6, layers=[],
-        embed=torch.zeros(2, size), lm_head=native.pack(torch.zeros(vocab, size)), norm=torch.ones(size),
-        values=[], positions=1, arena=torch.zeros(2, 64),
-    )  # fmt: skip
-    decoder = native.NativeDecoder(model, threads)
-    decoder.sampling.keeps = decoder  # as long as what uses its threads
+    decoder = native.NativeDecoder(layerless_model(torch.zeros(vocab, 32)), threads)
+    decoder.sampling.keeps = decoder  # as long as the threads' users
     return decoder.sampling
 
 
@@ -278,9 +274,11 @@ def may_be_drawn(token, mass, u):
 
 
 logits_strategy = st.tuples(
-    st.sampled_from(VOCABS), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
+    st.sampled_from(VOCABS),
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
     st.sampled_from(["plain", "ties", "holes", "one"]),
-)  # fmt: skip
+)
 row_params_strategy = st.builds(
     RowSamplingParams,
     temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 2.0, 100.0]),
@@ -420,8 +418,8 @@ def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch):
 
 
 class Waits(TorchFunctionMode):
-    """Refuses what makes the host wait for a device. Reading values back is refused by the meta device, which has
-    none.
+    """Refuses operations that make the host wait for a device. Reading values back is refused by the meta device, which
+    has none.
     """
 
     def __init__(self) -> None:
@@ -446,7 +444,7 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("width", [FIRST_WIDTH, 9001])
 def test_the_host_waits_for_nothing_while_it_asks(width):
-    """For all that rows may ask: it is given to the device behind the step, while that still runs."""
+    """For all parameters that rows may have: sampling is launched after the step, while that still runs."""
     logits = torch.empty(8, 9001, device="meta")
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 0.0}]
     row_params = [RowSamplingParams(**{"temperature": 1.0, "u": 0.3, **ways[i % len(ways)]}) for i in range(6)]
@@ -456,9 +454,11 @@ def test_the_host_waits_for_nothing_while_it_asks(width):
         scores = row_logprobs(pick(logits, rows), tokens.clamp(min=0), 3)
     assert (tokens.shape, scores.shape) == ((6,), (6, 7))
     for waiting in (
-        lambda: logits[[1, 2]], lambda: torch.tensor([1], device="meta"), lambda: torch.ones(2).to(logits.device),
+        lambda: logits[[1, 2]],
+        lambda: torch.tensor([1], device="meta"),
+        lambda: torch.ones(2).to(logits.device),
         lambda: torch.ones(2).to(logits.device, non_blocking=True),
-    ):  # fmt: skip
+    ):
         with pytest.raises(AssertionError, match="waited for"), Waits():
             waiting()
     with pytest.raises((NotImplementedError, RuntimeError)), Waits():

@@ -59,7 +59,7 @@ def test_rows_do_not_depend_on_company():
 
 
 def test_nothing_is_waited_for():
-    """While the device works, the host has made all its launches; the tokens are there for what is launched next."""
+    """While the device works, the host has made all its launches; the next launches can use the tokens."""
     logits = make_logits(128_256, 3, 2.0, "plain", 8).cuda()
     row_params = [RowSamplingParams(1.0, 0.1 * index, top_p=0.9 if index % 2 else 1.0) for index in range(8)]
     tokens = torch.zeros(2, 8, dtype=torch.long, device="cuda")

@@ -23,9 +23,11 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 VOCABS = [1, 2, 7, 33, 600, 9001]
 
 shapes = st.tuples(
-    st.sampled_from(VOCABS), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
+    st.sampled_from(VOCABS),
+    st.integers(0, 10_000),
+    st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
     st.sampled_from(["plain", "ties", "holes", "one"]),
-)  # fmt: skip
+)
 limits = st.builds(
     RowSamplingParams,
     temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 1.0, 2.0, 100.0]),
@@ -47,8 +49,8 @@ def draw(logits: torch.Tensor, rows: list[int], row_params: list[RowSamplingPara
 
 
 def check(logits: torch.Tensor, row_params: list[RowSamplingParams], device: str) -> None:
-    """Every row's token is the CPU's. Sums that are added up in another order may differ in their last bits, and with
-    them what lies next to a border: there the token must have the number in its share.
+    """Every row's token is the CPU's. Sums in another order may differ in their last bits, which can move a token next
+    to a border. There the token must have the number in its share.
     """
     tokens = draw(logits.to(device), list(range(len(row_params))), row_params)
     want = TorchSampling().sample(logits, range(len(row_params)), row_params)
@@ -60,7 +62,7 @@ def check(logits: torch.Tensor, row_params: list[RowSamplingParams], device: str
 
 
 def check_broken_rows(device: str) -> None:
-    """A row with NaN or +inf, or of nothing but -inf, gets -1, and the others what they get without it."""
+    """A row with NaN or +inf, or of nothing but -inf, gets -1, and the others the same token as without it."""
     logits = make_logits(5000, 1, 1.0, "plain", 7)
     ways = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}]
     rows = [5, 1, 2, 3, 6]

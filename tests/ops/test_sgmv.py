@@ -160,7 +160,7 @@ def test_result_does_not_depend_on_the_other_segments():
 
 
 def test_weights_written_anew_are_seen():
-    """Views of rows are kept; they must show what the pages hold now."""
+    """Views of rows are kept; they must show the present content of the pages."""
     generator = torch.Generator().manual_seed(4)
     arena = torch.randn(20, 64, generator=generator)
     adapter = build_adapter(iter(range(20)), 64, 3, {0: (8, 6)}, [0])
@@ -187,7 +187,7 @@ def test_products_are_of_the_tokens_dtype_whatever_the_arenas():
 
 @pytest.mark.parametrize("count", [1, 2, 8, 16])
 def test_decode_rows_of_many_adapters_are_few_products(count, monkeypatch):
-    """Calls are what takes time there: as many for 16 adapters as for one."""
+    """The calls take most of the time there: as many for 16 adapters as for one."""
     calls = 0
 
     class Counting(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The tables that SGMV launches read, and what a launch costs."""
+"""The tables that SGMV launches read, and the cost of a launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.sgmv_tables import (
-    NUM_MODULES,
+    MAX_MODULES,
     OFFSETS_B,
     PLACE_ROWS,
     RANK,
@@ -21,12 +21,12 @@ from chorus.ops.sgmv_tables import (
     TablesFull,
     TableSizes,
     place_pages,
-)  # fmt: skip
+)
 from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
 
 def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1), slab=48):
-    offsets = [16 * module if module in modules else -1 for module in range(NUM_MODULES)]
+    offsets = [16 * module if module in modules else -1 for module in range(MAX_MODULES)]
     return AdapterRows(list(pages), rank, 1 / rank, slab, offsets, offsets, list(first))
 
 
@@ -68,16 +68,18 @@ def test_a_slot_that_becomes_anothers_is_so_in_tiles_that_stay():
 
 
 @given(
-    page_elems=st.integers(1, 600), slab=st.integers(1, 90), first=st.lists(st.integers(-1, 2000), min_size=2),
+    page_elems=st.integers(1, 600),
+    slab=st.integers(1, 90),
+    first=st.lists(st.integers(-1, 2000), min_size=2),
     rank=st.integers(1, 70),
-)  # fmt: skip
+)
 def test_records_say_where_rank_rows_lie(page_elems, slab, first, rank):
     first = [max(begin, -1) for begin in first]
     count = -(-(max(0, *first) + rank * slab) // page_elems)
     pages = [(7 * index + 3) % 10_007 for index in range(count)]
     tables = make_tables(
         layers=len(first), max_rank=70, slab_elems=90, page_elems=page_elems, max_pages=count, scratch=0
-    )  # fmt: skip
+    )
     tables.plan(make_segments((0, 1, make_rows(rank, pages, first=first, slab=slab))), tile_tokens=1)
     assert tables.place_pages == place_pages(page_elems, 90) == tables.places.shape[3] - 1
     for layer, begin in enumerate(first):
@@ -269,7 +271,7 @@ def test_cost_counts_what_a_launch_moves():
 @pytest.mark.parametrize("rule", [decode, prefill])
 @pytest.mark.parametrize("most", [1, 7, 64, 65, 256, 1000, 3000])
 def test_between_limits_there_is_one_schedule(rule, most):
-    """A step may take nothing but what is compiled ahead, one schedule per limit."""
+    """A step may launch only kernels compiled ahead, one schedule per limit."""
     limits = token_limits(rule.__name__, most)
     assert limits == sorted(set(limits))
     assert limits[-1] == most

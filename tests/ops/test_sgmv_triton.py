@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import Schedule, decode, prefill
-from chorus.ops.sgmv_tables import NUM_MODULES, SgmvTables, TableSizes
+from chorus.ops.sgmv_tables import MAX_MODULES, SgmvTables, TableSizes
 
 from ..processes import run_python
 from .sgmv_ref import sgmv_ref
@@ -30,7 +30,7 @@ RANKS = (1, 16, 3, 64, 17, 2, 33, 256, 8, 5, 128, 15, 31, 7, 100, 255, 4, 32, 65
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 #: (inputs, (outputs per module)) of a group of projections that share x; odd widths end within a block.
-GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)))
+GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)), (48, (24, 12, 4, 4)))
 
 #: An adapter's most elements per rank-row.
 SLAB_ELEMS = 200
@@ -88,14 +88,20 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         if not index % 5:
             segments.append((21, ranks.index(min(ranks))))  # longer than a tile
         yield Case(
-            seed=draw(0, 1 << 30), ranks=ranks, targets=targets, layers=layers,
-            skipped=tuple(draw(0, 6) for _ in ranks), segments=tuple(segments),
-            page_vectors=PAGE_VECTORS[draw(0, 5)], group=group, minus=index % 4 - 1,
-        )  # fmt: skip
+            seed=draw(0, 1 << 30),
+            ranks=ranks,
+            targets=targets,
+            layers=layers,
+            skipped=tuple(draw(0, 6) for _ in ranks),
+            segments=tuple(segments),
+            page_vectors=PAGE_VECTORS[draw(0, 5)],
+            group=group,
+            minus=index % 4 - 1,
+        )
 
 
 def check(case: Case, schedule: Schedule, dtype: torch.dtype, name: str, kept: Kept) -> tuple[float, str]:
-    """Run a step. Returns the largest difference as a share of the largest output, and what is wrong, if anything."""
+    """Run a step. Returns the largest difference as a share of the largest output, and a description of each error."""
     generator = torch.Generator().manual_seed(case.seed)
     d_in, widths = GROUPS[case.group]
     vector = 16 // dtype.itemsize
@@ -125,9 +131,17 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, name: str, kept: K
 
 
 def _run(
-    y: torch.Tensor, x: torch.Tensor, arena: torch.Tensor, tables: SgmvTables, layer: int,
-    modules: Sequence[tuple[int, int, int]], schedule: Schedule, num_tiles: int, passes: int = 1, first_tile: int = 0,
-) -> None:  # fmt: skip
+    y: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    tables: SgmvTables,
+    layer: int,
+    modules: Sequence[tuple[int, int, int]],
+    schedule: Schedule,
+    num_tiles: int,
+    passes: int = 1,
+    first_tile: int = 0,
+) -> None:
     from chorus.ops.sgmv_triton import Sgmv
 
     tiles = [every[first_tile:] for every in tables.tiles_of_pass[:passes]]
@@ -135,9 +149,14 @@ def _run(
 
 
 def _adapters(
-    case: Case, d_in: int, widths: Sequence[int], page_elems: int, vector: int, dtype: torch.dtype,
+    case: Case,
+    d_in: int,
+    widths: Sequence[int],
+    page_elems: int,
+    vector: int,
+    dtype: torch.dtype,
     generator: torch.Generator,
-) -> tuple[torch.Tensor, list[list[AdapterRows]]]:  # fmt: skip
+) -> tuple[torch.Tensor, list[list[AdapterRows]]]:
     """An arena that is NaN wherever no rank-row lies, and the adapters in it; the last has a second part where modules
     are left over.
     """
@@ -169,7 +188,7 @@ def _part(
     rank: int, targets: Sequence[int], layers: Sequence[int], begin: int, d_in: int, widths: Sequence[int], vector: int
 ) -> tuple[AdapterRows, int]:
     """Rows from element `begin` on, without pages yet; and the element after them."""
-    offset, a_offset, b_offset = 0, [-1] * NUM_MODULES, [-1] * NUM_MODULES
+    offset, a_offset, b_offset = 0, [-1] * MAX_MODULES, [-1] * MAX_MODULES
     for module in targets:
         a_offset[module], b_offset[module] = offset, offset + -(-d_in // vector) * vector
         offset = b_offset[module] + -(-widths[module] // vector) * vector
@@ -190,7 +209,7 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 
 
 def make_tables(page_elems: int) -> SgmvTables:
-    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=256)
+    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=4, max_rank=256)
     sizes = TableSizes(
         9, LAYERS, 1 << 15, max_rank=256, max_tiles=64, scratch=scratch, page_elems=page_elems, slab_elems=SLAB_ELEMS
     )
@@ -293,7 +312,7 @@ def interpret_broken_rows() -> None:
 
 
 def interpret_companies() -> None:
-    """A row's bits are the same alone, in a larger bucket, in another order, and behind a prompt."""
+    """A row's bits are the same alone, in a larger bucket, in another order, and after a prompt."""
     from .bf16_interpreter import fix_bf16
 
     fix_bf16()
@@ -415,7 +434,7 @@ def test_bits_of_a_row_do_not_depend_on_its_company():
 
 @needs_triton
 def test_kernels_are_compiled_beside_each_other():
-    """For a GPU that is not there: what a launch takes is compiled on the pool's threads, and nothing is launched."""
+    """For an absent GPU: the kernels are compiled on the pool's threads, and nothing is launched."""
     result = run_python("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -425,9 +444,7 @@ def test_compiles_for_a_gpu_that_is_not_there():
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", " o$", "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
-    assert {line["kernel"] for line in lines} == {
-        "shrink_decode", "shrink_prefill", "expand_decode", "expand_prefill"
-    }  # fmt: skip
+    assert {line["kernel"] for line in lines} == {"shrink_decode", "shrink_prefill", "expand_decode", "expand_prefill"}
     for line in lines:
         assert not line["spill_bytes"]
         assert line["wide_loads"], "rank-rows start on 16 bytes; a load that doesn't use it reads them slowly"

@@ -1,4 +1,4 @@
-"""The product of few rows on a GPU: against its definition, row by row in any company, and captured."""
+"""The GEMM of few rows on a GPU: against its definition, batch-invariant, and captured."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def launch(request):
 
 
 def compile_ahead(cases: list[Case], dtype: torch.dtype) -> list[Case]:
-    """Compile what the cases launch, with the activation and without; one by one it takes minutes."""
+    """Compile the kernels of the cases, with the activation and without; one by one it takes minutes."""
     with compiling(available_cpus()):
         for case, silu in itertools.product(cases, (False, True)):
             if case.silu or not silu:
@@ -120,8 +120,8 @@ def test_seconds_are_of_replays():
 
 
 def test_rank_rows_that_are_loaded_early_are_those_behind_an_event():
-    """Shrink and expand load rank-rows before the launch before them has ended. In a step a norm comes first behind
-    `cudaStreamWaitEvent`, which does not begin before the event: none of the launches behind it may either.
+    """Shrink and expand load rank-rows before the previous launch has ended. In a step a norm follows
+    `cudaStreamWaitEvent` first, and does not begin before the event: no later launch may either.
     """
     if not dependent_launch.begins_early(torch.device("cuda", 0)):
         pytest.skip("launches begin early on compute capability 9 and later")

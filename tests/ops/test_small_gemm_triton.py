@@ -31,7 +31,7 @@ SHAPES = ((8, 16), (40, 24), (64, 50), (200, 33), (256, 64), (264, 18), (576, 40
 
 @dataclass(frozen=True)
 class Case:
-    """Random values of a launch. spare: columns behind every row of x. scale: power of ten of the values."""
+    """Random values of a launch. spare: columns after every row of x. scale: power of ten of the values."""
 
     seed: int
     rows: int
@@ -48,9 +48,14 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     for index in range(count):
         draw = torch.randint(0, 1 << 30, (4,), generator=generator).tolist()
         yield Case(
-            draw[0], (1, 17, 5, 64, 16, 33, 3, 32, 48)[draw[1] % 9], SHAPES[index % len(SHAPES)], bool(draw[2] & 1),
-            bool(index & 1), (0, 3, 16)[draw[3] % 3], (0, -2, 1)[draw[2] % 3],
-        )  # fmt: skip
+            draw[0],
+            (1, 17, 5, 64, 16, 33, 3, 32, 48)[draw[1] % 9],
+            SHAPES[index % len(SHAPES)],
+            bool(draw[2] & 1),
+            bool(index & 1),
+            (0, 3, 16)[draw[3] % 3],
+            (0, -2, 1)[draw[2] % 3],
+        )
 
 
 class Inputs:
@@ -90,14 +95,14 @@ def run(
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> str:
-    """Text that says what is wrong; empty if nothing is."""
+    """Text that names the errors; empty if there are none."""
     inputs = Inputs(case, dtype, device)
     got = run(case, inputs)
     return _differs(got, product(inputs.x, inputs.weight, inputs.bias, case.silu), dtype)
 
 
 def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
-    """A row's bits alone, elsewhere, among fewer that the same tile holds, with the activation behind the launch."""
+    """A row's bits alone, elsewhere, among fewer that the same tile holds, with the activation after the launch."""
     inputs = Inputs(case, dtype, device)
     whole = run(case, inputs)
     order, least = list(range(case.rows))[::-1], fewest_rows(case.rows)
@@ -232,8 +237,9 @@ def test_compiles_for_a_gpu_that_is_not_there():
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
     assert {line["group"]: line["matrix"] for line in lines} == {
         **dict.fromkeys(("base.o", "lora256.mlp", "lora256.o"), "mma.m16n8k16"),
-        **dict.fromkeys(("many.o", "many.mlp"), "wgmma.m64n32k16"), "multi256.mlp": "wgmma.m64n8k16",
-    }  # fmt: skip
+        **dict.fromkeys(("many.o", "many.mlp"), "wgmma.m64n32k16"),
+        "multi256.mlp": "wgmma.m64n8k16",
+    }
     for line in lines:
         assert not line["spill_bytes"]
         assert line["loads_before"] == 0, "weights wait for no load"

@@ -29,7 +29,6 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.files.module_paths import LLAMA_PATHS
 from chorus.memory.pages.pool import IntegrityError, PagePool
 from chorus.server.api.sampling_defaults import SamplingDefaults
 from chorus.server.app import create_app
@@ -41,6 +40,8 @@ from chorus.server.http.server import HttpServer
 from chorus.server.settings import Settings
 from chorus.server.start.launch import bind, http_server, url_of
 from chorus.server.text.tokenizer import Tokenizer
+
+from ..tables import TINY_PATHS
 
 BOS, EOS = 256, 257
 CHAT_TEMPLATE = (
@@ -69,7 +70,7 @@ class FakeStore:
         known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
         known |= {"names_other_base": False}
         manifest = SimpleNamespace(
-            path=Path("/adapters") / name, rank=4, targets=("q_proj",), modules=LLAMA_PATHS, num_left_out=0, **known
+            path=Path("/adapters") / name, rank=4, targets=("q_proj",), modules=TINY_PATHS, num_left_out=0, **known
         )
         return SimpleNamespace(
             name=name,
@@ -375,7 +376,7 @@ def live_server(
     defaults: SamplingDefaults | None = None,
     tracer: Tracer | None = None,
 ) -> Iterator[Live]:
-    """settings: those of the server that are not the default. defaults: what requests sample with."""
+    """settings: those of the server that are not the default. defaults: sampling parameters of requests."""
     worker = EngineWorker(lambda: engine)
     worker.start()
     usual = {"model": "/models/base", "max_prompts": 8, "grace_seconds": 2}

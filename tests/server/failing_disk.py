@@ -21,20 +21,20 @@ import threading
 _SECCOMP, _IO_SETUP, *_READS = {"x86_64": (317, 206, 17, 295, 327), "aarch64": (277, 0, 67, 69, 286)}[
     platform.machine()
 ]
-"""System calls by number: seccomp; io_setup, by which reads are done beside the process; pread64, preadv, preadv2."""
+"""System calls by number: seccomp; io_setup, which does reads outside of the process; pread64, preadv, preadv2."""
 
 _NO_NEW_PRIVILEGES, _SET_FILTER, _NEW_LISTENER = 38, 1, 8
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ASK, _UNKNOWN = 0x7FFF0000, 0x7FC00000, 0x00050000 | errno.ENOSYS
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _ASKED = struct.Struct("=QII iIQ 6Q")
-"""A call that was handed over: its id, the process, flags; its number, architecture, address and arguments."""
+"""An intercepted call: its id, the process, flags; its number, architecture, address and arguments."""
 _ANSWER = struct.Struct("=QqiI")
 _GO_ON = 1
 
 
 def hand_over_reads() -> int:
-    """Have this process's reads handed over from now on; returns the descriptor that they are handed to."""
+    """Intercept this process's reads from now on; returns the descriptor that receives them."""
     answers = [(number, _ASK) for number in _READS] + [(_IO_SETUP, _UNKNOWN)]
     steps = [(_LOAD, 0, 0, 0)]
     for number, answer in answers:
@@ -52,7 +52,7 @@ def hand_over_reads() -> int:
 
 
 def _has_ended(listener: int) -> bool:
-    """True if no process is left whose calls are handed over."""
+    """True if no process is left whose calls are intercepted."""
     poll = select.poll()
     poll.register(listener, 0)  # a hang-up is told all the same
     return bool(poll.poll(0))

@@ -1,5 +1,5 @@
-"""`chorus serve` over an engine that does what a test wants: hang, be slow, or violate an accounting invariant. Run as
-a process, forked from one that has imported all of this.
+"""`chorus serve` over an engine that a test makes hang, be slow, or violate an accounting invariant. Run as a process,
+forked from one that has imported all of this.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load(settings):
 
 
 class StuckServer(http_server.HttpServer):
-    """Gets stuck in what the mode names, once it is up."""
+    """Hangs at the place that the mode names, once it is up."""
 
     async def startup(self, sockets=None):
         await super().startup(sockets)

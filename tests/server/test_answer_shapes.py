@@ -59,7 +59,7 @@ def test_what_was_not_asked_for_is_null(shared):
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
 def test_stop_reason(shared, read_events, path, body, finish, reason):
     prompt = {"prompt": "ab"}
-    if path == CHAT:  # its template begins with the role, and the engine says what it is told
+    if path == CHAT:  # its template begins with the role, and the engine repeats its input
         prompt = {"messages": USER}
         body = (
             {"stop": ["zz", "s"]} if "stop" in body else {"stop_token_ids": [115]} if "stop_token_ids" in body else body

@@ -1,4 +1,4 @@
-"""Several choices to a prompt, echoed prompts, and what the usage counts."""
+"""Several choices of a prompt, echoed prompts, and counts of the usage."""
 
 import httpx
 import pytest

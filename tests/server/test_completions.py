@@ -139,7 +139,7 @@ def is_on_event_loop():
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_the_event_loop_writes_no_answer_with_pauses(start, make_engine, monkeypatch, logprobs):
-    """Only a thread beside it makes way for others while it writes."""
+    """Only a thread outside of it pauses for others while it writes."""
     live = start(make_engine([], max_model_len=8192))
     paused = []
     pause = SimpleNamespace(sleep=lambda _: paused.append(is_on_event_loop()), perf_counter=time.perf_counter)

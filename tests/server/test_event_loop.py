@@ -53,7 +53,7 @@ def loop_thread(live):
 
 
 def bodies(reference):
-    """What each route is asked that takes a body; several where it has several ways."""
+    """A body for each route that takes one; several for routes with several forms."""
     path = reference.adapters["r2-qv"]
     config, weights = ((path / file).read_bytes() for file in FILES)
     sent = {"adapter_config": json.loads(config), "adapter_model": base64.b64encode(weights).decode()}
@@ -173,7 +173,7 @@ def test_a_disk_of_uploads_that_hangs_holds_up_nothing_else(serve, reference, ha
 
 
 def test_uploads_look_at_the_new_files_alone(serve, reference, monkeypatch):
-    """Beside many uploads a form costs what it costs beside few: the bytes in use are counted, not looked up."""
+    """During many uploads a form costs the same as during few: the bytes in use are counted, not looked up."""
     live = serve()
     looks = []
     for name in ("iterdir", "glob"):

@@ -1,4 +1,4 @@
-"""Requests as other servers take them: the answer says what to send here."""
+"""Requests in other servers' forms: the error says which form to send here."""
 
 import pytest
 

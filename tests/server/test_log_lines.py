@@ -1,4 +1,4 @@
-"""The format of the log's lines, and what they tell of requests."""
+"""The format of the log's lines, and their data of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a server's process that dies or stops answering: what clients, `/health` and the supervisor see."""
+"""A rank of a server's process that dies or stops answering, as seen by clients, `/health` and the supervisor."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def client(start, reference):
 
 
 def scores(reference, adapter, tokens):
-    """Log-probabilities `[len(tokens), vocab]` of what follows each token."""
+    """Log-probabilities `[len(tokens), vocab]` of the token after each."""
     return torch.log_softmax(reference.logits(adapter, tokens), -1)
 
 

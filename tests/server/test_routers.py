@@ -1,4 +1,4 @@
-"""Servers behind routers of other projects, each where it is installed: sglang-router, vllm-router, litellm's proxy."""
+"""Servers with routers of other projects, each where it is installed: sglang-router, vllm-router, litellm's proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags before environment before file before defaults, and clear words for what is wrong."""
+"""Flags before environment before file before defaults, and clear errors."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""The end of a server: what runs may end, what is cut is told, and nothing that hangs keeps the process."""
+"""The end of a server: running requests may end, cut ones are reported, and nothing that hangs keeps the process."""
 
 import json
 import multiprocessing
@@ -53,7 +53,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server():
-    """Begins servers, each a fork of a process that has imported what they need."""
+    """Starts servers, each a fork of a process that has imported their modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([slow_server.__name__])
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
 """The n-th open, read, allocation and thread start of a server's start fails, for every n.
 
 It serves all the same, or serves with an adapter in quarantine, or ends with a line that says why and a code that is
-not 0; it never hangs, shows a traceback or leaves a thread behind.
+not 0. It never hangs, shows a traceback or leaves a thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = ("reverse", "upper")
 
 
 class Faults:
-    """Counts calls of what may fail; the one whose turn it is does."""
+    """Counts calls that may fail, and fails the one at `turn`."""
 
     def __init__(self, monkeypatch, roots):
         self.count, self.turn, self.fired = 0, 0, ""
@@ -85,7 +85,7 @@ def roots(tmp_path):
 
 @pytest.fixture
 def start(roots, monkeypatch, capfd):
-    """`start()`: the exit code of `chorus serve`, its adapters and quarantine once it served, and what it wrote."""
+    """`start()`: the exit code of `chorus serve`, its adapters and quarantine once it served, and its output."""
     seen = []
     plain = HttpServer.on_tick
 
@@ -178,7 +178,7 @@ def test_every_point_of_a_start_may_fail(start, roots, monkeypatch):
 
 
 def test_a_replica_that_can_not_begin_says_why_in_a_line(tmp_path):
-    """Of a process of its own; the API server beside it ends with its own line, and looks for no replica afterwards."""
+    """In a process of its own; the API server ends with its own line, too, and looks for no replica afterwards."""
     command = [sys.executable, "-m", "chorus.server", "serve", str(BUILTIN_MODEL), "--port", "0"]
     command += ["--device", "cuda", "--tensor-parallel-size", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS, cwd=tmp_path)

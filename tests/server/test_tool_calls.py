@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: a fake engine that says what a test wants, and the built-in model."""
+"""Tools and reasoning over HTTP: a fake engine with a test's text, and the built-in model."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_answers_in_channels_are_refused_with_the_reason(start, fake_engine, pre
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_tokens_of_reasoning_are_counted(say, shown):
-    """From behind its first mark to the end of its last, shown or not, of all answers together."""
+    """From after its first mark to the end of its last, shown or not, of all answers together."""
     asked: dict[str, Any] = {"tools": [tool()], "n": 2, "extra_body": {"include_reasoning": shown}}
     expected = 2 * len("\nA.\n</think>")
     assert say(CALLS, **asked).usage.completion_tokens_details.reasoning_tokens == expected
@@ -182,7 +182,7 @@ def test_tokens_of_reasoning_are_counted(say, shown):
 
 
 def test_several_conversations_in_one_call(live):
-    """A choice for each, in their order, read as chat answers are; what can't be is refused by its field."""
+    """A choice for each, in their order, parsed like chat answers; an unsupported field is refused by name."""
     live.engine.text, before = CALLS, len(live.engine.asked)
     body: dict[str, Any] = {"model": "base", "messages": [USER, [{"role": "user", "content": "ho"}]]}
     answer = live.post(f"{CHAT}/batch", **body, n=2, tools=[tool()]).json()
@@ -370,7 +370,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type":
 
 
 def test_content_matches_beside_calls(live, say):
-    """What says how the content is to be leaves room for calls, and none for content where calls are forced."""
+    """A format of the content leaves room for calls, and none for content where calls are forced."""
     grammar = lambda: live.engine.asked[-1].params.grammar  # noqa: E731
     say("5", tools=[tool()], response_format=FORMAT)
     assert grammar().kind == "json_schema" and "calls)* | @content" in grammar().around

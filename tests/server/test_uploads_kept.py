@@ -30,7 +30,7 @@ def uploads(tmp_path):
 
 @pytest.fixture
 def serve(tokenizer, reference, uploads, monkeypatch):
-    """One start each, for a `with` block; keepers take turns quickly, and orphans have no grace."""
+    """One start each, for a `with` block; the upload cleanup runs often, and orphans have no grace."""
     monkeypatch.setattr(adapter_health, "TURN_SECONDS", TURN_SECONDS)
     monkeypatch.setattr(owned_store, "ORPHAN_SECONDS", 0.0)
     monkeypatch.setattr(owned_store, "CLAIM_SECONDS", 0.2)

@@ -113,7 +113,7 @@ class Asked:
         )
 
     def check_end(self, alone: Told) -> None:
-        """Check the answer, or what came of it before an error, against the one that it gets alone."""
+        """Check the answer, or its part before an error, against the one that the request gets alone."""
         id, told = self.request.id, self.told
         if told.reason is FinishReason.ERROR:
             promise(told.tokens == alone.tokens[: len(told.tokens)], "{} got wrong tokens before its error", id)

@@ -13,8 +13,8 @@ from typing import Any
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES
 
+from ..tables import LLAMA
 from .asked import promise
 from .made_up_model import Memory
 from .virtual_reads import VirtualClock
@@ -22,7 +22,7 @@ from .virtual_reads import VirtualClock
 
 @dataclass
 class Fate:
-    """Course of a directory's next read: seconds for all of it, and what becomes of it."""
+    """Course of a directory's next read: its duration and its outcome."""
 
     seconds: float
     outcome: str  # good, fails, short, stuck
@@ -33,7 +33,7 @@ class Disk:
     """Adapter directories: which content lies in each, how large it is, and how reads go."""
 
     def __init__(self, rng: random.Random, speed: float = 0.0, patience: float = 1.0, trouble: float = 0.0) -> None:
-        """speed: typical seconds of a read. patience: seconds without anything after which the engine may give up a
+        """speed: typical seconds of a read. patience: seconds without anything after which the engine may cancel a
         read. trouble: part of the reads that fail, end early or hang.
         """
         self._rng = rng
@@ -95,7 +95,7 @@ class CheckedAdapters:
         if path not in self._disk.content:
             raise AdapterFormatError(f"{path}: no such directory")
         content = self._disk.content[path]
-        part = AdapterPart(self._disk.pages[content], 1.0, (0,), MODULES)
+        part = AdapterPart(self._disk.pages[content], 1.0, (0,), LLAMA)
         return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:

@@ -29,7 +29,7 @@ from .virtual_reads import VirtualClock
 
 class CheckedEngine:
     """adapters: names, of two pages each. is_async: steps are launched ahead. swap_seconds: typical, of a copy of KV.
-    config: what differs from a small engine's options.
+    config: options that differ from a small engine's.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""An executor without tensors that remembers what every position of the arena holds and checks each step against it."""
+"""An executor without tensors that remembers the content of each position of the arena and checks every step."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ExecutorBase, ModelInfo
@@ -14,6 +15,7 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.states import StateShape
 
 from .asked import Asked, Violation, promise
 from .checked_adapters import CheckedAdapters
@@ -24,8 +26,8 @@ from .virtual_reads import VirtualClock
 
 
 class CheckedExecutor(ExecutorBase):
-    """Executes plans on the memory of contents. What a plan has wrong raises Violation; the engine makes a request's
-    error of it, so it is kept in `violations`, too.
+    """Executes plans on the memory of contents. A wrong plan raises Violation. The engine turns it into a request's
+    error, so it is kept in `violations`, too.
 
     shadow, swaps: None where it has no merged mode, or KV is only computed again. asked: requests by id. on_plan: is
     called with each new plan, but not with the rows of a failed step that run alone. begins_anew: set before each step
@@ -42,12 +44,19 @@ class CheckedExecutor(ExecutorBase):
         reached: Counter[str],
         shadow: CheckedShadow | None = None,
         swaps: CheckedSwaps | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        state_pages: int = 0,
     ) -> None:
+        """windows: of the layers of the made-up model. state_pages: of a state of its other layers."""
         super().__init__()
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
-        self.layout = PageLayout(1, 1, 8, config.block_tokens, 4)
+        self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows)
+        if state_pages:
+            floats = self.layout.page_elems
+            shape = StateShape(num_layers=1, conv_elems=floats, num_heads=state_pages - 1, head_elems=floats)
+            self.layout = replace(self.layout, state=shape, state_slots=3)
         self.num_pages = config.num_pages
         self.shadow, self.swaps = shadow, swaps
         self.start = None
@@ -144,13 +153,19 @@ class CheckedExecutor(ExecutorBase):
         """Check that pages cover the rows' tokens, and that no page is written which another row has or the cache
         knows.
         """
-        block, pool, most = self.config.block_tokens, self.pool, self.layout.pages_for_tokens(MAX_MODEL_LEN)
+        block, pool, most = self.config.block_tokens, self.pool, self.layout.table_width(MAX_MODEL_LEN)
+        step = self.layout.pages_per_block
         for row in plan.sequences:
-            promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
+            promise(bool(row.tokens) and row.kv_len * step <= len(row.pages) * block, "pages don't cover the tokens")
             promise(len(row.pages) <= most, "more pages than the longest request has")
-            promise(len(set(row.pages)) == len(row.pages), "{} has a page twice", row.request_id)
-            first = row.start // block  # the first page written
+            held = [page for page in row.pages if page]
+            promise(len(set(held)) == len(held), "{} has a page twice", row.request_id)
+            first = row.start // block * step  # the first page written
+            self._reached["page that left"] += len(held) < len(row.pages)
+            self._claim_states(row, owner)
             for index, page in enumerate(row.pages):
+                if not page and index < first:
+                    continue
                 if page in owner or pool.kind(page) is not PageKind.KV:
                     raise Violation(f"page {page} of {row.request_id} is of another kind, or another's")
                 if index >= first:
@@ -158,10 +173,22 @@ class CheckedExecutor(ExecutorBase):
                         raise Violation(f"{row.request_id} writes page {page}, which is shared or cached")
                     owner[page] = row.request_id
         for row in plan.sequences:
-            for page in row.pages:
+            for page in filter(None, row.pages):
                 if owner.get(page, row.request_id) != row.request_id:
                     raise Violation(f"{row.request_id} reads page {page}, which {owner[page]} writes")
                 self._reached["shared page"] += page not in owner and pool.references(page) > 1
+
+    def _claim_states(self, row: ScheduledSequence, owner: dict[int, str]) -> None:
+        """Check that the pages of a row's next state are its own."""
+        promise(
+            (row.states is not None) == bool(self.layout.state_pages), "{} has no states, or has some", row.request_id
+        )
+        if row.states is None:
+            return
+        for page in row.states.written_by(row.state_step):
+            is_own = self.pool.references(page) == 1 and page not in self.prefix.by_page
+            if not is_own or owner.setdefault(page, row.request_id) != row.request_id:
+                raise Violation(f"{row.request_id} writes page {page} of a state, which is shared or cached")
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -174,22 +201,49 @@ class CheckedExecutor(ExecutorBase):
             if row.lora_index in late:
                 self._reached["computed in vain"] += 1
                 self._write(row, ["void"] * row.kv_len)
+                for page in row.states.written_by(row.state_step) if row.states else ():
+                    self.memory[page][:] = ["void"] * self.config.block_tokens
                 result.retract(row.request_id)
                 continue
             content = content_of(adapter)
+            self._check_state(row, content)
             want = kv_of(content, row.token_ids[: row.kv_len])
             self._write(row, want)
-            held = itertools.chain.from_iterable(map(self.memory.__getitem__, row.pages))
-            if list(itertools.islice(held, row.kv_len)) != want:
-                raise Violation(f"KV of {row.request_id} is not its own")
+            self._check_seen(row, want)
             self._answer(row, content, result)
         return result
 
+    def _check_seen(self, row: ScheduledSequence, want: Sequence[object]) -> None:
+        """Check the KV of every page group that a row's tokens see."""
+        step = self.layout.pages_per_block
+        for group, window in enumerate(self.layout.group_windows):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            block = first // self.config.block_tokens
+            pages = row.pages[block * step + group :: step]
+            held = itertools.chain.from_iterable(map(self.memory.__getitem__, pages))
+            begin = first - block * self.config.block_tokens
+            seen = list(itertools.islice(held, begin, begin + row.kv_len - first))
+            if seen != [of_group(group, value) for value in want[first:]]:
+                raise Violation(f"KV of {row.request_id} is not its own")
+
+    def _check_state(self, row: ScheduledSequence, content: int) -> None:
+        """Check the state that a row reads, and write the next."""
+        if row.states is None:
+            return
+        kv = kv_of(content, row.token_ids[: row.kv_len])
+        read, written = row.states.read_by(row.state_step), row.states.written_by(row.state_step)
+        if row.start and [self.memory[page][0] for page in read] != state_of(kv[row.start - 1], len(read)):
+            raise Violation(f"the state of {row.request_id} is not its own, or of another token")
+        for page, value in zip(written, state_of(kv[-1], len(written)), strict=True):
+            self.memory[page][:] = [value] * self.config.block_tokens
+
     def _write(self, row: ScheduledSequence, values: Sequence[object]) -> None:
-        """Write what a row computes, out of the values of all its positions."""
-        block = self.config.block_tokens
+        """Write the value that a row computes from the values of all its positions."""
+        block, step = self.config.block_tokens, self.layout.pages_per_block
         for position in range(row.start, row.kv_len):
-            self.memory[row.pages[position // block]][position % block] = values[position]
+            for group in range(step):
+                page = row.pages[position // block * step + group]
+                self.memory[page][position % block] = of_group(group, values[position])
 
     def _check_row(self, row: ScheduledSequence, adapter: Adapter | None, asked: Asked, is_async: bool) -> None:
         """Check a row against its request and the tokens that it has been given. is_async: one more is not read yet."""
@@ -229,3 +283,13 @@ class CheckedExecutor(ExecutorBase):
         token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
+
+
+def state_of(kv: object, num_pages: int) -> list[object]:
+    """A state after a token with this KV, page by page."""
+    return [("state", page, kv) for page in range(num_pages)]
+
+
+def of_group(group: int, value: object) -> object:
+    """The KV of a token in a page group's pages."""
+    return (group, value) if group else value

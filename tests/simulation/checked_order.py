@@ -1,4 +1,4 @@
-"""Checks of what a step runs and begins: turns of tenants, requests that were overtaken, and rows of paused ones."""
+"""Checks of the requests that a step runs and starts: turns of tenants, overtaken requests, and descheduled ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CheckedOrder:
         self._turns = {tenant: self._turns.get(tenant, now) for tenant in self._scheduler.waiting.tenants}
 
     def before(self) -> None:
-        """Remember what runs before a step, and what it can be decided by."""
+        """Remember the running requests before a step, and the state that decides about it."""
         engine, scheduler = self._engine, self._scheduler
         self.note()
         self.has_run = False
@@ -67,7 +67,7 @@ class CheckedOrder:
     def after(self) -> None:
         """Check a step that has been run, or was not."""
         scheduler = self._scheduler
-        # What else has begun has no row: it waits for a copy, or what was drafted ahead was given up.
+        # Other started requests have no row: they wait for a copy, or their step ahead was rolled back.
         self._check_turns(self._started(), [])
         has_not_run = scheduler.num_steps == self._num_steps
         self._reached["run again, with none ahead"] += has_not_run and self._under_way is not None
@@ -87,7 +87,7 @@ class CheckedOrder:
         self._overdue_before = now - self._config.max_overtake_seconds
 
     def _check_order(self) -> None:
-        """Check that no request began again in the very plan that sent it back: it would be behind the others."""
+        """Check that no request starts again in the very plan that sent it back: the others come first."""
         still = [request.id for request in self._scheduler.running if request.id in self._running]
         promise(still == [id for id in self._running if id in still], "sent back, a request began again at once")
 
@@ -201,8 +201,8 @@ class CheckedOrder:
     ) -> None:
         """Check that no tenant that could begin waits without a row while another has two, where there is room.
 
-        A row that was begun in this step is given up in none before the next. has_tokens: of the step, tokens are left,
-        and not those of rows that were given up last.
+        A row that was started in this step is cancelled in none before the next. has_tokens: the step has tokens left,
+        other than those of rows that were cancelled last.
         """
         running, waiting, engine = self._scheduler.running, self._scheduler.waiting, self._engine
         rows = Counter(request.fairness_key for request in running if request.id in in_step)
@@ -227,14 +227,15 @@ class CheckedOrder:
         block, scheduler = self._engine.block_tokens, self._scheduler
         growth = sum(1 + (each.max_length - each.num_tokens) // block for each in scheduler.running)
         growth += sum(2 + each.max_length // block for each in scheduler.waiting)
+        growth *= self._engine.executor.layout.pages_per_block
         growth += sum(adapter.num_pages for adapter in self._engine.store.versions())
         return growth <= self._engine.reclaimer.available
 
     def _check_overtaken(self, plan: StepPlan, first: Sequence[Request], beyond_slots: bool) -> None:
         """Check that no request starts while one of its tenant waits that has been overtaken for long enough.
 
-        Where a step's adapters are limited, one may wait for its adapter's turn, and for a slot beside another
-        adapter's, which had its turn in this step.
+        Where a step's adapters are limited, one may wait for its adapter's turn, and for a slot while another adapter
+        had its turn in this step.
         """
         before = {self._asked[id].adapter for id in self._running} - {None}
         most = self._config.max_adapters_per_step or math.inf

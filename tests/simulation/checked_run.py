@@ -11,13 +11,14 @@ from chorus.core.requests.sampling_params import SamplingParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
+from chorus.memory.pages.layout import page_groups
 from chorus.memory.pages.pool import PageKind
-from chorus.memory.pages.prefix import BASE_VERSION
+from chorus.memory.pages.prefix import BASE_VERSION, Block
 from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked, Told, Violation, promise
 from .checked_adapters import CheckedAdapters, Disk
-from .checked_executor import CheckedExecutor
+from .checked_executor import CheckedExecutor, of_group, state_of
 from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
@@ -42,15 +43,17 @@ class CheckedRun(EngineRun):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.clock = VirtualClock()
-        own = random.Random(rng.getrandbits(32))  # of what happens beside the acts, on threads that read
+        own = random.Random(rng.getrandbits(32))  # of events between the acts, on threads that read
         self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
+        self._windows = rng.choice([(None,), (None,), (3,), (None, 1), (None, 5, 5), (7, None, 7, 2), (9, None)])
+        self._state_pages = rng.choice([0, 0, 2, 3])
         config = self._draw_config()
         self.seeds = Seeds(config.seed)
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
         assert config.num_pages is not None
         memory = empty_memory(config.num_pages, config.block_tokens)
-        is_inline = rng.random() < 0.1  # what is asked for in a step is there at once
+        is_inline = rng.random() < 0.1  # reads that a step asks for are there at once
         reads = InlineReads() if is_inline else VirtualReads(self.clock, rng.randint(1, 3))
         pause = reads.pause if isinstance(reads, VirtualReads) else lambda seconds: None
         adapters = CheckedAdapters(self.disk, pause, self.clock, memory, own, self.reached)
@@ -58,7 +61,18 @@ class CheckedRun(EngineRun):
         delay, trouble = rng.choice([0.0, 0.005, 0.005, 0.1, 0.1, 0.1]), rng.choice([0.0, 0.3, 0.3])
         swaps = CheckedSwaps(memory, self.clock, own, self.reached, delay, trouble)
         swaps = None if config.preemption == "recompute" else swaps
-        self.executor = CheckedExecutor(config, adapters, self.clock, memory, self.asked, self.reached, shadow, swaps)
+        self.executor = CheckedExecutor(
+            config,
+            adapters,
+            self.clock,
+            memory,
+            self.asked,
+            self.reached,
+            shadow,
+            swaps,
+            self._windows,
+            self._state_pages,
+        )
         self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.invariants = Invariants(self.engine, self.reached)
@@ -77,7 +91,7 @@ class CheckedRun(EngineRun):
         def checked(timeout: float) -> None:
             counts = images.counts()
             has_reads = counts.num_under_way or self.engine.store.loads.under_way
-            was_changed = (  # in this very step: what is left begins, or fails, in the next one
+            was_changed = (  # in this very step: the rest starts, or fails, in the next one
                 scheduler.lifecycle.num_preemptions > self._num_preemptions
                 or counts.num_given_up > self._num_given_up
                 or images.has_failures  # at once: an earlier read of the same directory hangs
@@ -98,13 +112,17 @@ class CheckedRun(EngineRun):
         return EngineConfig(
             model=Path("made-up"),
             block_tokens=block,
-            num_pages=2 - (-tokens // block) + rng.randint(1, 12),
+            num_pages=2
+            - (-tokens // block) * len(page_groups(self._windows))
+            + 3 * self._state_pages
+            + rng.randint(1, 12),
             max_num_seqs=seqs,
             max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
             chunked_prefill=rng.random() < 0.8,
             host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]),
             eviction=rng.choice(["cost", "lru"]),
             prefix_cache=rng.random() < 0.7,
+            state_checkpoint_tokens=rng.choice([0, 4, 8, 1024]),
             lookahead=rng.choice([1, 2, 8]),
             prefetch=rng.choice([0, 1, 3]),
             max_adapters_per_step=rng.choice([None, None, 1, 2]),
@@ -130,7 +148,7 @@ class CheckedRun(EngineRun):
     # -- requests
 
     def _ask(self) -> None:
-        """One request, several that begin alike, several answers of one call, or what may not fit."""
+        """One request, several with a common prefix, several choices of one request, or one that may not fit."""
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(self.names)
         beginning = self._beginning()
@@ -207,7 +225,7 @@ class CheckedRun(EngineRun):
         self._replace(name, self.engine.store.register(name, manifest, image), old)
 
     def _load_nothing(self) -> None:
-        """What can't be read replaces no adapter."""
+        """An unreadable adapter replaces none."""
         try:
             self.engine.store.register(self.rng.choice(self.names), Path("nowhere"))
         except AdapterFormatError:
@@ -252,7 +270,7 @@ class CheckedRun(EngineRun):
         self._remove_adapters()
         self.clock.advance(1.0)
 
-    # -- what must hold
+    # -- invariants
 
     def _note(self) -> None:
         self.order.note()
@@ -277,28 +295,56 @@ class CheckedRun(EngineRun):
         super().finish()
         promise(self.has_hung or not self.engine.store.images.num_bytes, "host memory holds an adapter that is gone")
 
+    def _check_block(self, block: Block, version: int, want: list[int], pages: set[int]) -> int:
+        """Check a known block's pages, and that what is unused of them can be evicted; add them to `pages`, and return
+        how many are unused.
+        """
+        kinds = {page: self.engine.pool.kind(page) for page in block.pages if page}
+        windows = self.executor.layout.group_windows
+        for group, page in enumerate(block.pages):
+            promise(bool(page) or windows[group] is not None, "a block lost a page that is in no window")
+            if page and self.executor.memory[page] != [of_group(group, value) for value in want]:
+                raise Violation(f"the cached block {block.tokens} of version {version} holds something else")
+        if pages.intersection(kinds) or not {PageKind.KV, PageKind.CACHED}.issuperset(kinds.values()):
+            raise Violation(f"pages {kinds} of a known block are others', too, or of other kinds")
+        pages.update(kinds)
+        unused_state = self._check_checkpoint(block, want[-1], pages)
+        order, unused = self.engine.reclaimer.order, [page for page, kind in kinds.items() if kind is PageKind.CACHED]
+        anchors = [page for page, window in zip(block.pages, windows, strict=True) if not window] or kinds
+        is_unused = not block.children and set(anchors) <= set(unused)
+        promise(bool(kinds) or bool(block.children), "a known block without pages or descendants")
+        in_windows = [page for page, window in zip(block.pages, windows, strict=True) if window and page in unused]
+        if (block in order) != is_unused or (block.in_windows in order) != (bool(in_windows) and not is_unused):
+            raise Violation(f"pages {kinds} can be evicted, and must not, or can't, and must")
+        return len(unused) + unused_state
+
+    def _check_checkpoint(self, block: Block, kv: int, pages: set[int]) -> int:
+        """Check the state that is kept after a block, as `_check_block`."""
+        if (checkpoint := block.checkpoint) is None:
+            return 0
+        held, kinds = checkpoint.pages, {self.engine.pool.kind(page) for page in checkpoint.pages}
+        self.reached["checkpoint"] += 1
+        promise([self.executor.memory[page][0] for page in held] == state_of(kv, len(held)), "another state is kept")
+        promise(len(kinds) == 1 and kinds <= {PageKind.KV, PageKind.CACHED}, "a checkpoint's pages are of other kinds")
+        promise(not pages.intersection(held), "a checkpoint's pages are a block's, too")
+        pages.update(held)
+        is_unused = kinds == {PageKind.CACHED}
+        promise((checkpoint in self.engine.reclaimer.order) == is_unused, "a checkpoint can be evicted, or can't")
+        return len(held) * is_unused
+
     def _check_cached_blocks(self) -> None:
         """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
-        prefix, pool, memory = self.engine.prefix, self.engine.pool, self.executor.memory
+        prefix, pool = self.engine.prefix, self.engine.pool
         contents = {each.version: content_of(each) for each in self.engine.store.versions()}
         contents[BASE_VERSION] = content_of(None)
-        pages, num_cached, order = set(), 0, self.engine.reclaimer.order
+        pages, num_cached = set[int](), 0
         for root in prefix.roots():
             promise(root.version in contents, "blocks of a version that is gone")
             stack = [(child, kv_before(contents[root.version])) for child in root.children.values()]
             while stack:
                 block, last = stack.pop()
-                page, children = block.page, block.children
-                want, kind = kv_behind(last, block.tokens), pool.kind(page)
-                if memory[page] != want:
-                    raise Violation(f"the cached block {block.tokens} of version {root.version} holds something else")
-                if kind not in (PageKind.KV, PageKind.CACHED) or page in pages:
-                    raise Violation(f"page {page} of a known block is {kind}, or another block's, too")
-                if (block in order) != (kind is PageKind.CACHED and not children):
-                    raise Violation(f"page {page} can be evicted, and must not, or can't, and must")
-                pages.add(page)
-                num_cached += kind is PageKind.CACHED
-                if children:
-                    stack += [(child, want[-1]) for child in children.values()]
+                want = kv_behind(last, block.tokens)
+                num_cached += self._check_block(block, root.version, want, pages)
+                stack += [(child, want[-1]) for child in block.children.values()]
         promise(len(prefix) == len(pages), "the cache counts other blocks than it has")
         promise(pool.count(PageKind.CACHED) == num_cached, "a cached page of no known block")

@@ -12,7 +12,7 @@ from .virtual_reads import VirtualClock
 
 
 class CheckedSwaps:
-    """Copies of KV pages to host memory and back, in virtual time; some fail, and what they were to bring is void."""
+    """Copies of KV pages to host memory and back, in virtual time; some fail, and their results are discarded."""
 
     page_seconds = 1e-4
 

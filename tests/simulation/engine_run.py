@@ -32,7 +32,7 @@ OVERLOADED = "too many wait"
 class EngineRun(ABC):
     """An engine from its start to its end; a subclass makes it, over an executor that has the faults of `_fault`.
 
-    `acts` names what may happen, and how often it does. `rng`, which all of it is drawn from, may be another for each.
+    `acts` names possible events, and their frequencies. `rng`, the source of all of it, may be another for each.
     """
 
     engine: Engine
@@ -142,7 +142,7 @@ class EngineRun(ABC):
 
         lifecycle.send_back = noted
 
-    # -- what happens
+    # -- events
 
     def _register(self, name: str, path: Path) -> None:
         old, usable = self.current.get(name), self.engine.pool.num_usable
@@ -198,11 +198,12 @@ class EngineRun(ABC):
         return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
     def _could_fit(self, adapter: Adapter | None, num_tokens: int) -> bool:
-        """True if adapter and tokens fit beside pinned adapters when nothing else is there."""
+        """True if adapter and tokens fit in addition to pinned adapters when nothing else is there."""
         beside = self._num_pinned
         if adapter is not None and adapter not in self.pinned:
             beside += adapter.num_pages
-        return beside - (-num_tokens // self.engine.block_tokens) <= self.engine.pool.num_usable
+        layout, chunk = self.engine.executor.layout, self.engine.config.max_num_batched_tokens
+        return beside + layout.pages_for_tokens(num_tokens, chunk) <= self.engine.pool.num_usable
 
     @property
     def _num_pinned(self) -> int:
@@ -473,7 +474,7 @@ class EngineRun(ABC):
         self.current.clear()
         self.pinned.clear()
 
-    # -- what must hold
+    # -- invariants
 
     def _check_invariants(self) -> None:
         self._note()

@@ -183,7 +183,7 @@ def stale_versions(patch):
 
 
 def shared_cache(patch):
-    """A tenant starts from what another has asked."""
+    """A tenant starts from another one's requests."""
     patch.setattr(RequestMemory, "scope", lambda self, request: ("", ""))
 
 
@@ -205,7 +205,7 @@ def scores_of_what_is_left(patch):
 
 
 def forgetful_moves(patch):
-    """A request that comes from another engine has lost what it had drawn."""
+    """A request that comes from another engine has lost its sampled tokens."""
 
     def forget(record, now):
         return from_record({**record, "tokens": record["tokens"][: record["num_prompt_tokens"]]}, now)
@@ -259,7 +259,7 @@ def row_recomputed(patch):
 
 
 def bucket_too_small(patch):
-    """A step of decode rows is run by what was captured for one row fewer."""
+    """A step of decode rows is replayed from a graph captured for one row fewer."""
     _plans(patch, lambda self, plan: setattr(plan, "bucket", plan.bucket and max(1, len(plan.sequences) - 1)))
 
 

@@ -18,7 +18,7 @@ _KINDS = [kind for kind in PageKind if kind is not PageKind.RESERVED]
 
 
 class Invariants:
-    """Compares an engine's counts with what it holds. reached: counts what is rare."""
+    """Compares an engine's counts with its state. reached: counts rare events."""
 
     def __init__(self, engine: Engine, reached: Counter[str]) -> None:
         self._engine = engine
@@ -54,7 +54,7 @@ class Invariants:
         promise(sum(map(count, _KINDS)) == engine.pool.num_usable, "pages do not add up")
         num_running, num_waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
         promise(num_running + num_waiting == len(active), "other requests run or wait than are in progress")
-        copied = len(list(swapped.holders()))  # the next step frees what is not copied any more
+        copied = len(list(swapped.holders()))  # the next step frees pages whose copies have ended
         promise(not count(PageKind.KV) or num_running + copied > 0, "pages hold KV of no request")
         promise(swapped.num_out == 0 or engine.config.preemption != "recompute", "KV was swapped out, and must not be")
         promise(len(swapped) <= len(active) + copied, "more swapped KV than requests")

@@ -21,7 +21,7 @@ class Launched:
     outcome: StepResult | Exception
     unseen: list[
         tuple[ScheduledSequence, list[int]]
-    ]  # rows to be drawn behind tokens that the host has to have by then
+    ]  # rows to be sampled after tokens that the host has to have by then
     before: Launched | None  # the step under way when it was launched
     was_read: bool = False
     was_drawn: bool = False

@@ -1,4 +1,4 @@
-"""A made-up model, whose tokens and KV say what they were computed from."""
+"""A made-up model, whose tokens and KV tell their inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 48
 EOS = (0, 1)
 MAX_MODEL_LEN = 40
 Memory = list[list[object]]
-"""What each position of each page of an arena holds; an adapter's part, or a shadow's, is at a page's first one."""
+"""The content of each position of each page of an arena; an adapter's part, or a shadow's, is at a page's first one."""
 BASE_CONTENT = 0
 """Content of the base model; adapters' contents count from 1."""
 
@@ -30,7 +30,7 @@ def content_of(adapter: Adapter | None) -> int:
 
 
 def next_token(content: int, tokens: Sequence[int], seed: int | None) -> int:
-    """Return what follows `tokens` with the adapter content. seed: only where the token is sampled."""
+    """Return the token that follows `tokens` with the adapter content. seed: only where the token is sampled."""
     return zlib.crc32(repr((content, list(tokens), seed)).encode()) % VOCAB
 
 
@@ -40,7 +40,7 @@ def kv_of(content: int, tokens: Sequence[int]) -> list[int]:
 
 
 def kv_before(content: int) -> int:
-    """What the KV of a first token follows."""
+    """The value before the first token, from which its KV follows."""
     return hash(content)
 
 

@@ -9,7 +9,7 @@ log-probabilities.
 
     python -m tests.simulation.real_run --answers 30000 --seed 1 --log runs.log
     python -m tests.simulation.real_run --answers 20000 --seed 1 --first 31
-    python -m tests.simulation.real_run --ranks 2           # or: --assistants 1, with adapters over a slow link
+    python -m tests.simulation.real_run --ranks 2           # or: --offload-workers 1, with adapters over a slow link
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ WAYS: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"ignore_eos": True},
 ]
-"""Options that requests may ask for beside a temperature and a seed."""
+"""Options that requests may have in addition to a temperature and a seed."""
 
 
 class Calm:
@@ -128,17 +128,23 @@ class Faulty:
 
 class RealRun(EngineRun):
     """One engine on the built-in model. where: a folder for its adapters. over: lets go of the reads that hang. ranks,
-    assistants: processes beside it; with assistants, layers come over a slow link.
+    offload_workers: its other processes; with offload workers, layers come over a slow link.
     """
 
     acts = {**EngineRun.acts, "ask": 48, "step": 144}
     not_pinned = (Tier.LOADING, Tier.HOST, Tier.FAILED)  # it may have been read meanwhile
 
     def __init__(
-        self, rng: random.Random, calm: Calm, where: Path, over: threading.Event, ranks: int = 1, assistants: int = 0
+        self,
+        rng: random.Random,
+        calm: Calm,
+        where: Path,
+        over: threading.Event,
+        ranks: int = 1,
+        offload_workers: int = 0,
     ) -> None:
         super().__init__(rng)
-        self._ranks, self._assistants = ranks, assistants
+        self._ranks, self._offload_workers = ranks, offload_workers
         self.calm, self.where, self.over = calm, where, over
         self.names = [name for name in calm.prompts if name is not None]
         self.broken: set[Path] = set()
@@ -150,7 +156,7 @@ class RealRun(EngineRun):
         self.invariants = Invariants(self.engine, self.reached)
         self._note_sent_back()
         self._draw = random.Random(self.rng.random())  # for the threads that read
-        if isinstance(inner, CpuExecutor) and assistants:
+        if isinstance(inner, CpuExecutor) and offload_workers:
             slow_down(inner.adapters, inner.arena.pages, lambda *_: time.sleep(self._draw.choice([0.0, 0.001, 0.01])))
         hold_up(self.engine, self._begin_read)
         swapped = self.engine.swapped
@@ -179,11 +185,11 @@ class RealRun(EngineRun):
             max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
             max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]),
             max_waiting=rng.choice([None, 8, 64]),
-            cpu_kernels=rng.choice(["auto", "auto", "auto", "auto" if self._assistants else "torch"]),
+            cpu_kernels=rng.choice(["auto", "auto", "auto", "auto" if self._offload_workers else "torch"]),
             seed=rng.randrange(1 << 30),
             preemption=rng.choice(["auto", "swap", "recompute"]),
             tensor_parallel_size=self._ranks,
-            offload_workers=self._assistants,
+            offload_workers=self._offload_workers,
         )
 
     def _span(self) -> Iterator[None]:
@@ -216,7 +222,7 @@ class RealRun(EngineRun):
         return Path(shutil.copytree(BUILTIN_ADAPTERS / name, self.where / f"{name}-{self.num_directories}"))
 
     def _begin_read(self, path: Path) -> Callable[[float], object] | None:
-        """A read comes late, layer by layer, fails, or hangs: for good, or until it was given up or nearly so."""
+        """A read comes late, layer by layer, fails, or hangs: for good, or until it was cancelled or nearly so."""
         fate, seconds, patience = (
             self._draw.random(),
             self._draw.uniform(0, 0.05),
@@ -271,11 +277,11 @@ def _config(**options: Any) -> EngineConfig:
     return EngineConfig(**{"model": BUILTIN_MODEL, "device": "cpu", "dtype": "float32", "threads": 1, **options})
 
 
-def simulate(seed: int, calm: Calm, ranks: int = 1, assistants: int = 0) -> Outcome:
+def simulate(seed: int, calm: Calm, ranks: int = 1, offload_workers: int = 0) -> Outcome:
     over = threading.Event()
     with tempfile.TemporaryDirectory(prefix="chorus-run-") as where:
         try:
-            return run_seed(seed, lambda rng: RealRun(rng, calm, Path(where), over, ranks, assistants))
+            return run_seed(seed, lambda rng: RealRun(rng, calm, Path(where), over, ranks, offload_workers))
         finally:
             over.set()
 
@@ -287,11 +293,12 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--first", type=int, default=0, help="the first engine, to go on or to see one again")
     command.add_argument("--log", type=Path, help="file to which progress is appended")
     command.add_argument("--ranks", type=int, default=1, help="ranks of each engine")
-    command.add_argument("--assistants", type=int, default=0, help="assistants of each engine")
+    command.add_argument("--offload-workers", type=int, default=0, help="offload workers of each engine")
     args = command.parse_args(argv)
     calm, campaign = Calm(), Campaign(args.log, 1)
     while campaign.reached["answered"] < args.answers and len(campaign.failed) <= 20:
-        campaign.add(simulate(1_000_000 * args.seed + args.first + campaign.count, calm, args.ranks, args.assistants))
+        seed = 1_000_000 * args.seed + args.first + campaign.count
+        campaign.add(simulate(seed, calm, args.ranks, args.offload_workers))
     return conclude({"ok": not campaign.failed, **campaign.result()}, not campaign.failed)
 
 

@@ -13,6 +13,8 @@ from .faults import FAULTS, found_after
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
+    "page that left",
+    "checkpoint",
     "shared page",
     "preempted",
     "overtaken",

@@ -20,7 +20,7 @@ class Abandoned(BaseException):
 
 
 class VirtualClock:
-    """A clock, and what will happen at which time. Everything happens on the caller's thread or on one it waits for."""
+    """A clock, and events by time. Everything happens on the caller's thread or on one it waits for."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -35,7 +35,7 @@ class VirtualClock:
         heapq.heappush(self._events, (self.now + seconds, next(self._serial), action))
 
     def advance(self, seconds: float) -> None:
-        """Let time go by; what is due happens on the way."""
+        """Advance the time; events that are due happen on the way."""
         end = self.now + seconds
         while self._events and self._events[0][0] <= end:
             self.next_event()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from ..family import Family
-from . import cohere, exaone, gemma, glm, granite, internlm, llama, mistral, olmo, phi, qwen, seed_oss, smollm3
+from . import cohere, exaone, gemma, glm, granite, internlm, llama, mistral, olmo, phi, qwen, qwen3_5, seed_oss, smollm3
 
 ALL: tuple[Family, ...] = (
     llama.LLAMA,
     mistral.MISTRAL,
     mistral.MINISTRAL,
+    mistral.MINISTRAL_3,
     mistral.MISTRAL_3,
     qwen.QWEN2,
     qwen.QWEN3,
     qwen.QWEN2_VL,
     qwen.QWEN3_VL,
+    qwen3_5.QWEN3_5,
     gemma.GEMMA,
     gemma.GEMMA_2,
     gemma.GEMMA_3,

@@ -167,13 +167,13 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def layer_types(fields: ConfigJson, pattern: int) -> list[str]:
-    """`layer_types`, or by default full attention in every `pattern`-th layer and a window in the others."""
+def layer_types(fields: ConfigJson, pattern: int, other: str = SLIDING) -> list[str]:
+    """`layer_types`, or by default full attention in every `pattern`-th layer and `other` in the others."""
     count, types = fields.integer("num_hidden_layers"), fields.texts("layer_types")
     if not types:
-        return [SLIDING if (index + 1) % pattern else FULL for index in range(count)]
-    if unknown := sorted(set(types) - {FULL, SLIDING}):
-        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {SLIDING}")
+        return [other if (index + 1) % pattern else FULL for index in range(count)]
+    if unknown := sorted(set(types) - {FULL, other}):
+        raise fields.refuse("layer_types", f"{unknown[0]} is not supported; supported: {FULL}, {other}")
     if len(types) != count:
         raise fields.refuse("layer_types", f"{len(types)} types for num_hidden_layers, {count}")
     return types

@@ -31,7 +31,6 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from ....memory.pages.layout import MODULES
 from ...workload.fields import Strict, read_fields
 from ..setup import Setup
 from ..study import Order, load_study, make_setup, validated
@@ -66,7 +65,7 @@ class Price(Strict):
     rank: int = Field(default=0, ge=0)
     adapters: PositiveInt | None = None
     """The rank of every sequence, and the number of distinct adapters; default: one per sequence."""
-    targets: list[str] = list(MODULES)
+    targets: list[str] | None = None
     share: PositiveFloat = 1.0
     """Factor of the price, such as 1/32 for one of 32 layers."""
 

@@ -154,9 +154,9 @@ def price(wanted: Price) -> float:
         case "prefill":
             found = prefill_seconds(costs, wanted.rows, wanted.context, wanted.rank)
         case "load":
-            found = costs.link.seconds(geometry.adapter_bytes(wanted.rank, tuple(wanted.targets)))
+            found = costs.link.seconds(geometry.adapter_bytes(wanted.rank, wanted.targets))
         case "adapter":
-            found = float(geometry.adapter_bytes(wanted.rank, tuple(wanted.targets)))
+            found = float(geometry.adapter_bytes(wanted.rank, wanted.targets))
         case "kv":
             found = float(geometry.page_layout(1).page_bytes * wanted.context)
     return found * wanted.share

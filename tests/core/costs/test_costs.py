@@ -97,7 +97,7 @@ def test_rooflines_follow_from_the_shapes(name):
     """Weights, LM head and embeddings count once and only where they are computed."""
     profile, (bandwidth, rate) = load_profile(name), DEVICES[name]
     shapes, step = profile.geometry, profile.costs().step
-    weights = shapes.num_layers * sum(wide * high for wide, high in shapes.module_dims.values())
+    weights = shapes.projections.num_weights
     head = shapes.hidden_size * shapes.vocab_size
     kv_bytes = shapes.page_layout(1).page_bytes
     assert step.weights == pytest.approx(2 * weights / bandwidth, rel=1e-5)
@@ -158,8 +158,16 @@ def test_adapters_that_requests_share_are_read_once():
 
 
 def test_a_prompt_alone():
-    step = StepCost(base=1.0, ragged=0.5, weights=0.8, per_token=0.01, per_pair=0.001, per_kv_token=0.002,
-                    per_rank=0.03, per_token_rank=0.0001)  # fmt: skip
+    step = StepCost(
+        base=1.0,
+        ragged=0.5,
+        weights=0.8,
+        per_token=0.01,
+        per_pair=0.001,
+        per_kv_token=0.002,
+        per_rank=0.03,
+        per_token_rank=0.0001,
+    )
     costs = CostModel(Kernel.SGMV, step, DiskCost(), TransferCost())
     expected = 1.0 + 0.5 + 1.0 + 0.001 * 5050 + 0.002 * 100 + 0.03 * 8 + 0.0001 * 800
     assert costs.prefill_seconds(100, 8) == pytest.approx(expected)
@@ -171,7 +179,7 @@ def test_a_prompt_alone():
     kernel=st.sampled_from(Kernel),
 )
 def test_a_queue_is_its_prompts_in_one_step(prompts, kernel):
-    """Prompts of one length and one rank are as in a plan, but for what they attend to and what they share."""
+    """Prompts of one length and one rank cost as in a plan, except for attention and the shared part of a step."""
     costs = CostModel(
         kernel, StepCost(1.0, 0.5, 0.8, 0.01, per_rank=0.03, per_token_rank=1e-4), DiskCost(), TransferCost()
     )

@@ -127,11 +127,21 @@ def test_no_step_is_longer_than_the_model(gqa, seqs):
 
 
 def test_the_steps_tell_the_terms_apart(profiler):
-    """A machine that costs exactly what a model says is found to cost just that."""
+    """If a machine's times follow a cost model exactly, the profiler finds that model."""
     truth = StepCost(
-        base=3e-3, ragged=1e-3, weights=4 * 3e-4, per_token=3e-4, per_row=2e-4, per_padding=1.5e-4,
-        per_kv_token=1e-6, per_pair=4e-7, lora=3e-4, per_rank=2e-6, per_token_rank=1e-6, per_adapter_rank=1e-5,
-    )  # fmt: skip
+        base=3e-3,
+        ragged=1e-3,
+        weights=4 * 3e-4,
+        per_token=3e-4,
+        per_row=2e-4,
+        per_padding=1.5e-4,
+        per_kv_token=1e-6,
+        per_pair=4e-7,
+        lora=3e-4,
+        per_rank=2e-6,
+        per_token_rank=1e-6,
+        per_adapter_rank=1e-5,
+    )
     decodes, prefills = profiler.decode_plans(200), profiler.prefill_plans(80)
     work = [step_work(plan, Kernel.SGMV) for plan in decodes + prefills]
     exact = Samples(work, [truth.seconds(each) for each in work], 0.0)

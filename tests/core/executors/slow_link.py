@@ -1,4 +1,4 @@
-"""A link slower than this machine's memory, by which adapters come into a CPU's arena: what offload workers are for."""
+"""A link slower than this machine's memory, by which adapters come into a CPU's arena: the case for offload workers."""
 
 from __future__ import annotations
 

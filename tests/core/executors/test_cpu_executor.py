@@ -71,7 +71,7 @@ def test_why_steps_are_slow_is_said(subject, monkeypatch, caplog, found, isa, re
 
 
 def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(subject, monkeypatch):
-    """The native head's own draws: what torch draws from the same step's logits, without a second pass over them."""
+    """The native head samples by itself, as torch does from the same step's logits, without a second pass over them."""
     ways = [
         {"temperature": 1.0},
         {"temperature": 0.9, "top_p": 0.7},
@@ -119,7 +119,7 @@ def test_files_and_the_reader_count_element_types_alike():
 def test_where_the_processor_is_slow_in_the_models_dtype_torch_computes_in_float32(
     subject, monkeypatch, caplog, fast, total, dtype, said
 ):
-    """By the processor's features and the machine's memory alone; what lies in pages is the checkpoint's dtype."""
+    """By the processor's features and the machine's memory alone; pages hold the checkpoint's dtype."""
     monkeypatch.setattr(cpu_setup, "has_fast_products", lambda name: fast or name != "bfloat16")
     monkeypatch.setattr(cpu_setup, "total_bytes", lambda: total)
     config = {"model": subject("wide_heads").model, "memory_bytes": 8 << 20, "cpu_kernels": "torch", "threads": 1}

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from chorus.core.executors.cuda_exchange import CudaExchange
+from chorus.memory.pages.projections import dense_projections
 from chorus.memory.transfers import cuda_driver
 from chorus.memory.transfers.cuda_driver import CupyDriver
 from chorus.ops import native_library
-from chorus.ops.lora_offload import EXCHANGES_BYTES, group_widths, row_elems
+from chorus.ops.lora_offload import EXCHANGES_BYTES, product_widths, row_elems
 from chorus.ops.native_descriptors import EXCHANGE
 from chorus.ops.ranks import Ranks
 
@@ -27,8 +28,8 @@ pytestmark = [
 ]
 
 ROWS, LAYERS, RANK = 5, 3, 2
-SHAPES = 6, 10, 4, 2
-WIDTHS = group_widths(SHAPES)
+PRODUCTS = dense_projections(LAYERS, hidden=6, ffn=10, heads=2, kv_heads=1, head_dim=2).products
+WIDTHS = product_widths(PRODUCTS)
 EXCHANGES = [(layer, group) for layer in range(LAYERS) for group in range(len(WIDTHS))]
 
 
@@ -65,9 +66,9 @@ class Process:
 
     def _compute(self) -> None:
         asked = np.frombuffer((ctypes.c_char * EXCHANGES_BYTES).from_address(self.step.exchanges), EXCHANGE)[self.count]
-        assert (asked["layer"], asked["group"]) == EXCHANGES[self.count]
+        assert (asked["layer"], asked["product"]) == EXCHANGES[self.count]
         assert asked["active"].tolist()[:3] == [1, 0, 1]
-        inputs, outputs = WIDTHS[asked["group"]]
+        inputs, outputs = WIDTHS[asked["product"]]
         begin, end = self.step.share[self.number - 1 : self.number + 1]
         x = _floats(self.ranks.part(0), ROWS, inputs)[begin:end]
         a, b = self.step.weights[self.count]
@@ -93,7 +94,7 @@ class Step:
         self.exchanges = self._asked.ctypes.data
         self.driver = Driver()
         self.exchange = CudaExchange(
-            self.ranks[0], self.exchanges, self.driver, SHAPES, torch.float32, ROWS, torch.device("cpu")
+            self.ranks[0], self.exchanges, self.driver, PRODUCTS, torch.float32, ROWS, torch.device("cpu")
         )
         rng = np.random.default_rng(1)
         self.weights = [

@@ -60,7 +60,7 @@ def drive(files) -> Iterator[Callable[..., Driver]]:
 
     def make(dtype: str, *, reads: Reads | None = None, **config) -> Driver:
         model, paths = files(dtype)
-        config.setdefault("small_gemm", "on")  # two engines must agree, and what is measured may not be the same twice
+        config.setdefault("small_gemm", "on")  # two engines must agree, and two measurements may choose differently
         settings = EngineConfig(
             model=model, **{"device": "cuda", "memory_bytes": 64 << 20, "max_num_seqs": 8, "threads": 1, **config}
         )
@@ -128,7 +128,7 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
         assert {size: set(of) for size, of in backends.items() if size > 16} == {
             size: {GemmBackend.SMALL} if small_gemm == "on" or size > 32 else {GemmBackend.SMALL, GemmBackend.EXPANDED}
             for size in (24, 32, 40, 48, 56, 64)
-        }  # fmt: skip
+        }
     asked = list(zip(itertools.cycle(names(captured)), prompts(64, longest=8), strict=False))
     add_all(captured, asked, 6)
     add_all(eager, asked, 6)
@@ -145,8 +145,9 @@ def test_products_of_more_rows_in_graphs_equal_those_of_eager_steps(drive, small
     assert captured.drain() == eager.drain()
 
 
-@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"},
-                                    {"attention": "triton"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"}, {"attention": "triton"}], ids=str
+)
 def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     """The same plans, captured and not: every step's logits are the same bits, of decode rows and of prompts."""
     captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
@@ -259,7 +260,7 @@ def test_loads_and_evictions_between_replays(drive):
 
 
 def test_adapters_that_come_while_others_decode(drive):
-    """Read in threads and copied beside compute: a cold adapter's tokens are a warm one's."""
+    """Read in threads and copied during compute: a cold adapter's tokens are a warm one's."""
     warm, cold = drive("bfloat16"), drive("bfloat16", reads=ThreadReads())
     asked = list(zip(itertools.cycle(names(warm)), prompts(21, seed=5), strict=False))
     for index, (adapter, prompt) in enumerate(asked):
@@ -273,8 +274,8 @@ def test_adapters_that_come_while_others_decode(drive):
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="assistants run the native library")
 def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
-    """Handed over and collected by values in the stream, while a kernel holds the copies up for some tenths of a
-    second; in float32, where the two ways differ by rounding alone.
+    """Offloaded and collected by values in the stream, while a kernel delays the copies by some tenths of a second; in
+    float32, where the two paths differ by rounding alone.
     """
     warm, cold = drive("float32"), drive("float32", offload_workers=2, host_cache_bytes=1 << 28)
     executor = cold.executor.inner
@@ -297,7 +298,7 @@ def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
 
 
 def merge(driver: Driver, name: str) -> None:
-    """Have an adapter merged, beside a request of the base model."""
+    """Get an adapter merged while a request of the base model runs."""
     driver.run(f"load {name}", name, [3], max_tokens=1)
     store = driver.engine.store
     while store.tier(store.get(name)) is not Tier.DEVICE:  # its last copies may outlast the step
@@ -373,8 +374,17 @@ def test_merged_bfloat16_logits_are_as_close_to_float32_as_unmerged_ones(drive):
 
 
 def test_draws_and_logprobs_come_from_device_logits(drive):
-    params = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 3, "seed": 5,
-              "presence_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": {9: 1.0}}  # fmt: skip
+    params = {
+        "temperature": 0.9,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "logprobs": 3,
+        "seed": 5,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "logit_bias": {9: 1.0},
+    }
     cpu, gpu = drive("float32", device="cpu", cpu_kernels="torch"), drive("float32")
     mine, its = (driver.run("x", "a02-r16", [5, 6, 7], max_tokens=6, **params) for driver in (gpu, cpu))
     assert mine.tokens == its.tokens

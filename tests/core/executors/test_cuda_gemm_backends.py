@@ -16,8 +16,9 @@ from triton import compiler  # noqa: E402
 from chorus.core.executors.cuda_gemm_backends import NAMES, asked_backends, compile_ahead  # noqa: E402
 from chorus.core.model.batch import DOWN, GemmBackend  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
-from chorus.core.model.decoder import HEAD, DecoderModel  # noqa: E402
+from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
+from chorus.core.model.layer import HEAD  # noqa: E402
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
@@ -53,7 +54,7 @@ def model():
 
 
 def test_all_variants_are_compiled_ahead_beside_each_other(model):
-    """No step launches what was not compiled then: base or LoRA, of the first layer and of others, of any rows."""
+    """Steps launch only kernels that were compiled then: base or LoRA, first layer or another, for any rows."""
     threads: list[str] = []
     decoder, lora = model
     with idle_compiler():

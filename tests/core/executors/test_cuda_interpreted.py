@@ -27,7 +27,8 @@ from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, DOWN, QKV, GemmBackend
-from chorus.core.model.decoder import HEAD, DecoderModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.layer import HEAD
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
@@ -100,9 +101,16 @@ def drive(tiny):
 
 def make_config(tiny: Subject, **config) -> EngineConfig:
     defaults = {
-        "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 12, "block_tokens": 4,
-        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0,
-    }  # fmt: skip
+        "dtype": "float32",
+        "device": "cuda",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 12,
+        "block_tokens": 4,
+        "memory_bytes": 2 << 20,
+        "max_lora_rank": 32,
+        "threads": 1,
+        "mixed_graph_tokens": 0,
+    }
     return EngineConfig(model=tiny.model, **{**defaults, **config})
 
 
@@ -138,7 +146,7 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
 
 
 class Launches(LateDevice):
-    """Counts replays, and holds that what is captured is not run otherwise."""
+    """Counts replays, and checks that captured steps are always replayed."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +201,7 @@ def only_decode_rows(forward):
 
 
 def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
-    """Whatever an earlier, longer step has left behind it in the buffers, NaN among it."""
+    """Whatever an earlier, longer step has left in the buffers, NaN among it."""
     driver = drive(mixed_graph_tokens=12, adapters=["r17-all"], async_scheduling=False)
     check(driver, ask(driver, tiny, ("r17-all", 5, 1)))
     plan = next(plan for plan in driver.plans if plan.bucket is None and plan.num_tokens == 5)
@@ -212,7 +220,7 @@ def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
 
 
 def test_a_mixed_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny, monkeypatch):
-    """More decode rows behind the prompt than the captured tail has tiles for."""
+    """More decode rows after the prompt than the captured tail has tiles for."""
     monkeypatch.setattr(lora_state_cuda, "_MOST_TAIL", 1)
     monkeypatch.setattr(sys.modules[__name__], "LateDevice", Launches)
     driver = drive(mixed_graph_tokens=12, adapters=["r1-qv"], graph_capture="ahead", async_scheduling=False)
@@ -238,10 +246,18 @@ def test_merged_mixed_steps_are_computed_as_they_are(drive, tiny):
     assert driver.executor.inner.steps.mixed.graphs.keys == captured
 
 
-@pytest.mark.parametrize(("most", "sizes"), [
-    (0, ()), (1, (1,)), (32, (32,)), (50, (32, 50)), (64, (32, 64)), (200, (32, 64, 128, 192, 200)),
-    (512, (32, *range(64, 513, 64))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (0, ()),
+        (1, (1,)),
+        (32, (32,)),
+        (50, (32, 50)),
+        (64, (32, 64)),
+        (200, (32, 64, 128, 192, 200)),
+        (512, (32, *range(64, 513, 64))),
+    ],
+)
 def test_buckets_of_tokens(most, sizes):
     assert token_buckets(most) == sizes
 
@@ -302,7 +318,7 @@ class Addresses(LateDevice):
 
 
 def merge(driver: Driver, name: str) -> None:
-    """Have an adapter merged, beside a request of the base model."""
+    """Get an adapter merged while a request of the base model runs."""
     driver.run(f"load {name} {len(driver.answers)}", name, [3], max_tokens=1)
     driver.engine.merge(name)
     driver.add(beside := f"beside {name} {len(driver.answers)}", None, [5, 6], max_tokens=60)
@@ -404,7 +420,7 @@ class ComingTransfer:
 
 
 def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
-    """A prefill waits layer by layer, a decode step for all layers before it begins; what came too late is void."""
+    """A prefill waits layer by layer, a decode step for all layers before it begins; late results are discarded."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=2)
     check(driver, ask(driver, tiny, ("r1-qv", 3, 2), (None, 2, 3)))
     execute = driver.executor.inner.execute
@@ -486,7 +502,7 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
 
 @pytest.mark.parametrize("capture", ["ahead", "off"])
 def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, caplog, capture):
-    """Captured and eager, of several rows, padding and prompts among them; and what would mend is said."""
+    """Captured and eager, for several rows, padding and prompts; and the message names the fix."""
     stream = Stream()
 
     def choose(setup, wanted, scores):
@@ -536,15 +552,18 @@ def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):
         got = gpu.answers[name]
         assert got.tokens == answer.tokens
         assert len(got.logprobs) == len(answer.logprobs)
-        for mine, other in zip(got.logprobs + list(got.prompt_logprobs or ()),
-                               answer.logprobs + list(answer.prompt_logprobs or ()), strict=True):  # fmt: skip
+        for mine, other in zip(
+            got.logprobs + list(got.prompt_logprobs or ()),
+            answer.logprobs + list(answer.prompt_logprobs or ()),
+            strict=True,
+        ):
             assert mine.token_id == other.token_id
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
     engine.close()
 
 
 def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
-    """On a GPU a replay runs no Python, so that what the step before it kept would be taken for its own."""
+    """On a GPU a replay runs no Python, so values kept by the step before would be taken for its own."""
     driver = drive(adapters=[])
     steps = driver.executor.inner.steps
     monkeypatch.setattr(steps.graphs, "replay", lambda bucket, mode: None)
@@ -561,10 +580,14 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
 @pytest.mark.usefixtures("drawing_kernels")
 def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     asked = [
-        {"temperature": 0.8, "top_k": 5, "logprobs": 1}, {"temperature": 1.2, "top_p": 0.8},
-        {"temperature": 1.0, "logit_bias": {7: 2.0}}, {"max_tokens": 5}, {"max_tokens": 3, "logprobs": 2},
-        {"frequency_penalty": 1.5, "max_tokens": 6}, {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1},
-    ]  # fmt: skip
+        {"temperature": 0.8, "top_k": 5, "logprobs": 1},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 1.0, "logit_bias": {7: 2.0}},
+        {"max_tokens": 5},
+        {"max_tokens": 3, "logprobs": 2},
+        {"frequency_penalty": 1.5, "max_tokens": 6},
+        {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1},
+    ]
     answers, drivers = [], [drive(adapters=[]), drive(adapters=[], async_scheduling=False)]
     for driver in drivers:
         for index, params in enumerate(asked):
@@ -579,7 +602,7 @@ def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
 
 @pytest.mark.parametrize("padded", [0, 12])
 def test_steps_of_prompts_are_ahead_of_tokens_too(drive, tiny, padded):
-    """Chunks of prompts beside rows that go on from a drawn token, and answers of a call with and without a turn."""
+    """Chunks of prompts in steps with rows that continue from a sampled token; choices with and without a turn."""
     found, plans = [], []
     for is_async in (True, False):
         driver = drive(adapters=[], mixed_graph_tokens=padded, async_scheduling=is_async, prefix_cache=False)
@@ -682,9 +705,9 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 21), (True, 34)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 23), (True, 38)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
-    """A replay here calls what was captured, so that the kernels' launches are counted too."""
+    """A replay here calls the captured functions, so the kernels' launches are counted, too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)
     ask(driver, tiny, ("r1-qv", 2, 8), (None, 2, 8))
     for _ in range(4):
@@ -697,7 +720,7 @@ def test_a_step_enters_few_files(drive, tiny, arrives, most):
 
 
 class TimedDevice(LateDevice):
-    """Says of every way of a product the time that the test has planted, and notes what was asked for, and when."""
+    """Returns the time that the test has planted for each GEMM backend; records each measurement and its time."""
 
     def __init__(self, planted):
         super().__init__()
@@ -708,11 +731,12 @@ class TimedDevice(LateDevice):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                DecoderModel, "run_gemms",
+                DecoderModel,
+                "run_gemms",
                 lambda self, group, backend, x, residual, layers, lora: seen.append(
                     (group, backend, len(x), lora is not None)
                 ),
-            )  # fmt: skip
+            )
             work()
         (asked,) = seen
         self.asked.append((*asked, self.num_captures))
@@ -766,7 +790,7 @@ def test_products_are_by_what_takes_least_time_with_adapters_and_without(tiny, f
         for backend in GemmBackend
         for lora in (False, True)
         if group < HEAD or not (lora or backend is GemmBackend.EXPANDED)
-    }  # fmt: skip
+    }
     times = "qkv expanded (µs: library 1.5 + 3.0, small 1.0 + 2.5, expanded 1.0 + 2.0), o library"
     assert f"base products of 1 rows: {times}" in caplog.text
     executor.close()
@@ -786,9 +810,12 @@ def test_our_products_give_the_references_tokens(drive, tiny, float32_products, 
 def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float32_products):
     """Of rows that the larger tile holds, which are more than are expanded at once."""
     driver = drive(
-        small_gemm="fused", adapters=["r17-all", "r5-o-down"], max_num_seqs=18, max_num_batched_tokens=40,
+        small_gemm="fused",
+        adapters=["r17-all", "r5-o-down"],
+        max_num_seqs=18,
+        max_num_batched_tokens=40,
         graph_capture="lazy",
-    )  # fmt: skip
+    )
     names = [("r17-all", None, "r5-o-down")[index % 3] for index in range(18)]
     check(driver, ask(driver, tiny, *((name, 2, 3 + index % 2) for index, name in enumerate(names))))
     assert driver.executor.inner.steps.backends[18] == ((GemmBackend.EXPANDED,) * 4) + (GemmBackend.SMALL,)
@@ -820,8 +847,8 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
 
 
 def test_adapters_in_passes_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
-    """Beside an adapter in the weights, another one's rows take that one off and add their own: in launches behind the
-    product, one after the other.
+    """With one adapter in the weights, rows of another subtract it and add their own, in one launch after the other
+    that follow the GEMM.
     """
     driver = drive(small_gemm="fused", adapters=["r17-all", "r1-qv"], graph_capture="off")
     merge(driver, "r17-all")

@@ -1,9 +1,7 @@
 """Prompts that offload workers begin on the CUDA executor: kernels interpreted, streams of a driver that a test runs.
 
-<Run in a process that interprets, see `tests/interpreted.py`. Compute is done as it is launched, as the
-interpreter does, and so is what is handed over; the adapters' copies when the test says, or when compute waits for
-them.
->
+Run in a process that interprets, see `tests/interpreted.py`. Compute is done as it is launched, as the interpreter
+does, and so are offloaded computations; the adapters' copies end when the test says, or when compute waits for them.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ _MOST_SECONDS = 60.0
 
 
 class PromptDriver(FakeDriver):
-    """Its compute stream does at once what it is given, and waits for processes as long as a device would. When it
-    waits for a copy to the device, time goes by until that is done. `on_handover` is called with the number of words
-    that it has written so far.
+    """Its compute stream runs everything at once, and waits for processes as long as a device would. When it waits for
+    a copy to the device, time advances until the copy is done. `on_handover` is called with the number of words that it
+    has written so far.
     """
 
     def __init__(self):
@@ -96,8 +94,8 @@ class PromptDriver(FakeDriver):
 
 @pytest.fixture
 def with_offload(tiny, monkeypatch):  # noqa: F811
-    """`with_offload(workers, cold_start, **config)`: an engine on a late device with offload workers always chosen; its
-    adapters come by copies of a driver, beside which nothing else happens.
+    """`with_offload(workers, cold_start, **config)`: an engine on a late device with offload workers always chosen. A
+    driver copies its adapters, and does nothing else meanwhile.
     """
     made = []
 
@@ -127,7 +125,7 @@ def with_offload(tiny, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize(("workers", "padded"), [(1, 12), (2, 0)])
 def test_no_layer_is_there_and_the_tokens_are_the_references(with_offload, tiny, workers, padded):  # noqa: F811
-    """Chunks of prompts of several adapters and of none beside decode rows; of parts, of few modules and of all."""
+    """Prefill chunks of several adapters and of none, with decode rows; adapters of parts, of few modules, of all."""
     driver, _, offload = with_offload(workers, mixed_graph_tokens=padded, max_num_seqs=4)
     want = ask(driver, tiny, ("r17-all", 15, 3), (None, 5, 4))
     driver.step()

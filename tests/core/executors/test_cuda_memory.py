@@ -34,9 +34,16 @@ def test_refusal_has_the_numbers():
     with pytest.raises(OutOfDeviceMemory) as refused:
         num_pages(USE, PAGE, needed, 0.5)
     for part in (
-        "the arena may take 16.00 GiB (8192 pages)", "max_model_len needs 30.00 GiB (15360 pages)", "of 80.00 GiB",
-        "take 16.00 GiB", "a step 3.00 GiB", "graphs 1.00 GiB", "60.00 GiB are free", "lower max_model_len", "(0.5)",
-    ):  # fmt: skip
+        "the arena may take 16.00 GiB (8192 pages)",
+        "max_model_len needs 30.00 GiB (15360 pages)",
+        "of 80.00 GiB",
+        "take 16.00 GiB",
+        "a step 3.00 GiB",
+        "graphs 1.00 GiB",
+        "60.00 GiB are free",
+        "lower max_model_len",
+        "(0.5)",
+    ):
         assert part in str(refused.value)
 
 

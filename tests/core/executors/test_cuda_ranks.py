@@ -1,4 +1,4 @@
-"""Ranks on GPUs, without a GPU: what is refused; `test_cuda_ranks_interpreted.py` tests their steps."""
+"""TP ranks on GPUs, without a GPU: refusals; `test_cuda_ranks_interpreted.py` tests their steps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_rank_waits_for_no_device_between_two_messages():
 
 
 def test_images_alone_are_pinned_where_devices_add_up_among_themselves():
-    """What processors hand over is for a device that is the first rank alone."""
+    """CPU LoRA offload needs a device that is the only rank."""
     layout = MemoryLayout(2, 1 << 10, 64, 1 << 16)
     for is_woken in (True, False):
         driver, of = FakeDriver(), dataclasses.replace(layout, is_woken=is_woken)

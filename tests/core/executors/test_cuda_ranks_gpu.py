@@ -32,10 +32,19 @@ def drive(tmp_path) -> Iterator[Callable[..., Driver]]:
     engines: list[Engine] = []
 
     def make(size: int, **config) -> Driver:
-        settings = completed(EngineConfig(model=model, **{
-            "device": "cuda", "num_pages": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-            "tensor_parallel_size": size, **config,
-        }))  # fmt: skip
+        settings = completed(
+            EngineConfig(
+                model=model,
+                **{
+                    "device": "cuda",
+                    "num_pages": 512,
+                    "max_num_seqs": 8,
+                    "max_num_batched_tokens": 64,
+                    "tensor_parallel_size": size,
+                    **config,
+                },
+            )
+        )
         executor = RecordingExecutor(open_executor(settings))
         engines.append(Engine(settings, executor, ticking(), InlineReads()))
         for name, path in paths.items():

@@ -145,11 +145,14 @@ def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa
 
 
 def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
-    """Sampled tokens by seed, penalties, log-probabilities of answers and of prompts, beside a plain row, and ahead."""
+    """Sampling by seed, penalties, log-probabilities of answers and of prompts, next to a plain row, and ahead."""
     asked = [
-        {"temperature": 0.8, "top_k": 5, "logprobs": 1}, {"temperature": 1.2, "top_p": 0.8},
-        {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1}, {"prompt_logprobs": 1, "logprobs": 0}, {},
-    ]  # fmt: skip
+        {"temperature": 0.8, "top_k": 5, "logprobs": 1},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"repetition_penalty": 1.5, "temperature": 0.7, "logprobs": 1},
+        {"prompt_logprobs": 1, "logprobs": 0},
+        {},
+    ]
     found, ahead = [], []
     for size in (1, 2):
         driver = drive(adapters=["r5-o-down"], max_num_seqs=3) if size == 2 else one_rank(tiny)
@@ -197,7 +200,7 @@ def test_the_likeliest_token_is_of_all_ranks_shares(drive, monkeypatch, bad):
 
 def load_and_merge(driver: Driver, name: str) -> None:
     driver.run("load", name, [3], max_tokens=1)
-    while driver.engine.store.get(name).transfer is not None:  # another rank's copy may be behind this one's
+    while driver.engine.store.get(name).transfer is not None:  # another rank's copy may end later than this one's
         driver.step()
     merge(driver, name)
 
@@ -232,14 +235,21 @@ def four(tmp_path_factory) -> Subject:
 
 
 def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
-    """Beside a request that is aborted; then mixed steps with one adapter in the weights."""
+    """While a request is aborted; then mixed steps with one adapter in the weights."""
     monkeypatch.setattr(
         "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
     )
     driver = drive(
-        adapters=["r1-qv", "r5-o-down"], it=four, tensor_parallel_size=4, num_pages=22, memory_bytes=None,
-        preemption="swap", prefix_cache=False, mixed_graph_tokens=12, graph_capture="lazy",
-    )  # fmt: skip
+        adapters=["r1-qv", "r5-o-down"],
+        it=four,
+        tensor_parallel_size=4,
+        num_pages=22,
+        memory_bytes=None,
+        preemption="swap",
+        prefix_cache=False,
+        mixed_graph_tokens=12,
+        graph_capture="lazy",
+    )
     want = ask(driver, four, (None, 9, 16), ("r1-qv", 9, 16), (None, 10, 16), ("r1-qv", 11, 16))
     driver.add("aborted", "r5-o-down", [3, 4, 5], max_tokens=20)
     while not driver.answers["aborted"].tokens:
@@ -325,7 +335,7 @@ def gloo_collectives(shard, device, store, seconds):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, again):  # noqa: F811
-    """As on GPUs, but for the backend; a process may have others behind them."""
+    """As on GPUs, except for the backend; a process may run a second group of ranks after the first."""
     monkeypatch.setattr(worker_processes, "Popen", subprocess.Popen)
     settings = config_of(tiny, max_num_seqs=2, max_num_batched_tokens=16)
     executor = RecordingExecutor(CudaRanksExecutor(settings, RankDevices(late_device, no_driver, gloo_collectives)))
@@ -435,10 +445,13 @@ def ending_collectives(shard, device, store, seconds):
     return sys.exit(1) if shard.rank else NEVER.wait(600)
 
 
-@pytest.mark.parametrize(("open_collectives", "why"), [
-    (failing_collectives, "rank 1 of 2: MemoryError: no room"),
-    (ending_collectives, r"rank 1 of 2 has ended \(exit status 1\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("open_collectives", "why"),
+    [
+        (failing_collectives, "rank 1 of 2: MemoryError: no room"),
+        (ending_collectives, r"rank 1 of 2 has ended \(exit status 1\)"),
+    ],
+)
 def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_collectives, why):  # noqa: F811
     """NCCL has no end to its wait for it."""
     began = time.monotonic()

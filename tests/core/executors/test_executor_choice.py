@@ -91,9 +91,16 @@ def test_other_devices_are_refused(device):
         EngineConfig(model=".", device=device)
 
 
-@pytest.mark.parametrize("changes", [{"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 1.1},
-                                     {"max_lora_rank": 257}, {"graph_capture": "never"},
-                                     {"small_gemm": "always"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu_memory_utilization": 0},
+        {"gpu_memory_utilization": 1.1},
+        {"max_lora_rank": 257},
+        {"graph_capture": "never"},
+        {"small_gemm": "always"},
+    ],
+)
 def test_settings_of_a_gpu_have_limits(changes):
     with pytest.raises(ValidationError, match=next(iter(changes))):
         EngineConfig(model=".", **changes)

@@ -1,4 +1,4 @@
-"""The default arena: as large as the model wants, within what machine and control groups leave."""
+"""The default arena: as large as the model needs, within the limits of machine and control groups."""
 
 from __future__ import annotations
 

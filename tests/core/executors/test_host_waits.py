@@ -67,7 +67,7 @@ class _Event:
 
 
 class Copies(TorchDispatchMode):
-    """Copies from the host that torch makes itself: of `pinned` memory beside the host, and any others."""
+    """Copies from the host that torch makes itself: of `pinned` memory, and of any other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,9 +98,10 @@ def unread_arena(monkeypatch):
     """Adapters are copied into pages of the host's."""
     inner = adapters.open_dma
     monkeypatch.setattr(
-        adapters, "open_dma",
+        adapters,
+        "open_dma",
         lambda pages, *args, **kwargs: inner(torch.zeros(pages.shape, dtype=pages.dtype), *args, **kwargs),
-    )  # fmt: skip
+    )
 
 
 def _draw(tokens: torch.Tensor, logits: torch.Tensor, draws: torch.Tensor, num_limited: int) -> None:
@@ -144,7 +145,7 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
             for _ in range(5):
                 engine.step()
         assert copies.pageable == []
-        assert copies.num_pinned >= 5 * (1 if kind == "greedy" else 2)  # the plan's, and what is drawn by
+        assert copies.num_pinned >= 5 * (1 if kind == "greedy" else 2)  # the plan's and the sampling parameters
         assert device.num_waits - waits == 5 * 3  # pinned memory of two steps ago, and of the last plan; the tokens
 
 

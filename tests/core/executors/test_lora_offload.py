@@ -157,7 +157,8 @@ def test_what_a_worse_choice_has_cost_is_counted(subject, with_offload, cold_sta
     driver.engine.end_step(plan)
     regret = driver.engine.stats().cold_start_regret
     assert regret == offload.starts.regret_seconds
-    # a layer was lent for 40 s, and all would have come after 9 s; or they came 3 s late, and exchanges take no time
+    # a layer was offloaded for 40 s, and all layers had come after 9 s; or they came 3 s late, and exchanges take no
+    # time
     assert 20.0 < regret < 40.0 if cold_start is ColdStart.OFFLOAD else 0.5 < regret < 60.0
 
 
@@ -253,10 +254,13 @@ def test_offload_workers_leave_the_first_processor(monkeypatch):
     assert offload_worker_cpus(2) == [None, None]
 
 
-@pytest.mark.parametrize(("options", "why"), [
-    ({"cpu_kernels": "torch"}, "offload_workers is 1, but steps run on torch's operators"),
-    ({"tensor_parallel_size": 2}, "offload_workers is 1 and tensor_parallel_size is 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"cpu_kernels": "torch"}, "offload_workers is 1, but steps run on torch's operators"),
+        ({"tensor_parallel_size": 2}, "offload_workers is 1 and tensor_parallel_size is 2"),
+    ],
+)
 def test_what_can_not_be_offloaded_is_refused(subject, options, why):
     config = {"model": subject("gqa").model, "dtype": "float32", "memory_bytes": 8 << 20, "device": "cpu", **options}
     with pytest.raises((UnsupportedModel, DeviceError), match=why):

@@ -49,10 +49,17 @@ PLACES = [("gqa", 2, "torch"), ("gqa", 4, "native"), ("tied", 2, "native"), ("ti
 
 
 def settings_of(model, **config):
-    return EngineConfig(**{
-        "model": model.model, "dtype": "float32", "memory_bytes": 8 << 20, "threads": 1, "device": "cpu",
-        "tensor_parallel_size": 2, **config,
-    })  # fmt: skip
+    return EngineConfig(
+        **{
+            "model": model.model,
+            "dtype": "float32",
+            "memory_bytes": 8 << 20,
+            "threads": 1,
+            "device": "cpu",
+            "tensor_parallel_size": 2,
+            **config,
+        }
+    )
 
 
 @pytest.mark.parametrize(("model", "size", "kernels"), PLACES)
@@ -72,9 +79,14 @@ def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeyp
     it = subject("gqa")
     names = ["r1-all", "r16-down", None]
     driver = drive(
-        it, tensor_parallel_size=2, adapters={name: it.adapters[name] for name in names if name}, block_tokens=8,
-        max_num_batched_tokens=48, num_pages=60, preemption="swap",
-    )  # fmt: skip
+        it,
+        tensor_parallel_size=2,
+        adapters={name: it.adapters[name] for name in names if name},
+        block_tokens=8,
+        max_num_batched_tokens=48,
+        num_pages=60,
+        preemption="swap",
+    )
     arrive(driver, make_families(it, adapters=names, stems=(40,), seed=7, tokens=(16, 24)), seed=1)
     stats = driver.engine.stats()
     assert stats.num_prefix_hit_tokens > 30
@@ -83,16 +95,22 @@ def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeyp
 
 @pytest.mark.parametrize("model", ["gqa", "tied"])
 def test_async_steps_on_ranks(subject, drive, kernels, model, monkeypatch):
-    """Plans of async steps go to the ranks in rank 0's order, beside swapped requests."""
+    """Plans of async steps go to the ranks in rank 0's order, also while requests are swapped."""
     monkeypatch.setattr(
         "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
     )
     it = subject(model)
     names = ["r1-all", "r16-down", None]
     driver = drive(
-        it, tensor_parallel_size=2, adapters={name: it.adapters[name] for name in names if name}, block_tokens=8,
-        max_num_batched_tokens=48, num_pages=60, preemption="swap", is_async=True,
-    )  # fmt: skip
+        it,
+        tensor_parallel_size=2,
+        adapters={name: it.adapters[name] for name in names if name},
+        block_tokens=8,
+        max_num_batched_tokens=48,
+        num_pages=60,
+        preemption="swap",
+        is_async=True,
+    )
     cases = make_cases(it, 12, adapters=names, seed=11, tokens=(16, 24))
     add_all(driver, cases)
     check(driver, cases)
@@ -122,7 +140,7 @@ def test_the_likeliest_token_is_of_all_ranks_shares(subject, drive, bad, monkeyp
 
 
 def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
-    """Sampled tokens by seed, log-probabilities of answers and of prompts, beside a row of which no logits are kept."""
+    """Sampled tokens by seed, log-probabilities of answers and of prompts, next to a row whose logits are not kept."""
     it = subject("tied")
     found = []
     for size in (1, 2):
@@ -144,9 +162,7 @@ def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
 @pytest.mark.parametrize(("model", "is_async"), [("gqa", False), ("tied", True)])
 def test_merged_adapter_beside_others(subject, drive, kernels, model, is_async):
     it = subject(model)
-    driver = drive(
-        it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56, is_async=is_async
-    )  # fmt: skip
+    driver = drive(it, tensor_parallel_size=2, memory_bytes=16 << 20, max_num_batched_tokens=56, is_async=is_async)
     driver.run("load", "r33-all", [3], max_tokens=1)
     driver.engine.merge("r33-all")
     driver.add("beside", None, [5, 6, 7], max_tokens=60)
@@ -167,8 +183,8 @@ def test_merged_adapter_beside_others(subject, drive, kernels, model, is_async):
 
 @pytest.mark.parametrize(("size", "tokens"), [(2, 56), (4, 56), (2, 4)])
 def test_parts_of_other_layers_on_the_same_tokens(subject, drive, tmp_path, size, tokens):
-    """Parts without a layer in common lie in the same place of what ranks exchange; and where a decode step may have as
-    many tokens as any step, there is no room to exchange them.
+    """Parts without a layer in common share a place in the exchanged memory. If a decode step may have as many tokens
+    as any step, there is no room to exchange them.
     """
     model = subject("gqa").model
     patterns = {"rank_pattern": {"layers.1.self_attn.q_proj": 3}, "alpha_pattern": {"v_proj": 5}}
@@ -177,7 +193,7 @@ def test_parts_of_other_layers_on_the_same_tokens(subject, drive, tmp_path, size
     it = Subject(model, {"pattern": tmp_path / "pattern", "layers": tmp_path / "layers"})
     driver = drive(
         it, tensor_parallel_size=size, cpu_kernels="native", max_num_seqs=min(32, tokens), max_num_batched_tokens=tokens
-    )  # fmt: skip
+    )
     cases = make_cases(it, 9, seed=34, tokens=(6, 9))
     add_all(driver, cases)
     check(driver, cases)
@@ -202,8 +218,12 @@ def test_streamed_adapters_of_a_step_may_be_late_on_any_rank(subject, drive, ker
     """Layers come while the step runs; a row that misses them runs again, whichever rank missed them."""
     it = subject("gqa")
     driver = drive(
-        it, tensor_parallel_size=2, reads=(reads := ThreadReads(2)), max_load_stall_seconds=0.001, clock=None,
-    )  # fmt: skip
+        it,
+        tensor_parallel_size=2,
+        reads=(reads := ThreadReads(2)),
+        max_load_stall_seconds=0.001,
+        clock=None,
+    )
     cases = make_cases(it, 12, seed=5, tokens=(4, 8))
     for case in cases:
         add_all(driver, [case])
@@ -375,7 +395,7 @@ def test_a_rank_that_has_ended_before_it_is_watched_is_told_of(opened):
 
 
 def test_bytes_of_each_rank_are_said_beside_the_formulas(subject, opened, caplog):
-    """The formula of docs/explanation/memory.md; what a rank keeps is counted by the tensors that it reads."""
+    """The formula of docs/explanation/memory.md; a rank's memory is counted by the tensors that it reads."""
     with caplog.at_level(logging.INFO, "chorus"):
         opened()
     found = re.search(r"2 ranks: weights of ([\d.]+) \+ ([\d.]+) MiB \(V·h \+ h .*: ([\d.]+)\)", caplog.text)

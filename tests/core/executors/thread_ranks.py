@@ -15,7 +15,7 @@ from chorus.core.executors.rank import serve_messages
 
 
 class ThreadProcess:
-    """Runs what `python -m chorus.core.executors.rank` does on a thread; has what `subprocess.Popen` has of that."""
+    """Runs `python -m chorus.core.executors.rank` on a thread, with the part of `subprocess.Popen` that ranks use."""
 
     stdin = None
 

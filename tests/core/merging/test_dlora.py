@@ -218,9 +218,12 @@ def test_the_artifact_charges_a_switch_for_each_adapter_that_would_have_been_mer
 
 
 @given(
-    st.sampled_from([AdaptiveThresholds, ArtifactThresholds]), st.lists(counts, max_size=60),
-    st.floats(0.01, 0.2), st.floats(0.01, 0.2), st.integers(1, 5),
-)  # fmt: skip
+    st.sampled_from([AdaptiveThresholds, ArtifactThresholds]),
+    st.lists(counts, max_size=60),
+    st.floats(0.01, 0.2),
+    st.floats(0.01, 0.2),
+    st.integers(1, 5),
+)
 def test_thresholds_keep_their_order(kind, steps, merged, unmerged, period):
     batching = DynamicBatching()
     adaptive = kind(batching, Flat(merged, unmerged), period)

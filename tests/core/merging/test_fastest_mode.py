@@ -69,7 +69,7 @@ def test_requests_that_wait_begin_beside_those_left_out_as_far_as_memory_goes():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
 def test_a_merge_has_to_be_earned(share):
-    """It is made when what was lost without it, in tokens, is `EARNED` times what making it costs."""
+    """It is made when the tokens lost without it are worth `EARNED` times its cost."""
     policy = FastestMode(prices(merge=0.014 * share * 10 / EARNED, lora=0.004))
     steps = 0
     while policy.choose(state({A: 8}, step_seconds=0.014)).merged is None:
@@ -239,7 +239,7 @@ def test_a_price_that_was_guessed_too_high_is_mended_by_three_steps():
 
 
 class MergesLearned(LearnedPrices):
-    """Knows what steps take, and learns what a merge takes."""
+    """Knows the times of steps, and learns the time of a merge."""
 
     def __init__(self, true):
         super().__init__()
@@ -276,7 +276,7 @@ def merges_by_steps(prices, seconds, steps, matrices=60):
 def test_a_merge_that_turns_out_dear_is_given_up_until_it_has_been_earned():
     """It takes 60 steps and was taken to take 2: its first matrices say so, and the rest waits for its worth.
 
-    Each try doubles the price twice, as what was lost is `EARNED` = 2 times the price before.
+    Each try doubles the price twice, as the loss is `EARNED` = 2 times the price before.
     """
     learned = MergesLearned(prices(lora=0.0005))
     begun, done = merges_by_steps(learned, seconds=0.63, steps=6000)

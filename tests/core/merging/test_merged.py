@@ -35,7 +35,7 @@ def load(driver, *names):
 
 
 def merge(driver, name, prompt=(5, 6, 7)):
-    """Have an adapter merged, beside a request of the base model."""
+    """Get an adapter merged while a request of the base model runs."""
     load(driver, name)
     driver.engine.merge(name)
     driver.add(f"beside {name}", None, list(prompt), max_tokens=60)
@@ -65,7 +65,7 @@ def test_requests_of_the_merged_adapter_alone(subject, drive, model):
         add_all(driver, cases)
         check(driver, cases)
         assert modes(driver) == {StepMode.MERGED}
-        lora = driver.executor.rank._lora  # noqa: SLF001 - what the step was given
+        lora = driver.executor.rank._lora  # noqa: SLF001 - the step's input
         assert not lora.segments.rows, "rows of the merged adapter pay for it"
 
 

@@ -1,4 +1,4 @@
-"""Merging without a model: what its pauses are."""
+"""Merging without a model: its stalls."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def merging_of(num_runs, num_cached, clock):
     pool, order = PagePool(1 + 2 * num_runs), EvictionOrder()
     prefix = PrefixCache(pool, order, RestoreCosts(), 4)
     for page in pool.allocate(num_cached, PageKind.KV):
-        prefix.insert(0, None, [page], page)
+        prefix.insert(0, None, [page], [page])
         prefix.release([page])
     store = SimpleNamespace(hold=lambda adapter: None, let_go=lambda adapter: None, idle=lambda: ())
     reclaimer = Reclaimer(pool, order, store, prefix, ShadowPages(pool, order))

@@ -13,10 +13,12 @@ from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSp
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
-from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
+from chorus.memory.pages.layout import PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
-from chorus.ops.sgmv_tables import BEGIN, END, TABLE_ROW
+from chorus.ops.sgmv_tables import BEGIN, END, OFFSETS_B, TABLE_ROW
+
+from ...tables import hybrid_table
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM",
@@ -45,18 +47,21 @@ class Resident:
 
 
 def resident(rank: int) -> Resident:
-    part = AdapterPart(rank, 1.0, (0, 1), MODULES)
-    layout = AdapterLayout.build((part,), CONFIG.module_dims, 2, LAYOUT.page_elems, LAYOUT.itemsize)
+    part = AdapterPart(rank, 1.0, (0, 1), CONFIG.projections.names)
+    layout = AdapterLayout.build((part,), CONFIG.projections, LAYOUT.page_elems, LAYOUT.itemsize)
     return Resident(layout, SimpleNamespace(parts=(part,)), list(range(layout.num_pages)))
 
 
 @pytest.fixture
 def state() -> CudaLoraState:
     return CudaLoraState(
-        CONFIG, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT,
-        StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512), max_stall=0.0,
+        CONFIG,
+        torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16),
+        LAYOUT,
+        StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512),
+        max_stall=0.0,
         make_copy=lambda num_bytes: torch.Tensor.copy_,
-    )  # fmt: skip
+    )
 
 
 def begin(state: CudaLoraState, *rows: tuple[int, int]):
@@ -101,11 +106,67 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
     """Where a step has fewer adapters than the largest bucket has rows, rows share them, a tile each."""
     limits = StepLimits(MAX_RANK, adapters=1, rows=64, tokens=512)
     state = CudaLoraState(
-        CONFIG, torch.zeros(2, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT, limits, max_stall=0.0,
+        CONFIG,
+        torch.zeros(2, LAYOUT.page_elems, dtype=torch.bfloat16),
+        LAYOUT,
+        limits,
+        max_stall=0.0,
         make_copy=lambda num_bytes: torch.Tensor.copy_,
-    )  # fmt: skip
+    )
     for rows in (1, 16, 64):
         assert state.sample(rows).num_tiles == rows
         tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
         assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
         assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
+
+
+class TestLayersOfTwoKinds:
+    """Adapters of a model with linear attention have a part for each set of layers."""
+
+    TABLE = hybrid_table("LLAL", hidden=32, ffn=48)
+
+    @pytest.fixture
+    def state(self) -> CudaLoraState:
+        config = SimpleNamespace(projections=self.TABLE, num_layers=4)
+        return CudaLoraState(
+            config, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT,
+            StepLimits(MAX_RANK, adapters=4, rows=16, tokens=512), max_stall=0.0,
+            make_copy=lambda num_bytes: torch.Tensor.copy_,
+        )  # fmt: skip
+
+    def resident(self, rank: int) -> Resident:
+        parts = uniform_parts(self.TABLE, rank)
+        layout = AdapterLayout.build(parts, self.TABLE, LAYOUT.page_elems, LAYOUT.itemsize)
+        return Resident(layout, SimpleNamespace(parts=parts), list(range(layout.num_pages)))
+
+    def test_captured_steps_have_a_tile_for_each_part(self, state):
+        captured = state.bucket(4)
+        assert (
+            state.begin_bucket([self.resident(4), self.resident(16)], [0, 1, 0, BASE_LORA_INDEX], captured) is captured
+        )
+        assert (state.tables.passes, captured.num_tiles) == (1, 12)
+        tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
+        assert sorted(row[BEGIN] for row in tiles) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+    def test_tables_say_which_layers_have_a_module(self, state):
+        state.begin_bucket([self.resident(4)], [0], state.bucket(1))
+        for row in range(3):
+            offsets = state.tables.offsets[row].tolist()
+            names = {name for name in self.TABLE.names if offsets[OFFSETS_B + self.TABLE.id(name)] >= 0}
+            layers = [layer for layer, first in enumerate(state.tables.first_elem[row].tolist()) if first >= 0]
+            assert layers and all(list(self.TABLE.layers_of(name)) == layers for name in names)
+
+    def test_an_adapter_on_all_modules_of_one_layer_fits(self, state):
+        """Its slabs are longer than those of any part of an adapter on every layer."""
+        names = tuple(projection.name for projection in self.TABLE.layers[0])
+        part = AdapterPart(MAX_RANK, 1.0, (0,), tuple(name for name in self.TABLE.names if name in names))
+        layout = AdapterLayout.build((part,), self.TABLE, LAYOUT.page_elems, LAYOUT.itemsize)
+        one = Resident(layout, SimpleNamespace(parts=(part,)), list(range(layout.num_pages)))
+        assert state.begin_bucket([one], [0], captured := state.bucket(1)) is captured
+
+    def test_launches_are_of_the_layers_products(self, state):
+        assert [len(product.modules) for product in state.products] == [4, 1, 2, 1, 3, 1]
+        assert state.product_of == ((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 2, 3), (0, 1, 2, 3))
+
+    def test_sample_adapters_have_all_parts(self, state):
+        assert state.sample(4).num_tiles == 12

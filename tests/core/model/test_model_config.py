@@ -12,16 +12,22 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import HeadNorm
+from chorus.core.model.layers import GatedDeltaSpec, HeadNorm
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
 from chorus.core.model.weights import tensor_shapes
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -31,7 +37,7 @@ LLAMA3_SCALING = {
 
 
 def rope_of(config):
-    return config.layers[0].mixer.rope
+    return config.attention.rope
 
 
 @pytest.fixture
@@ -111,14 +117,14 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
     assert want.attention_scaling == own.attention_factor
 
 
-TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
+TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out] + ["Qwen3_5ForCausalLM"]
 SHAPES = {"hidden_size": 128, "num_attention_heads": 64, "num_hidden_layers": 8}
 OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
 
 
 @pytest.mark.parametrize("architecture", TEXT_ONLY)
 def test_defaults_are_those_of_transformers(tmp_path, architecture):
-    """Shapes alone mean what the same shapes and every field of transformers' configuration mean."""
+    """Shapes alone describe the same model as these shapes with all other fields of transformers' configuration."""
     import transformers
 
     is_internlm = architecture == "InternLM3ForCausalLM"  # which transformers computes by Llama's class
@@ -170,14 +176,36 @@ def test_biases_and_norms_by_architecture(read):
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 100}, None),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, None),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}, None),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True,
-          "max_window_layers": 1}, 100),
-        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 100, "use_sliding_window": True,
-          "layer_types": ["full_attention", "sliding_attention"]}, 100),
-        ({"architectures": ["Qwen3ForCausalLM"], "sliding_window": 100, "use_sliding_window": True,
-          "layer_types": ["full_attention"] * 2, "max_window_layers": 0}, None),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            100,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            100,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 2,
+                "max_window_layers": 0,
+            },
+            None,
+        ),
     ],
-)  # fmt: skip
+)
 def test_windows_of_layers(read, changes, window):
     config = read(**changes)
     assert config.window == window
@@ -191,8 +219,14 @@ def test_layers_of_several_kinds(read):
             architectures=["Qwen2ForCausalLM"], sliding_window=100, use_sliding_window=True, max_window_layers=1
         ).layers
     ] == [None, 100]
-    gemma = read(architectures=["Gemma3ForCausalLM"], num_hidden_layers=7, sliding_window=9, rope_theta=5e5,
-                 rope_scaling={"rope_type": "linear", "factor": 8.0}, head_dim=16)  # fmt: skip
+    gemma = read(
+        architectures=["Gemma3ForCausalLM"],
+        num_hidden_layers=7,
+        sliding_window=9,
+        rope_theta=5e5,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        head_dim=16,
+    )
     assert [layer.mixer.window for layer in gemma.layers] == [9, 9, 9, 9, 9, None, 9]
     assert {layer.mixer.rope for layer in gemma.layers[:5]} == {RopeConfig(16, 10000.0)}
     assert gemma.layers[5].mixer.rope == RopeConfig(16, 5e5, "linear", factor=8.0)
@@ -221,8 +255,11 @@ def test_a_norm_of_all_heads_is_refused_on_several_ranks(read):
 
 def test_longrope_ends_where_its_frequencies_change(read):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    phi = read(architectures=["Phi3ForCausalLM"], original_max_position_embeddings=128,
-               rope_scaling={"type": "longrope", **factors})  # fmt: skip
+    phi = read(
+        architectures=["Phi3ForCausalLM"],
+        original_max_position_embeddings=128,
+        rope_scaling={"type": "longrope", **factors},
+    )
     assert phi.max_context == 128
 
 
@@ -243,8 +280,10 @@ def test_token_ids_come_from_the_generation_configuration_first(read, tmp_path):
 # -- refusals
 
 WRONG = [
-    *(({name: ...}, f"{name} is missing") for name in
-      ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")),
+    *(
+        ({name: ...}, f"{name} is missing")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    ),
     ({"hidden_size": "64"}, "hidden_size is '64': a whole number"),
     ({"hidden_size": 64.0}, "hidden_size is 64.0"),
     ({"hidden_size": True}, "hidden_size is True"),
@@ -288,7 +327,7 @@ WRONG = [
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
     ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked"]}, "chunked is not supported"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
@@ -352,8 +391,8 @@ def test_real_models_parse_with_the_right_shapes(configs, name):
     raw = json.loads((configs / name / "config.json").read_text())
     config = read_model_config(configs / name)
     assert sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values()) == PARAMETERS[name]
-    assert config.module_dims["o_proj"] == (raw["num_attention_heads"] * raw["head_dim"], raw["hidden_size"])
-    assert config.module_dims["k_proj"][1] == raw["num_key_value_heads"] * raw["head_dim"]
+    assert config.projections["o_proj"].dims == (raw["num_attention_heads"] * raw["head_dim"], raw["hidden_size"])
+    assert config.projections["k_proj"].outputs == raw["num_key_value_heads"] * raw["head_dim"]
     assert config.dtype == "bfloat16"
     assert rope_of(config).theta == raw["rope_theta"]
     assert rope_of(config).type == ("llama3" if "Llama-3" in name else "default")
@@ -364,3 +403,58 @@ def test_real_models_parse_with_the_right_shapes(configs, name):
 
 def test_every_real_configuration_is_in_the_table(configs):
     assert {path.parent.name for path in configs.glob("*/config.json")} == set(PARAMETERS)
+
+
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {
+        "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8, "full_attention_interval": 3,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+}  # fmt: skip
+
+
+def test_gated_delta_net_stands_between_layers_of_attention(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    config = read_model_config(tmp_path)
+    assert [index for index, layer in enumerate(config.layers) if layer.attention] == [2, 5]
+    assert config.delta == GatedDeltaSpec(2, 6, 16, 8, eps=1e-6)
+    assert (config.delta.channels, config.delta.in_size) == (112, 112 + 48 + 12)
+    assert config.attention.output_gate
+    assert config.attention.rope == RopeConfig(8, 1e7)
+    shapes = tensor_shapes(config)
+    assert shapes["model.layers.0.linear_attn.in_proj_qkv.weight"] == (112, 64)
+    assert shapes["model.layers.0.linear_attn.conv1d.weight"] == (112, 1, 4)
+    assert shapes["model.layers.2.self_attn.q_proj.weight"] == (2 * 4 * 32, 64)
+    assert "model.layers.2.linear_attn.A_log" not in shapes
+    assert "model.layers.0.self_attn.q_proj.weight" not in shapes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"linear_num_value_heads": 5},
+            "linear_num_value_heads is 5: a multiple of linear_num_key_heads, 2",
+        ),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "Gated DeltaNet is supported with silu alone"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1: a whole number of at least 2 is needed"),
+        ({"layer_types": ["linear_attention"] * 8}, "no layer has attention"),
+        ({"layer_types": ["sliding_attention"] * 8}, "sliding_attention is not supported; supported: full_attention, "),
+    ],
+)
+def test_what_gated_delta_net_cannot_be_is_refused(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "text_config": {**QWEN3_5["text_config"], **changes}}))
+    with pytest.raises(UnsupportedModel, match=message):
+        read_model_config(tmp_path)
+
+
+def test_ranks_cannot_share_gated_delta_net(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size is 2, and ranks can't share .* set it to 1"):
+        Shard(0, 2).config(read_model_config(tmp_path))

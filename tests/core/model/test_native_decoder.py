@@ -1,4 +1,4 @@
-"""A model's layer specifications as the native decoder takes them, and what it refuses."""
+"""A model's layer specifications as the native decoder takes them, and its refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs_library = pytest.mark.skipif(not native_library.levels(), reason="needs th
 
 @dataclass
 class Config:
-    """Has of `ModelConfig` what the native decoder reads."""
+    """The part of `ModelConfig` that the native decoder reads."""
 
     layers: tuple[LayerSpec, ...]
     kind: Kind = field(default_factory=Kind)
@@ -39,10 +39,19 @@ class Config:
         kind = self.kind
         mixer, feed_forward = self.layers[0].mixer, self.layers[0].feed_forward
         names = {
-            "hidden_size": kind.hidden, "intermediate_size": feed_forward.size, "num_heads": mixer.num_heads,
-            "num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim, "q_size": mixer.q_size,
-            "kv_size": mixer.kv_size, "num_layers": len(self.layers), "vocab_size": VOCAB, "norm": kind.norm,
-        }  # fmt: skip
+            "hidden_size": kind.hidden,
+            "intermediate_size": feed_forward.size,
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_kv_heads,
+            "head_dim": mixer.head_dim,
+            "q_size": mixer.q_size,
+            "kv_size": mixer.kv_size,
+            "num_layers": len(self.layers),
+            "attention": mixer,
+            "delta": None,
+            "vocab_size": VOCAB,
+            "norm": kind.norm,
+        }
         return names[name] if name in names else getattr(kind, name)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
@@ -104,19 +113,27 @@ class TestValues:
 
     def test_everything_else(self):
         layer = replace(
-            changed(window=7, softcap=3.0, head_norm=HeadNorm.ALL, rope=None), norms=Norms.PARALLEL,
-            residual_multiplier=0.3, feed_forward=GatedSpec(80, Activation.GELU_TANH),
-        )  # fmt: skip
+            changed(window=7, softcap=3.0, head_norm=HeadNorm.ALL, rope=None),
+            norms=Norms.PARALLEL,
+            residual_multiplier=0.3,
+            feed_forward=GatedSpec(80, Activation.GELU_TANH),
+        )
         assert layer_values([layer], 1) == [
             native.LayerValues(
-                0.25, window=7, softcap=3.0, norms_all_heads=True, parallel=True, residual_multiplier=0.3,
+                0.25,
+                window=7,
+                softcap=3.0,
+                norms_all_heads=True,
+                parallel=True,
+                page_layer=0,
+                residual_multiplier=0.3,
                 activation=native.Activation.GELU,
             )
-        ]  # fmt: skip
+        ]
 
 
 class GivenWeights:
-    """Has of `Weights` what the native decoder asks for."""
+    """The part of `Weights` that the native decoder asks for."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -156,7 +173,7 @@ def test_a_model_of_a_configuration_and_weights(kind):
     position = torch.arange(length)
     attention = decoder.new_attention()
     attention.plan([0, length], torch.tensor([[1, 2, 3]]), [length])
-    batch = StepBatch(torch.tensor(tokens), position, position // BLOCK + 1, position % BLOCK, attention, None)
+    batch = StepBatch(torch.tensor(tokens), position, position % BLOCK, (position // BLOCK + 1)[None], attention, None)
     found, want = decoder.forward(batch), reference(model, tokens)
     assert (found - want).abs().max() < 2e-5 * want.std()
     decoder.close()

@@ -1,4 +1,4 @@
-"""Spans of a step: off by default, named stably, and around what they name."""
+"""Spans of a step: off by default, with stable names, and around the operations that they name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
+from chorus.core.model import layer as layer_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch
 
@@ -48,7 +49,7 @@ def test_marks_with_nvtx(monkeypatch):
 
 
 class Lora:
-    """Notes what the model asks of a step's adapters."""
+    """Records the model's calls for a step's adapters."""
 
     def __init__(self, log):
         self._log = log
@@ -77,20 +78,25 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         yield
 
     monkeypatch.setattr(model_module, "span", span)
+    monkeypatch.setattr(layer_module, "span", span)
     decoder = executor.decoder
     attention = decoder.new_attention()
     attention.plan([0, 2], torch.tensor([[1]]), [2])
     tokens = torch.tensor([3, 4])
     decoder.forward(
         StepBatch(
-            tokens, torch.arange(2), torch.ones_like(tokens), torch.arange(2), attention, Lora(log) if lora else None
+            tokens,
+            torch.arange(2),
+            torch.arange(2),
+            torch.ones_like(tokens)[None],
+            attention,
+            Lora(log) if lora else None,
         )
     )
     plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp", "mlp.gate_up", "mlp.down"]
-    full = [
-        "layer.{}", "wait.{}", "attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}",
-        "mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}",
-    ]  # fmt: skip
+    attention = ["attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}"]
+    mlp = ["mlp", "mlp.gate_up", "lora.gate_up", "gate_up.{}", "mlp.down", "lora.down", "down.{}"]
+    full = ["layer.{}", "wait.{}", *attention, *mlp]
     layers = decoder.config.num_layers
     want = [name.format(layer) for layer in range(layers) for name in (full if lora else plain)]
     assert log == [*want, "logits"]

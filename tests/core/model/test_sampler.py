@@ -36,11 +36,17 @@ def row(name, prompt, output=(), *, tokens=None, samples=True, seed=0, **params)
     known = [*prompt, *output]
     count = tokens or 1
     return ScheduledSequence(
-        request_id=name, lora_index=BASE_LORA_INDEX,
-        tokens=known[len(known) - count :], start=len(known) - count, pages=[],
-        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}), seed=seed, samples=samples,
-        token_ids=known, num_prompt_tokens=len(prompt),
-    )  # fmt: skip
+        request_id=name,
+        lora_index=BASE_LORA_INDEX,
+        tokens=known[len(known) - count :],
+        start=len(known) - count,
+        pages=[],
+        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}),
+        seed=seed,
+        samples=samples,
+        token_ids=known,
+        num_prompt_tokens=len(prompt),
+    )
 
 
 def logits_of(seed, rows=1, vocab=VOCAB):
@@ -58,7 +64,7 @@ def draw(rows, logits):
 
 
 def draw_on_device(rows, logits):
-    """Return what an executor on a GPU draws."""
+    """Return the tokens that an executor on a GPU samples."""
     return DeviceSampling(rows, chosen_of(logits), logits, EOS, fetch).result()
 
 
@@ -67,7 +73,7 @@ def fetch(values):
 
 
 def test_what_a_draw_fetches_has_its_most():
-    """The likeliest tokens of one row, and named tokens of another, are columns of all rows that are scored."""
+    """The most likely tokens of one row, and named tokens of another, are columns of all rows that are scored."""
     vocab, fetched = 2 * MAX_LOGPROBS, []
     named = {"logprobs": 0, "logprob_token_ids": tuple(range(MAX_LOGPROBS))}
     rows = [row("a", [3], logprobs=MAX_LOGPROBS), row("b", [3], **named)]
@@ -78,7 +84,7 @@ def test_what_a_draw_fetches_has_its_most():
 
 
 def chosen_of(logits):
-    """Return the tokens that a step on a GPU leaves there beside its logits, and whether they can be told."""
+    """Return the argmax that a step on a GPU leaves next to its logits, and whether it is well defined."""
     best, tokens = logits.max(-1)
     return torch.stack((tokens, best.isfinite().long()))
 
@@ -118,7 +124,7 @@ def test_min_tokens_is_that_of_transformers(seed, prompt, output, minimum):
     words=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=3), min_size=1, max_size=6),
 )
 def test_bad_words_are_those_of_transformers(seed, prompt, output, words):
-    """Over what was generated: a word whose beginning is the prompt's end is no generated word."""
+    """Only over generated tokens: a word that begins in the prompt does not count as generated."""
     logits = logits_of(seed)
     logits[0, 2:6] += 6
     generated = torch.tensor([[99, *output]])  # transformers needs a token to look at
@@ -137,8 +143,9 @@ def test_logit_bias_is_that_of_transformers(seed, bias):
     assert tokens_of([row("a", [3], logit_bias=bias)], logits) == want.tolist()
 
 
-@given(seed=st.integers(0, 10_000), prompt=prompts, output=outputs, presence=st.floats(-2, 2),
-       frequency=st.floats(-2, 2))  # fmt: skip
+@given(
+    seed=st.integers(0, 10_000), prompt=prompts, output=outputs, presence=st.floats(-2, 2), frequency=st.floats(-2, 2)
+)
 def test_presence_and_frequency_count_generated_tokens_only(seed, prompt, output, presence, frequency):
     logits = logits_of(seed)
     counts = torch.tensor([output.count(token) for token in range(VOCAB)])
@@ -151,9 +158,13 @@ def test_presence_and_frequency_count_generated_tokens_only(seed, prompt, output
 def test_everything_at_once_is_applied_in_the_documented_order(seed, prompt, output):
     logits = logits_of(seed)
     params = {
-        "min_tokens": 3, "bad_words": ((4,), (3, 6)), "logit_bias": {2: 2.5, 7: -3.0, 0: 9.0},
-        "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25,
-    }  # fmt: skip
+        "min_tokens": 3,
+        "bad_words": ((4,), (3, 6)),
+        "logit_bias": {2: 2.5, 7: -3.0, 0: 9.0},
+        "repetition_penalty": 1.7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
     ids, scores = torch.tensor([prompt + output]), logits.clone()
     scores = MinNewTokensLengthLogitsProcessor(len(prompt), 3, list(EOS), device="cpu")(ids, scores)
     scores = NoBadWordsLogitsProcessor([[4], [3, 6]])(torch.tensor([[99, *output]]), scores)
@@ -175,7 +186,7 @@ WAYS = [
 
 
 def test_rows_do_not_touch_each_other():
-    """A row draws the same token alone and beside rows with other parameters, and the logits stay as they are."""
+    """A row samples the same token alone and with rows of other parameters, and the logits stay as they are."""
     rows = [row(str(i), [2, 3], [4, 4], seed=i, **params) for i, params in enumerate(WAYS * 3)]
     logits = logits_of(5, len(rows))
     before = logits.clone()
@@ -341,11 +352,14 @@ def test_when_every_token_is_banned_the_row_fails_alone(params, temperature):
 
 
 @given(
-    seed=st.integers(0, 1000), allowed=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), prompt=prompts,
-    output=outputs, temperature=st.sampled_from([0.0, 1.0]),
-)  # fmt: skip
+    seed=st.integers(0, 1000),
+    allowed=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+    prompt=prompts,
+    output=outputs,
+    temperature=st.sampled_from([0.0, 1.0]),
+)
 def test_only_allowed_tokens_are_drawn(seed, allowed, prompt, output, temperature):
-    """As if the model knew no others: all else that is asked for applies to what is left."""
+    """As if the model knew no others: all other parameters apply to the remaining tokens."""
     logits = logits_of(seed)
     params = {"temperature": temperature, "seed": seed, "logit_bias": {3: 2.0}, "presence_penalty": 1.0, "top_p": 0.9}
     found = tokens_of([row("a", prompt, output, allowed_token_ids=tuple(allowed), **params)], logits.clone())
@@ -356,16 +370,24 @@ def test_only_allowed_tokens_are_drawn(seed, allowed, prompt, output, temperatur
 
 
 @given(
-    steps=st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=40), prompt=prompts, seed=st.integers(0, 99),
-    repetition=st.sampled_from([1.0, 1.4]), presence=st.sampled_from([0.0, 0.8]), frequency=st.sampled_from([0.0, 0.3]),
+    steps=st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=40),
+    prompt=prompts,
+    seed=st.integers(0, 99),
+    repetition=st.sampled_from([1.0, 1.4]),
+    presence=st.sampled_from([0.0, 0.8]),
+    frequency=st.sampled_from([0.0, 0.3]),
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4),
-)  # fmt: skip
+)
 def test_counts_that_are_kept_are_those_of_all_tokens(steps, prompt, seed, repetition, presence, frequency, bias):
-    """A row that goes on from step to step draws what a new one of the same tokens does."""
+    """A row that continues from step to step samples as a new one with the same tokens does."""
     params = {
-        "repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency,
-        "logit_bias": bias, "bad_words": ((2, 3), (5, 6, 7), (5, 6, 8), (9,)), "temperature": 1.0,
-    }  # fmt: skip
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "logit_bias": bias,
+        "bad_words": ((2, 3), (5, 6, 7), (5, 6, 8), (9,)),
+        "temperature": 1.0,
+    }
     going = row("a", prompt, **params)
     going.token_ids = list(prompt)
     for index, token in enumerate(steps):
@@ -509,23 +531,35 @@ class TestEngine:
             model = gqa.use(adapter)
             with torch.inference_mode():
                 output = model.generate(
-                    input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, repetition_penalty=1.3,
-                    bad_words_ids=words, eos_token_id=2, min_new_tokens=12, pad_token_id=0,
+                    input_ids=torch.tensor([prompt]),
+                    max_new_tokens=12,
+                    do_sample=False,
+                    repetition_penalty=1.3,
+                    bad_words_ids=words,
+                    eos_token_id=2,
+                    min_new_tokens=12,
+                    pad_token_id=0,
                     attention_mask=torch.ones(1, 12, dtype=torch.long),
-                )  # fmt: skip
+                )
             want[str(adapter)] = output[0, 12:].tolist()
             assert want[str(adapter)] != plain
             driver.add(
-                str(adapter), adapter, prompt, max_tokens=12, repetition_penalty=1.3, min_tokens=12, ignore_eos=False,
+                str(adapter),
+                adapter,
+                prompt,
+                max_tokens=12,
+                repetition_penalty=1.3,
+                min_tokens=12,
+                ignore_eos=False,
                 bad_words=tuple(map(tuple, words)),
-            )  # fmt: skip
+            )
         answers = driver.drain()
         assert {name: answer.tokens for name, answer in answers.items()} == want
 
     def test_a_request_that_bans_every_token_ends_with_an_error_and_no_other_does(self, gqa, drive):
         prompt = gqa.prompt(None, 10, 12, seed=2)
         driver = drive(gqa)
-        pairs = ((5, 5), (5, 6), (6, 5), (6, 6))  # so that nothing is left behind the first token
+        pairs = ((5, 5), (5, 6), (6, 5), (6, 6))  # so nothing may follow the first token
         driver.add("none", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), bad_words=pairs)
         driver.add("some", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), temperature=1.0, seed=3)
         driver.add("all", None, prompt, max_tokens=12)

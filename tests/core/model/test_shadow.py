@@ -31,7 +31,7 @@ class Slow(ShadowWeights):
         layer = SimpleNamespace(**dict.fromkeys(shadow.MATRICES))
         model = SimpleNamespace(layers=[layer], merge=self.make, use_merged=lambda layers: None)
         layout = SimpleNamespace(page_elems=PIECE_BYTES // 4)
-        lora = SimpleNamespace(rows_of=lambda adapter: [], modules=lambda group: [])
+        lora = SimpleNamespace(rows_of=lambda adapter: [], modules=lambda layer, group: [])
         super().__init__(model, SimpleNamespace(pages=self.pages, layout=layout), lora)
         monkeypatch.setattr(shadow, "replace", lambda layer, **changes: layer)
         start, runs = 0, []

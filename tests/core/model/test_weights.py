@@ -1,4 +1,4 @@
-"""Reading checkpoints: any dtype, any number of files, no second copy, and clear words for what is wrong."""
+"""Reading checkpoints: any dtype, any number of files, no second copy, and clear errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, sources, tensor_shapes
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 Q = "model.layers.1.self_attn.q_proj.weight"
 GATE = "model.layers.2.mlp.gate_proj.weight"
 
@@ -85,9 +91,11 @@ def test_projections_are_packed_in_order(checkpoint, files):
     for i in range(3):
         at = f"model.layers.{i}."
         for packed, part, names in (
-            ("qkv", "self_attn", "qkv"), ("o", "self_attn", "o"), ("gate_up", "mlp", ("gate", "up")),
+            ("qkv", "self_attn", "qkv"),
+            ("o", "self_attn", "o"),
+            ("gate_up", "mlp", ("gate", "up")),
             ("down", "mlp", ("down",)),
-        ):  # fmt: skip
+        ):
             for side, suffix in (("weight", ""), ("bias", "_bias")):
                 want = torch.cat([it.tensors[f"{at}{part}.{name}_proj.{side}"] for name in names])
                 assert torch.equal(found[f"{i}.{packed}{suffix}"], want)
@@ -285,9 +293,13 @@ def test_shard_without_its_tensors_is_noticed(checkpoint):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read"), ("{}", "weight_map is missing"), ('{"weight_map": []}', "weight_map is []"),
-     ('{"weight_map": {"a": 1}}', "weight_map.a is 1")],
-)  # fmt: skip
+    [
+        ("{", "cannot be read"),
+        ("{}", "weight_map is missing"),
+        ('{"weight_map": []}', "weight_map is []"),
+        ('{"weight_map": {"a": 1}}', "weight_map.a is 1"),
+    ],
+)
 def test_broken_index_is_named(checkpoint, text, message):
     it = checkpoint().save(2)
     (it.path / INDEX).write_text(text)

@@ -49,9 +49,14 @@ def first_token(checked: CheckedEngine, name: str, *streams: Stream, within: flo
 @pytest.mark.parametrize("tenant", ["", "other"])
 def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_async, count, tenant):
     checked = CheckedEngine(
-        InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=4, max_overtake_seconds=OVERTAKE, num_pages=400,
+        InlineReads(),
+        "ab",
+        max_adapters_per_step=1,
+        max_num_seqs=4,
+        max_overtake_seconds=OVERTAKE,
+        num_pages=400,
         is_async=is_async,
-    )  # fmt: skip
+    )
     stream = Stream(checked, "a", count)
     for _ in range(10):
         stream.go_on()
@@ -59,7 +64,7 @@ def test_neither_adapter_waits_for_an_answer_of_the_other_to_end(is_async, count
         checked.clock.now += STEP
     checked.add("b", "b", max_tokens=LONG, tenant=tenant)
     first_token(checked, "b", stream, within=OVERTAKE + 0.2)
-    checked.add("a again", "a", tenant=tenant or "another")  # behind none of its own
+    checked.add("a again", "a", tenant=tenant or "another")  # it waits for none of its own adapter
     first_token(checked, "a again", stream, within=OVERTAKE + 0.2)
     checked.drain()
 
@@ -88,9 +93,14 @@ def test_each_of_many_adapters_has_its_turn(most, slots, is_async):
     """More adapters than have their turn one after another: each waits for the bound and a round of the others."""
     names = "abcdefgh"
     checked = CheckedEngine(
-        InlineReads(), names, max_adapters_per_step=most, max_num_seqs=slots, max_overtake_seconds=OVERTAKE,
-        num_pages=800, is_async=is_async,
-    )  # fmt: skip
+        InlineReads(),
+        names,
+        max_adapters_per_step=most,
+        max_num_seqs=slots,
+        max_overtake_seconds=OVERTAKE,
+        num_pages=800,
+        is_async=is_async,
+    )
     streams = [Stream(checked, name, 1) for name in names]
     last = dict.fromkeys(names, checked.clock.now)
     rows = Counter()

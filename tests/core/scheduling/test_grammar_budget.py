@@ -1,4 +1,4 @@
-"""Heavy grammars beside other requests: by an injected clock, on which only grammars take time."""
+"""Heavy grammars next to other requests: by an injected clock, on which only grammars take time."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class SlowWork(GrammarWork):
 
 
 class TestMeasuring:
-    """What `GrammarWork` tells of grammars' times."""
+    """The times of grammars that `GrammarWork` reports."""
 
     @pytest.fixture
     def tokenizer(self):

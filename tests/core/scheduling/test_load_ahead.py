@@ -155,7 +155,7 @@ def test_what_was_checked_is_what_is_served(gqa, drive, tmp_path):
 
 
 def test_pinning_waits_for_no_read(gqa, drive):
-    """A pin is asked for again until its read has ended; the streams beside it go on meanwhile."""
+    """A pin is asked for again until its read has ended; other streams go on meanwhile."""
     go = threading.Event()
     driver = drive(gqa, reads=ThreadReads(1), clock=time.monotonic, adapter_read_seconds=30.0)
     engine, adapter = driver.engine, driver.engine.store.get(HUNG)

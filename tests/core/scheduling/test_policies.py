@@ -19,7 +19,7 @@ def request(tenant, prompt=10):
 
 
 def serve(policy, tenant, prompt=10, length=10, actual=None):
-    """Charge a request for what is expected, and once it has ended for what it was."""
+    """Charge a request for its expected tokens, and once it has ended for the actual ones."""
     made = request(tenant, prompt)
     policy.charge(made, length)
     if actual is not None:

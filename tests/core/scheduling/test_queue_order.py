@@ -334,10 +334,18 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     nobody who came later starts before a cold one. Where adapters take turns, nobody of its own adapter does.
     """
     checked = CheckedEngine(
-        None, "0123", num_pages=60, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, prefix_cache=True,
-        max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
+        None,
+        "0123",
+        num_pages=60,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=40,
+        prefix_cache=True,
+        max_adapters_per_step=max_adapters,
+        max_overtake_seconds=max_overtake,
+        lookahead=1,
+        seed=1,
         host_cache_bytes=host_pages * 256,
-    )  # fmt: skip
+    )
     engine, clock, asked = checked.engine, checked.clock, checked.asked
     started: dict[str, float] = {}
     here: dict[str, float] = {}  # since when each one's adapter has been in memory
@@ -366,8 +374,11 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
         arrival = it.request.arrival_time
         since = max(arrival + max_overtake, here[name])
         rivals = [other for other, e in asked.items() if max_adapters is None or e.adapter is it.adapter]
-        overtakers = [other for other in rivals if asked[other].request.arrival_time > arrival and
-                      since < started[other] < started[name]]  # fmt: skip
+        overtakers = [
+            other
+            for other in rivals
+            if asked[other].request.arrival_time > arrival and since < started[other] < started[name]
+        ]
         assert not overtakers, name
 
 
@@ -401,7 +412,7 @@ def test_where_no_adapter_may_run_no_tenant_is_looked_at(num_tenants):
 
 @given(st.data())
 def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
-    """Among many, some of whom have waited too long, while each is charged for what it begins."""
+    """Among many, some of whom have waited too long, while each is charged for the work that it begins."""
     tiers = data.draw(st.lists(st.sampled_from([None, *Tier]), max_size=20))
     tenants = [data.draw(st.sampled_from("abcdefgh")) for _ in tiers]
     costs = {each: data.draw(st.integers(1, 50)) for each in "abcdefgh"}

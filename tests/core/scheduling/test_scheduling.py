@@ -352,7 +352,7 @@ def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(
 
 
 def test_room_that_others_give_back_in_time_is_given_again():
-    """Two are near their end when a third comes: what they hold is what it will grow into."""
+    """Two are near their end when a third comes: the third grows into the pages that they hold now."""
     checked = CheckedEngine(num_pages=1 + 22, max_num_seqs=4)
     for name in "ab":
         checked.add(name, prompt=range(2, 14), max_tokens=21)
@@ -438,7 +438,7 @@ def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
 
 
 def test_a_step_ahead_of_rows_that_go_on_calls_nothing_for_each_though_others_wait():
-    """As the host plans it beside each step of the device, for hundreds of rows; counted, as calls need no quiet."""
+    """The host plans the next step while the device runs one. Counts calls, which need no quiet machine."""
 
     def fewest_calls(rows):
         checked = CheckedEngine(max_num_seqs=rows, max_num_batched_tokens=8 * rows, num_pages=1000, is_async=True)
@@ -533,9 +533,11 @@ WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.25, 0.5,
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1), st.integers(1, 200), WEIGHTS,
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1),
+    st.integers(1, 200),
+    WEIGHTS,
     st.sampled_from([0.0, 1.0, 3.5]),
-)  # fmt: skip
+)
 def test_a_split_is_max_min_fair_by_weight(wanted, amount, weights, others):
     """A tenant gets all that it wants, or for its weight no less than any; and nothing is left that is wanted."""
     level = max_min_level(amount, wanted, weights, others)
@@ -628,11 +630,9 @@ def test_tenants_are_told_with_their_requests():
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["add", "add", "step", "abort", "preempt"]), st.integers(0, 99)), max_size=60
-    ),
+    st.lists(st.tuples(st.sampled_from(["add", "add", "step", "abort", "preempt"]), st.integers(0, 99)), max_size=60),
     st.integers(1, 12),
-)  # fmt: skip
+)
 def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
     checked = CheckedEngine(adapters="abc", max_num_seqs=3, num_pages=40)
     scheduler = checked.engine.scheduler

@@ -1,4 +1,4 @@
-"""Shares of the slots: who begins though every slot is taken, and who sits out for it."""
+"""Shares of the slots: which requests begin though every slot is taken, and which are descheduled for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .test_scheduling import CheckedEngine, HeldReads
 
 
 def flooded(prompt_tokens=4, **config):
-    """A house in which every slot is taken by one tenant, with more of its requests behind them."""
+    """One tenant takes every slot, and more of its requests wait."""
     checked = CheckedEngine(**config)
     for index in range(8):
         checked.add(f"many {index}", prompt=[5] * prompt_tokens, max_tokens=30, tenant="many")
@@ -63,7 +63,7 @@ class TestWhoIsLeftOut:
         assert checked.computed == 8 * 33 + 6 * 14, "nothing is computed twice"
 
     def test_takes_the_row_of_a_request_that_ends_in_the_step_under_way(self):
-        """The step behind is planned before that one has ended."""
+        """The next step is planned before the one under way has ended."""
         checked = CheckedEngine(max_num_seqs=2, is_async=True)
         for index in range(2):
             checked.add(f"many {index}", max_tokens=24, tenant="many")
@@ -208,7 +208,7 @@ class TestNewcomer:
 
 class TestRoom:
     def test_who_sits_out_yields_its_pages(self):
-        """An arena for the flood and one newcomer: the second one takes the pages of who sits out for the first."""
+        """Room for the flood and one newcomer: a second one takes the pages of the one descheduled for the first."""
         checked = flooded(num_pages=1 + 4 * 9 + 4)
         for _ in range(20):
             checked.step()
@@ -223,7 +223,7 @@ class TestRoom:
         checked.drain()
 
     def test_who_made_way_does_not_begin_again_in_that_step(self):
-        """Sent back it is charged for less, so that it would come next, and take what it has given."""
+        """A request sent back is charged for less, so it would come next, into the slot that it has just left."""
         checked = CheckedEngine(num_pages=1 + 30)
         for index in range(2):
             checked.add(f"rich {index}", prompt=[5] * 4, max_tokens=16, tenant="rich")
@@ -316,7 +316,7 @@ class TestRoom:
 
 
 def test_an_tenant_with_a_request_held_back_does_not_come_anew():
-    """It keeps its turn: what it waits for is a prompt that another computes."""
+    """It keeps its turn: it waits for a prompt that another request computes."""
 
     class Arrivals(TokenCounters):
         seen = []
@@ -353,7 +353,7 @@ def made(tenant, index, decodes=True, cost=1.0):
 
 
 class Planted(TokenCounters):
-    """Charges what the test has planted in `charged`."""
+    """Charges the amounts that the test has planted in `charged`."""
 
     def charge(self, request, length):
         pass
@@ -369,7 +369,7 @@ def service_of(slots):
 
 
 def taken(slots, requests):
-    """What tenants were served, a step of the requests, of which none is paused, and the clock."""
+    """The service of each tenant after a step of the requests, none of them descheduled, and the clock."""
     service, clock = service_of(slots)
     running = service._running  # noqa: SLF001
     for request in requests:
@@ -429,7 +429,7 @@ def test_what_was_given_is_forgotten_once_it_has_ended():
 
 
 def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyond_a_row():
-    """Beside a tenant that had much lately, with no more rows than it has now."""
+    """Next to a tenant that had much lately, with no more rows than it has now."""
     checked = flooded()
     while checked.engine.scheduler.waiting:
         checked.step()

@@ -1,4 +1,4 @@
-"""The answers of a call beside other calls: nobody waits for long, nothing is lost, and a neighbour keeps its rate."""
+"""Choices of one request next to other requests: no long waits, nothing is lost, and a neighbour keeps its rate."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class PricedExecutor(FakeExecutor):
 
 
 class PricedDevice(PricedExecutor):
-    """Steps take this time one behind the other, from their launch on, beside the host."""
+    """Steps take this time one after another, from their launch on, while the host continues."""
 
     def __init__(self, clock, fixed, each):
         super().__init__(clock, fixed, each)
@@ -216,7 +216,7 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
     engine.add_request(request("neighbour", 1000))
     while not engine.scheduler.get("neighbour").num_output_tokens:
         engine.step()
-    for _ in range(200):  # until it has been found what turns cost
+    for _ in range(200):  # until the cost of turns has been measured
         engine.step()
     began, before = clock.now, engine.scheduler.get("neighbour").num_output_tokens
     for _ in range(500):
@@ -297,7 +297,7 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
 
 
 def told(answer):
-    """An answer without its scores, which may differ in the last bits with what shares a step."""
+    """An answer without its log-probabilities, whose last bits may depend on the other rows of a step."""
     return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]
 
 

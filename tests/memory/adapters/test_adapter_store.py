@@ -88,7 +88,7 @@ def register(store, **sizes):
 
 
 def check(store, pool, kv=()):
-    """The pool agrees with the store, and what the store keeps at hand with all that is registered."""
+    """The pool agrees with the store, and the store's indexes with all registered adapters."""
     pool.check_integrity([*store.holders(), (PageKind.KV, kv)])
     everything = sorted((name, store.get(name)) for name in store.names())
     assert sorted(store.registered()) == everything
@@ -770,14 +770,20 @@ def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backe
     assert slow.store.tier(a) is Tier.DISK
 
 
-# -- what is expected of reads
+# -- expected times of reads
 
 
 @pytest.mark.parametrize(
     ("quiet", "layer_seconds", "left"),
-    [(0.0, 0.0, 3 * 0.02), (0.07, 0.0, 3 * 0.02), (0.09, 0.0, math.inf), (0.0, 0.5, 3 * 0.5), (1.5, 0.5, 3 * 0.5),
-     (1.6, 0.5, math.inf)],
-)  # fmt: skip
+    [
+        (0.0, 0.0, 3 * 0.02),
+        (0.07, 0.0, 3 * 0.02),
+        (0.09, 0.0, math.inf),
+        (0.0, 0.5, 3 * 0.5),
+        (1.5, 0.5, 3 * 0.5),
+        (1.6, 0.5, math.inf),
+    ],
+)
 def test_the_rest_of_a_read_is_expected_by_what_reads_take_and_by_its_own_pace(
     pool, backend, monkeypatch, quiet, layer_seconds, left
 ):

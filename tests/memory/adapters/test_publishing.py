@@ -1,4 +1,4 @@
-"""What a load or a removal changes in a registry's names."""
+"""Changes to a registry's names by a load or a removal."""
 
 import sqlite3
 

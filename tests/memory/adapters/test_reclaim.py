@@ -1,4 +1,4 @@
-"""Making room: all or nothing, adapters and prefix blocks by one order, and never what is in use."""
+"""Making room: all or nothing, adapters and prefix blocks in one order, and never anything in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..fakes import FakeBackend
 
 
 class FixedCosts(RestoreCosts):
-    """Costs stay what the test says."""
+    """Costs stay as the test sets them."""
 
     def observe(self, name, seconds_per_page):
         pass
@@ -47,7 +47,7 @@ class Memory:
     def block(self, token, uses=1):
         """An unused block."""
         pages = self.pool.allocate(1, PageKind.KV)
-        block = self.prefix.insert(0, None, [token], pages[0])
+        block = self.prefix.insert(0, None, [token], pages[:1])
         self.prefix.release(pages)
         for _ in range(uses - 1):
             self.prefix.release(self.prefix.take([block], 1))
@@ -163,7 +163,7 @@ def test_reclaim_all_gives_back_chains_and_adapters():
     pages = memory.pool.allocate(4, PageKind.KV)
     parent = None
     for token, page in enumerate(pages):
-        parent = memory.prefix.insert(0, parent, [token], page)
+        parent = memory.prefix.insert(0, parent, [token], [page])
     memory.prefix.release(pages)
     assert memory.pool.num_free == 3
     assert memory.reclaimer.reclaim_all() == 7
@@ -205,7 +205,7 @@ def test_runs_evict_what_follows_a_cached_block_with_it():
     pages = memory.pool.allocate(10, PageKind.KV)
     block = None
     for token, page in enumerate(pages):
-        block = memory.prefix.insert(0, block, [token], page)
+        block = memory.prefix.insert(0, block, [token], [page])
     memory.prefix.release(pages)
     assert made_runs(memory, [2]) == [range(9, 11)]
     assert len(memory.prefix) == 8

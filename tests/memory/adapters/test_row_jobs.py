@@ -1,4 +1,4 @@
-"""Adapters read by jobs: what torch reads, whatever the shapes; and never from another file than was inspected."""
+"""Adapters read by jobs: the values that torch reads, for all shapes, and only from the inspected file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-LAYERS, PAGE_ELEMS = 3, 1024
+from ...tables import TINY, TINY_PATHS
+from ..files.loading import LAYERS, PAGE_ELEMS
+
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = [{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name] for name in ITEM_BYTES]
 
@@ -84,15 +82,15 @@ def read(manifest, layout, open_rows, dtype=torch.float32):
     buffers.take((layout.num_pages, PAGE_ELEMS), dtype).zero_()
     closed.clear()
     try:
-        read_image(manifest, ImageForm(layout, DIMS, PAGE_ELEMS, dtype), image, buffers, open_rows)
+        read_image(manifest, ImageForm(layout, TINY, PAGE_ELEMS, dtype), image, buffers, open_rows)
     finally:
         assert len(closed) == (open_rows is not None)
     return image.data, told
 
 
 def inspected(path):
-    manifest = inspect_adapter(path, DIMS, LAYERS)
-    return manifest, AdapterLayout.build(manifest.parts, DIMS, LAYERS, PAGE_ELEMS, 4)
+    manifest = inspect_adapter(path, TINY_PATHS)
+    return manifest, AdapterLayout.build(manifest.parts, TINY, PAGE_ELEMS, 4)
 
 
 @pytest.mark.parametrize("draft, dtype", DRAFTS.values(), ids=DRAFTS)
@@ -110,7 +108,7 @@ def test_adapters_of_one_shape_share_their_jobs(adapter_draft, tmp_path):
     found = []
     for seed in range(2):
         manifest, layout = inspected(adapter_draft(seed=seed).write(tmp_path / f"a{seed}"))
-        found.append((manifest.places, row_jobs(manifest.parts, manifest.places, layout, tuple(DIMS.items()))))
+        found.append((manifest.places, row_jobs(manifest.parts, manifest.places, layout, TINY)))
     assert found[0][0] is found[1][0]
     assert found[0][1] is found[1][1]
 
@@ -154,7 +152,7 @@ def test_places_are_packed_and_unpacked():
 
 def test_spans_that_lie_close_are_read_as_one(adapter_draft, tmp_path):
     manifest, layout = inspected(adapter_draft().write(tmp_path / "a"))
-    jobs = row_jobs(manifest.parts, manifest.places, layout, tuple(DIMS.items()))
+    jobs = row_jobs(manifest.parts, manifest.places, layout, TINY)
     assert jobs.layers == (range(LAYERS),)
     assert jobs.groups.tolist() == [[0, 1, 0, len(jobs.table)]]
     assert jobs.spans.tolist() == [[0, manifest.file_size]]

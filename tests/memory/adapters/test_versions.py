@@ -14,7 +14,7 @@ def put(names, name, label, keep=1):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [("a", ("a", "")), ("a@1", ("a", "1")), ("a@b@1", ("a@b", "1")), ("@1", ("@1", "")), ("a@", ("a@", ""))],
-)  # fmt: skip
+)
 def test_a_version_is_behind_the_last_mark(name, parts):
     assert split_version(name) == parts
 

@@ -13,12 +13,10 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
+from ...tables import TINY, TINY_PATHS
+
 PAGE_ELEMS = 1024
 LAYERS = 3
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Q0_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
@@ -26,10 +24,10 @@ Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_ELEMS):
     """Register and read, as the store does."""
-    manifest = inspect_adapter(path, DIMS, LAYERS)
-    layout = AdapterLayout.build(manifest.parts, DIMS, LAYERS, page_elems, dtype.itemsize)
+    manifest = inspect_adapter(path, TINY_PATHS)
+    layout = AdapterLayout.build(manifest.parts, TINY, page_elems, dtype.itemsize)
     image = HostImage()
-    read_image(manifest, ImageForm(layout, DIMS, page_elems, dtype), image, HostBuffers())
+    read_image(manifest, ImageForm(layout, TINY, page_elems, dtype), image, HostBuffers())
     assert image.stream.num_ready == LAYERS
     return manifest, layout, image.data
 

@@ -1,4 +1,4 @@
-"""Files of an adapter directory are opened once, stay what they were when looked at, and lie where they may."""
+"""Files of an adapter directory are opened once, stay as they were when inspected, and lie only where they may."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from chorus.memory.files.directory import MAX_PATH_BYTES, AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter, is_adapter_dir
 
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-LAYERS = 3
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+from ...tables import TINY_PATHS
+from .loading import CONFIG, WEIGHTS
 
 
 def num_open_files() -> int:
@@ -29,7 +25,7 @@ def num_open_files() -> int:
 def test_a_file_that_is_swapped_after_it_was_looked_at(adapter_draft, tmp_path, monkeypatch, name, make):
     """The file that is read is the one that was looked at, though a pipe, a directory or a device took its place."""
     path = adapter_draft().write(tmp_path / "a")
-    expected = inspect_adapter(path, DIMS, LAYERS)
+    expected = inspect_adapter(path, TINY_PATHS)
     opened, plain_open = [], os.open
 
     def open_and_swap(file, *args, **options):
@@ -41,7 +37,7 @@ def test_a_file_that_is_swapped_after_it_was_looked_at(adapter_draft, tmp_path, 
         return fd
 
     monkeypatch.setattr(os, "open", open_and_swap)
-    assert inspect_adapter(path, DIMS, LAYERS).parts == expected.parts
+    assert inspect_adapter(path, TINY_PATHS).parts == expected.parts
     assert name in opened
 
 
@@ -59,7 +55,7 @@ def test_what_is_no_regular_file_is_never_opened_for_reading(adapter_draft, tmp_
     monkeypatch.setattr(os, "open", watched)
     before = num_open_files()
     with pytest.raises(AdapterFormatError, match="not a regular file"):
-        inspect_adapter(path, DIMS, LAYERS)
+        inspect_adapter(path, TINY_PATHS)
     assert num_open_files() == before
     assert (name, True) in [(file, bool(flags & os.O_PATH)) for file, flags in modes]
     assert all(flags & os.O_NONBLOCK and flags & os.O_CLOEXEC for _, flags in modes)
@@ -75,15 +71,15 @@ def test_only_what_really_lies_below_the_roots_is_read(adapter_draft, tmp_path):
         os.unlink(path / name)
         os.symlink(outside / name, path / name)
         with pytest.raises(AdapterFormatError, match="lies outside the directories") as caught:
-            inspect_adapter(path, DIMS, LAYERS, [root])
+            inspect_adapter(path, TINY_PATHS, [root])
         assert str(caught.value).startswith(str(path / name))
-        inspect_adapter(path, DIMS, LAYERS)  # whoever set the server up may link to anywhere
+        inspect_adapter(path, TINY_PATHS)  # whoever set the server up may link to anywhere
     os.symlink(outside, root / "directory")
     with pytest.raises(AdapterFormatError, match="lies outside the directories"):
-        inspect_adapter(root / "directory", DIMS, LAYERS, [root])
+        inspect_adapter(root / "directory", TINY_PATHS, [root])
     sibling = draft.write(tmp_path / "root-and-more")
     with pytest.raises(AdapterFormatError, match="lies outside the directories"):
-        inspect_adapter(sibling, DIMS, LAYERS, [root])
+        inspect_adapter(sibling, TINY_PATHS, [root])
 
 
 def test_links_within_a_root_are_followed_as_in_caches(adapter_draft, tmp_path):
@@ -97,7 +93,7 @@ def test_links_within_a_root_are_followed_as_in_caches(adapter_draft, tmp_path):
         os.symlink(f"../../blobs/hash-of-{name}", snapshot / name)
     os.symlink(snapshot, tmp_path / "root" / "link")
     for path in (snapshot, tmp_path / "root" / "link"):
-        assert inspect_adapter(path, DIMS, LAYERS, [tmp_path / "root"]).rank == 4
+        assert inspect_adapter(path, TINY_PATHS, [tmp_path / "root"]).rank == 4
 
 
 def test_nothing_stays_open(adapter_draft, tmp_path):
@@ -106,12 +102,12 @@ def test_nothing_stays_open(adapter_draft, tmp_path):
     for roots in ([], [tmp_path], [tmp_path / "other"]):
         for _ in range(3):
             try:
-                inspect_adapter(path, DIMS, LAYERS, roots)
+                inspect_adapter(path, TINY_PATHS, roots)
             except AdapterFormatError:
                 assert roots == [tmp_path / "other"]
     (path / CONFIG).write_text("{}")
     with pytest.raises(AdapterFormatError):
-        inspect_adapter(path, DIMS, LAYERS)
+        inspect_adapter(path, TINY_PATHS)
     assert num_open_files() == before
 
 
@@ -140,4 +136,4 @@ def test_a_configuration_of_the_wrong_kind_still_means_an_adapter(tmp_path):
 def test_a_gguf_file_is_explained(tmp_path):
     (tmp_path / "adapter.gguf").write_bytes(b"GGUF")
     with pytest.raises(AdapterFormatError, match="a GGUF file, which is not read; save the adapter with PEFT"):
-        inspect_adapter(tmp_path / "adapter.gguf", DIMS, LAYERS)
+        inspect_adapter(tmp_path / "adapter.gguf", TINY_PATHS)

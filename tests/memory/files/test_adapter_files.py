@@ -1,4 +1,4 @@
-"""Adapter directories whose files are corrupt, of the wrong kind, or not what they were."""
+"""Adapter directories whose files are corrupt, of the wrong kind, or replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from chorus.memory.files.tensor_file import FileIdentity, TensorFile
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 
-from .loading import CONFIG, DIMS, PAGE_ELEMS, Q0_A, Q0_B, WEIGHTS, load, refusal
+from ...tables import TINY
+from .loading import CONFIG, PAGE_ELEMS, Q0_A, Q0_B, WEIGHTS, load, refusal
 
 
 def header_of(path: Path) -> tuple[dict, bytes]:
@@ -110,7 +111,8 @@ CORRUPT = {
     "many dimensions": (edited(lambda h: h[Q0_A].update(shape=[1] * 9)), WEIGHTS, Q0_A, "shape"),
     "many tensors": (
         edited(lambda h: {str(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(8193)}),
-        WEIGHTS, "8193 tensors",
+        WEIGHTS,
+        "8193 tensors",
     ),
     "header of two MiB": (lambda path: put_header(path, "{" + " " * (2 << 20) + "}", b""), WEIGHTS, "at most 1048576"),
     "weights a device": (made(WEIGHTS, lambda file: file.symlink_to("/dev/zero")), WEIGHTS, "not a regular file"),
@@ -141,7 +143,7 @@ CORRUPT = {
     "config a directory": (made(CONFIG, Path.mkdir), CONFIG, "not a regular file"),
     "config a pipe": (made(CONFIG, os.mkfifo), CONFIG, "not a regular file"),
     "config a loop": (looped(CONFIG), CONFIG, "cannot be read", "symbolic links"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CORRUPT)
@@ -177,7 +179,7 @@ def test_links_to_a_good_adapter_are_followed(adapter_draft, tmp_path):
     assert load(tmp_path / "link")[0].parts == load(path)[0].parts
 
 
-# -- what changes between registration and reading
+# -- changes between registration and reading
 
 
 def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_path):
@@ -185,7 +187,7 @@ def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_pa
     manifest, layout, _ = load(path)
 
     def read(it=manifest):
-        read_image(it, ImageForm(layout, DIMS, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
+        read_image(it, ImageForm(layout, TINY, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
 
     read()
     adapter_draft(seed=1).write(path)
@@ -220,4 +222,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(adapter_draft, tmp_path
 
     monkeypatch.setattr(TensorFile, "read_into", read_and_touch)
     with pytest.raises(AdapterFormatError, match="changed on disk"):
-        read_image(manifest, ImageForm(layout, DIMS, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())
+        read_image(manifest, ImageForm(layout, TINY, PAGE_ELEMS, torch.float32), HostImage(), HostBuffers())

@@ -13,14 +13,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import uniform_parts
 
-from .loading import CONFIG, DIMS, LAYERS, Q0_A, Q0_B, WEIGHTS, load, refusal
+from ...tables import TINY, TINY_PATHS, hybrid_table
+from ..conftest import Draft
+from .loading import CONFIG, LAYERS, Q0_A, Q0_B, WEIGHTS, load, refusal
 
 UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
 
 
-# -- what is read
+# -- accepted adapters
 
 
 @pytest.mark.pairs
@@ -33,15 +37,16 @@ def test_every_element_is_where_the_layout_says(adapter_draft, tmp_path, stored,
     it.tensors = {name: tensor.clamp(-9, 9) for name, tensor in it.tensors.items()}
     manifest, layout, image = load(it.write(tmp_path / "a"), served, page_elems)
     (part,), (place,) = manifest.parts, layout.parts
-    assert (part.rank, part.scale, part.layers, part.targets) == (rank, 2.0, (0, 1, 2), tuple(DIMS))
+    assert (part.rank, part.scale, part.layers, part.targets) == (rank, 2.0, (0, 1, 2), TINY.names)
     assert image.shape == (layout.num_pages, page_elems)
     slab_elems = place.slabs.slab_elems
     assert layout.num_pages == math.ceil(3 * rank * slab_elems / page_elems)
     image = image.view(-1)
     seen = torch.zeros(image.shape, dtype=torch.bool)
     for layer in range(LAYERS):
-        for m, (module, (d_in, d_out)) in enumerate(DIMS.items()):
-            key = f"base_model.model.model.layers.{layer}.{'self_attn' if m < 4 else 'mlp'}.{module}"
+        for m, projection in enumerate(TINY):
+            d_in, d_out = projection.dims
+            key = f"base_model.model.model.layers.{layer}.{projection.path}"
             a, b = (it.tensors[f"{key}.lora_{side}.weight"].to(served) for side in "AB")
             for i in range(rank):
                 slab = (layer * rank + i) * slab_elems
@@ -81,13 +86,13 @@ def test_ranks_and_scales_follow_peft(adapter_draft, tmp_path):
         ({}, ["self_attn.q_proj", "layers.1.mlp.down_proj", "c_attn"]),
     ]
     for number, (fields, targets) in enumerate(cases):
-        targets = list(DIMS) if targets is None else targets
+        targets = list(TINY.names) if targets is None else targets
         config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **fields)
         if targets == "all-linear":
-            config.target_modules = set(DIMS)
+            config.target_modules = set(TINY.names)
         expected = {}
         for layer in range(LAYERS):
-            for m, module in enumerate(DIMS):
+            for m, module in enumerate(TINY.names):
                 key = f"model.layers.{layer}.{'self_attn' if m < 4 else 'mlp'}.{module}"
                 found = check_target_module_exists(config, key)
                 if found and type(found).__name__ != "_ExcludedModule":
@@ -101,7 +106,7 @@ def test_ranks_and_scales_follow_peft(adapter_draft, tmp_path):
             for name, tensor in it.tensors.items()
             if (int(name.split(".")[4]), name.split(".")[6]) in expected
         }
-        manifest = inspect_adapter(it.write(tmp_path / str(number)), DIMS, LAYERS)
+        manifest = inspect_adapter(it.write(tmp_path / str(number)), TINY_PATHS)
         actual = {
             (layer, module): (part.rank, part.scale)
             for part in manifest.parts
@@ -116,16 +121,16 @@ def test_ranks_and_scales_follow_peft(adapter_draft, tmp_path):
 def test_null_target_modules_are_peft_s_default(adapter_draft, tmp_path):
     it = adapter_draft(("q_proj", "v_proj"))
     it.config["target_modules"] = None
-    assert inspect_adapter(it.write(tmp_path / "a"), DIMS, LAYERS).targets == ("q_proj", "v_proj")
+    assert inspect_adapter(it.write(tmp_path / "a"), TINY_PATHS).targets == ("q_proj", "v_proj")
 
 
 def test_thousands_of_manifests_share_what_is_equal(adapter_draft, tmp_path):
     paths = [adapter_draft(seed=i, base_model_name_or_path=f"org/{i}").write(tmp_path / str(i)) for i in range(3)]
-    first, *others = [inspect_adapter(path, DIMS, LAYERS) for path in paths]
+    first, *others = [inspect_adapter(path, TINY_PATHS) for path in paths]
     assert all(other.parts is first.parts for other in others)
 
 
-# -- what is refused: a change to a good adapter → words that the message must have
+# -- refusals: a change to a good adapter → words that the message must have
 
 
 def config(**fields):
@@ -158,7 +163,11 @@ REFUSED = {
     "one dimension": (tensor(Q0_A, lambda t: t.flatten()), WEIGHTS, Q0_A, "[64]"),
     "another base": (
         lambda it: (config(base_model_name_or_path="org/other")(it), tensor(Q0_A, lambda t: torch.ones(4, 99))(it)),
-        WEIGHTS, Q0_A, "[4, 99]", "'org/other'", "base model that it was trained on",
+        WEIGHTS,
+        Q0_A,
+        "[4, 99]",
+        "'org/other'",
+        "base model that it was trained on",
     ),
     "layer beyond": (extra(Q0_A.replace("layers.0", "layers.3"), 4, 16), WEIGHTS, "layer 3", "3 layers"),
     "leading zero": (extra(Q0_A.replace("layers.0", "layers.00"), 4, 16), WEIGHTS, "layers.00", "not supported"),
@@ -170,7 +179,11 @@ REFUSED = {
     "modules_to_save": (config(modules_to_save=["lm_head"]), CONFIG, "modules_to_save", "lm_head"),
     "saved module": (extra("base_model.model.lm_head.weight", 40, 16), WEIGHTS, "lm_head", "modules_to_save"),
     "resized vocabulary": (
-        extra("base_model.model.model.embed_tokens.weight", 44, 16), WEIGHTS, "embed_tokens", "44 rows", "resized",
+        extra("base_model.model.model.embed_tokens.weight", 44, 16),
+        WEIGHTS,
+        "embed_tokens",
+        "44 rows",
+        "resized",
         "save_embedding_layers=False",
     ),
     "trained norm": (extra("base_model.model.model.norm.weight", 16), WEIGHTS, "whole trained", "modules_to_save"),
@@ -178,8 +191,11 @@ REFUSED = {
     "unknown": (extra("base_model.model.something.else", 4), WEIGHTS, "something.else", "unknown", "save_pretrained"),
     "classifier's head": (extra("base_model.model.score.weight", 2, 16), WEIGHTS, "score", "classifier", "CAUSAL_LM"),
     "classifier": (
-        config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"]), CONFIG, "task_type is 'SEQ_CLS'",
-        "'score'", "CAUSAL_LM",
+        config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"]),
+        CONFIG,
+        "task_type is 'SEQ_CLS'",
+        "'score'",
+        "CAUSAL_LM",
     ),
     "embedding": (extra("base_model.model.model.embed_tokens.lora_embedding_A", 4, 40), WEIGHTS, "embedding"),
     "embedding target": (config(target_modules=["q_proj", "embed_tokens"]), CONFIG, "embed_tokens", "exclude_modules"),
@@ -232,7 +248,7 @@ REFUSED = {
     "int8": (tensor(Q0_A, lambda t: t.to(torch.int8)), WEIGHTS, Q0_A, "I8", "convert"),
     "fp8": (tensor(Q0_A, lambda t: t.to(torch.float8_e4m3fn)), WEIGHTS, Q0_A, "F8_E4M3", "convert"),
     "no tensors": (lambda it: it.tensors.clear(), WEIGHTS, "missing"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -364,4 +380,59 @@ def test_what_peft_saves_beside_a_resized_vocabulary_says_so(tiny_base, tmp_path
     message = refusal(tmp_path / "a")
     assert "48 rows" in message and "resized" in message and "save_embedding_layers=False" in message
     it.save_pretrained(tmp_path / "b", save_embedding_layers=False)
-    assert inspect_adapter(tmp_path / "b", DIMS, LAYERS).rank == 4, "as the message says"
+    assert inspect_adapter(tmp_path / "b", TINY_PATHS).rank == 4, "as the message says"
+
+
+# -- layers of two kinds
+
+HYBRID = hybrid_table("LLAL")
+
+
+def hybrid_draft(names=HYBRID.names, rank=4, **config):
+    """An adapter of the model of `HYBRID`, as PEFT saves it."""
+    tensors = {}
+    for layer, projections in enumerate(HYBRID.layers):
+        for each in projections:
+            if each.name in names:
+                key = f"base_model.model.model.layers.{layer}.{each.path}"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(rank, each.inputs)
+                tensors[f"{key}.lora_B.weight"] = torch.randn(each.outputs, rank)
+    base = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(names), "bias": "none"}
+    return Draft({**base, **config}, tensors)
+
+
+def hybrid_refusal(it, path):
+    with pytest.raises(AdapterFormatError) as caught:
+        inspect_adapter(it.write(path), ModulePaths(HYBRID))
+    return str(caught.value)
+
+
+def test_parts_of_an_adapter_have_layers_that_have_all_their_modules(tmp_path):
+    manifest = inspect_adapter(hybrid_draft().write(tmp_path / "a"), ModulePaths(HYBRID))
+    assert manifest.parts == tuple(sorted(uniform_parts(HYBRID, 4), key=lambda part: (part.layers, part.targets)))
+    assert manifest.targets == HYBRID.names
+    assert manifest.num_params(HYBRID) == 4 * HYBRID.rank_elems()
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.(mlp|linear_attn|self_attn)\..*_proj.*", list(HYBRID.names)])
+def test_targets_of_layers_of_two_kinds(tmp_path, targets):
+    manifest = inspect_adapter(hybrid_draft(target_modules=targets).write(tmp_path / "a"), ModulePaths(HYBRID))
+    assert manifest.targets == HYBRID.names
+
+
+def test_a_module_that_only_other_layers_have_is_refused_by_name(tmp_path):
+    it = hybrid_draft(("q_proj", "in_proj_z"))
+    key = "base_model.model.model.layers.3.self_attn.q_proj"
+    it.tensors |= {f"{key}.lora_A.weight": torch.zeros(4, 16), f"{key}.lora_B.weight": torch.zeros(16, 4)}
+    message = hybrid_refusal(it, tmp_path / "a")
+    assert "q_proj.lora_A.weight' is for q_proj of layer 3, which the base model has in layer 2 only" in message
+    it = hybrid_draft(("in_proj_z",), layers_to_transform=[2])
+    message = hybrid_refusal(it, tmp_path / "b")
+    assert "match none of" in message and "in_proj_z is not in layer 2, but in layers 0-1, 3" in message
+    assert "layer 1, but" not in hybrid_refusal(hybrid_draft(("lm_heads",)), tmp_path / "c")
+
+
+def test_a_missing_tensor_of_one_kind_of_layer_is_named(tmp_path):
+    it = hybrid_draft()
+    del it.tensors["base_model.model.model.layers.1.linear_attn.out_proj.lora_B.weight"]
+    assert "targets out_proj of layer 1" in hybrid_refusal(it, tmp_path / "a")

@@ -30,19 +30,17 @@ LAYERS = 3
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-VALUES = [
-    None, True, False, 0, 1, 2, 3, 4, 8, -1, 2**31, 10**30, 0.5, 16.0, -2.5, math.nan, math.inf, "", "4", "q_proj",
-    "lora", "all-linear", ".*", ".*_proj", r".*\.[qv]_proj", "(", "[0-9", "none", "LORA", "IA3", "gaussian", "pissa",
-    "\ud800", "\x00", [], [0], [0, 1], [2, 99], ["q_proj"], ["q_proj", "v_proj"], list(MODULES), ["lm_head"],
-    [None], [[]], {}, {"q_proj": 2}, {"q_proj": 4}, {r"layers\.0\..*": 4}, {"(": 1}, {"v_proj": "x"},
-    {"": 3}, {"x": {}},
-]  # fmt: skip
-FIELDS = [
-    "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "layers_to_transform",
-    "layers_pattern", "exclude_modules", "bias", "peft_type", "use_dora", "modules_to_save", "lora_bias",
-    "lora_dropout", "fan_in_fan_out", "init_lora_weights", "layer_replication", "target_parameters", "task_type",
-    "inference_mode", "base_model_name_or_path", "trainable_token_indices", "unheard_of",
-]  # fmt: skip
+_NUMBERS = [0, 1, 2, 3, 4, 8, -1, 2**31, 10**30, 0.5, 16.0, -2.5, math.nan, math.inf]
+_TEXTS = ["", "4", "q_proj", "lora", "all-linear", "none", "LORA", "IA3", "gaussian", "pissa", "\ud800", "\x00"]
+_PATTERNS = [".*", ".*_proj", r".*\.[qv]_proj", "(", "[0-9"]
+_LISTS = [[], [0], [0, 1], [2, 99], ["q_proj"], ["q_proj", "v_proj"], list(MODULES), ["lm_head"], [None], [[]]]
+_RANKS = [{}, {"q_proj": 2}, {"q_proj": 4}, {r"layers\.0\..*": 4}, {"(": 1}, {"v_proj": "x"}, {"": 3}, {"x": {}}]
+VALUES = [None, True, False, *_NUMBERS, *_TEXTS, *_PATTERNS, *_LISTS, *_RANKS]
+_SCALES = ["r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"]
+_TARGETS = ["target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"]
+_KINDS = ["peft_type", "use_dora", "bias", "lora_bias", "modules_to_save", "layer_replication", "fan_in_fan_out"]
+_TRAINING = ["lora_dropout", "init_lora_weights", "task_type", "inference_mode", "base_model_name_or_path"]
+FIELDS = [*_SCALES, *_TARGETS, *_KINDS, *_TRAINING, "trainable_token_indices", "unheard_of"]
 
 
 def good_adapters(draft, root: Path) -> list[Path]:
@@ -53,11 +51,14 @@ def good_adapters(draft, root: Path) -> list[Path]:
         draft(("q_proj", "v_proj"), 8, dtype=torch.bfloat16, use_rslora=True),
         draft(everywhere, 2, dtype=torch.float16, layers=(0, 2), layers_to_transform=[0, 2]),
         draft(
-            ("q_proj", "down_proj"), 3, ranks=lambda layer, module: 7 if module == "q_proj" else 1 if layer == 1 else 3,
-            rank_pattern={"q_proj": 7, "layers.1.mlp.down_proj": 1}, alpha_pattern={"layers.0.self_attn.q_proj": 9},
+            ("q_proj", "down_proj"),
+            3,
+            ranks=lambda layer, module: 7 if module == "q_proj" else 1 if layer == 1 else 3,
+            rank_pattern={"q_proj": 7, "layers.1.mlp.down_proj": 1},
+            alpha_pattern={"layers.0.self_attn.q_proj": 9},
         ),
         draft(("k_proj", "up_proj"), 5, target_modules=r".*\.(k|up)_proj"),
-    ]  # fmt: skip
+    ]
     return [it.write(root / str(number)) for number, it in enumerate(drafts)]
 
 
@@ -128,12 +129,22 @@ def edit_header(path, rng):
 
 
 def rename(name: str, rng: random.Random) -> str:
-    old, new = rng.choice([
-        ("lora_A", "lora_B"), ("lora_B", "lora_A"), ("layers.0", "layers.1"), ("layers.2", "layers.7"),
-        ("weight", "bias"), ("_proj", "_prok"), ("self_attn", "mlp"), ("base_model.", ""),
-        ("lora_A.weight", "lora_magnitude_vector"), ("lora_A", "lora_embedding_A"),
-        ("layers.", "layers.0"), ("layers.1", "layers.\u0661"),
-    ])  # fmt: skip
+    old, new = rng.choice(
+        [
+            ("lora_A", "lora_B"),
+            ("lora_B", "lora_A"),
+            ("layers.0", "layers.1"),
+            ("layers.2", "layers.7"),
+            ("weight", "bias"),
+            ("_proj", "_prok"),
+            ("self_attn", "mlp"),
+            ("base_model.", ""),
+            ("lora_A.weight", "lora_magnitude_vector"),
+            ("lora_A", "lora_embedding_A"),
+            ("layers.", "layers.0"),
+            ("layers.1", "layers.\u0661"),
+        ]
+    )
     return name.replace(old, new)
 
 
@@ -205,14 +216,13 @@ def swap_files(path, rng):
     shutil.copy(other / name, path / name)
 
 
-PIECES = [
-    "q", "v", "k", "up", "_proj", "_proj", "(q|v)", "(?:q|k)", "[qkv]", "[^v]", r"\.", ".", ".*", ".*", "layers", r"\d",
-    "self_attn", "mlp", "?", "+", "|", "^", "$", r"\b", "(?!mlp)", "(?=q)", "{2}", "(", ")", "[", "\\", "*", "é", "",
-]  # fmt: skip
+_NAMES = ["q", "v", "k", "up", "_proj", "_proj", "layers", "self_attn", "mlp", "(q|v)", "(?:q|k)", "[qkv]", "[^v]"]
+_SYNTAX = [r"\.", ".", ".*", ".*", r"\d", "?", "+", "|", "^", "$", r"\b", "(?!mlp)", "(?=q)", "{2}"]
+PIECES = [*_NAMES, *_SYNTAX, "(", ")", "[", "\\", "*", "é", ""]
 
 
 def edit_pattern(path, rng):
-    """A pattern that is taken must match what `re` matches; none of these keeps `re` for long."""
+    """An accepted pattern must match as `re` does; none of these keeps `re` for long."""
     config = json.loads((path / CONFIG).read_text())
     for _ in range(rng.choice([1, 1, 2])):
         pattern = "".join(rng.choices(PIECES, k=rng.randrange(1, 7)))
@@ -262,12 +272,25 @@ PREFIX = "base_model.model.model."
 STEMS = ["model.language_model", "language_model.model", "model.text_model"]
 
 DAMAGE = [
-    flip_header, flip_data, flip_config, resize, edit_header, edit_tensors, edit_config, edit_config, replace_file,
-    swap_files, edit_pattern, edit_pattern, long_numbers, wrap, zero,
-]  # fmt: skip
+    flip_header,
+    flip_data,
+    flip_config,
+    resize,
+    edit_header,
+    edit_tensors,
+    edit_config,
+    edit_config,
+    replace_file,
+    swap_files,
+    edit_pattern,
+    edit_pattern,
+    long_numbers,
+    wrap,
+    zero,
+]
 
 
-# -- what it should be
+# -- the expected values
 
 
 def read_with_peft(path: Path) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, float]]:

@@ -13,16 +13,12 @@ from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content
 from chorus.memory.files.tensor_file import TensorFile
 
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-LAYERS = 3
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+from ...tables import TINY_PATHS
+from .loading import WEIGHTS
 
 
 def inspect(path):
-    return inspect_adapter(path, DIMS, LAYERS)
+    return inspect_adapter(path, TINY_PATHS)
 
 
 def content(path):
@@ -91,10 +87,15 @@ def test_the_hash_is_of_what_is_computed(adapter_draft, tmp_path):
     save_file(dict(reversed(tensors.items())), again / WEIGHTS, {"format": "pt"})
     assert content(again).content_hash == first
     others = set()
-    for number, (fields, change) in enumerate([
-        ({"lora_alpha": 9}, None), ({"use_rslora": True}, None), ({"alpha_pattern": {"q_proj": 1}}, None),
-        ({}, lambda t: t.bfloat16()), ({}, lambda t: t + 1),
-    ]):  # fmt: skip
+    for number, (fields, change) in enumerate(
+        [
+            ({"lora_alpha": 9}, None),
+            ({"use_rslora": True}, None),
+            ({"alpha_pattern": {"q_proj": 1}}, None),
+            ({}, lambda t: t.bfloat16()),
+            ({}, lambda t: t + 1),
+        ]
+    ):
         one = adapter_draft(seed=3, **fields)
         if change:
             one.tensors = {name: change(tensor) for name, tensor in one.tensors.items()}

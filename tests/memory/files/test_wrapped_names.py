@@ -10,13 +10,9 @@ from transformers import AutoModel
 
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 
+from ...tables import TINY_PATHS
 from ..fakes import acquire_whole
 
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-LAYERS = 3
 STEMS = ["model.language_model", "language_model.model", "model.text_model", "language_model", ""]
 
 
@@ -28,7 +24,7 @@ def wrapped(draft, stem):
 
 
 def inspect(path):
-    return inspect_adapter(path, DIMS, LAYERS)
+    return inspect_adapter(path, TINY_PATHS)
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -55,8 +51,12 @@ def test_layers_within_a_wrapper_are_mapped(adapter_draft, tiny_engine, resident
 
 
 def test_patterns_see_the_names_that_the_wrapper_has(adapter_draft, tmp_path):
-    it = adapter_draft(("q_proj",), 4, ranks=lambda layer, module: 2 if layer == 1 else 4,
-                       rank_pattern={"model.language_model.layers.1.self_attn.q_proj": 2})  # fmt: skip
+    it = adapter_draft(
+        ("q_proj",),
+        4,
+        ranks=lambda layer, module: 2 if layer == 1 else 4,
+        rank_pattern={"model.language_model.layers.1.self_attn.q_proj": 2},
+    )
     manifest = inspect(wrapped(it, "model.language_model").write(tmp_path / "a"))
     assert {layer: part.rank for part in manifest.parts for layer in part.layers} == {0: 4, 1: 2, 2: 4}
 

@@ -20,7 +20,7 @@ def test_stuck_functions_take_no_more_threads_than_there_may_be():
     assert not stuck[0].cancel()
     go_on.set()
     assert all(future.result(30) for future in stuck)
-    for number in range(20):  # what has ended makes room before anybody hears of it
+    for number in range(20):  # ended work makes room before anybody hears of it
         assert threads.submit(lambda number=number: number).result(30) == number
     go_on.clear()
     again = [threads.submit(go_on.wait) for _ in range(3)]

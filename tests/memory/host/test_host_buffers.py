@@ -38,7 +38,7 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
 
 @pytest.mark.parametrize("count", [1, 10_000, 70_000])
 def test_memory_of_the_same_size_is_used_again_however_small_it_is(count):
-    """Else every read of a small adapter would leave one more idle mapping behind."""
+    """Otherwise every read of a small adapter would leave one more idle mapping."""
     buffers = HostBuffers()
     addresses = set()
     for _ in range(10):
@@ -77,7 +77,7 @@ class CollectingList(list):
 
 
 def test_the_garbage_collector_may_run_while_a_buffer_is_looked_for():
-    """It frees what is in cycles inside any line; a finalizer that waited for a lock held there would wait for good."""
+    """It may free cycles inside any line; a finalizer that waited for a lock held there would wait forever."""
     buffers = HostBuffers()
     cycle = [buffers.take((1 << 20,), torch.uint8)]
     cycle.append(cycle)

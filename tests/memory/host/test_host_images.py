@@ -491,7 +491,7 @@ def test_a_thread_that_cannot_be_started_fails_the_image_only(monkeypatch):
     images.close()
 
 
-# -- what may be dropped
+# -- images that may be dropped
 
 
 def test_what_is_held_is_not_dropped_for_others(images, reads):

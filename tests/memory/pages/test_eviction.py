@@ -1,4 +1,4 @@
-"""The one eviction order: dear, often used and small stays; what was once popular ages; what is wanted goes last."""
+"""The one eviction order: dear, often used and small entries stay; once popular ones age; wanted ones go last."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_added_again_has_its_new_priority():
 
 
 def test_what_was_popular_ages():
-    """Each eviction raises the clock, so newcomers overtake what is never used again (GreedyDual)."""
+    """Each eviction raises the clock, so newcomers overtake entries that are never used again (GreedyDual)."""
     order = EvictionOrder()
     order.add("once popular", 1, 1.0, 5)
     evicted = []

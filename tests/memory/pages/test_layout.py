@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.pages.layout import MODULES, ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout
+from chorus.memory.pages.layout import ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout, page_groups
+from chorus.memory.pages.projections import dense_projections
+from chorus.memory.pages.states import StateShape
+
+from ...tables import LLAMA, llama_table
 
 widths = st.integers(1, 300)
-dims_of_a_model = st.fixed_dictionaries({name: st.tuples(widths, widths) for name in MODULES})
-targets_of_an_adapter = st.sets(st.sampled_from(MODULES), min_size=1)
+dims_of_a_model = st.fixed_dictionaries({name: st.tuples(widths, widths) for name in LLAMA})
+targets_of_an_adapter = st.sets(st.sampled_from(LLAMA), min_size=1)
 itemsizes = st.sampled_from([1, 2, 4])
 
 
 @given(dims_of_a_model, targets_of_an_adapter, itemsizes)
 def test_slab_rows_are_aligned_disjoint_and_inside(dims, targets, itemsize):
-    slab = SlabLayout.build(dims, sorted(targets), itemsize)
+    slab = SlabLayout.build(llama_table(1, dims), sorted(targets), itemsize)
     spans = []
-    for index, name in enumerate(MODULES):
+    for index, name in enumerate(LLAMA):
         starts = (slab.a_offset[index], slab.b_offset[index])
         if name not in targets:
             assert starts == (-1, -1)
@@ -41,7 +46,7 @@ parts_of_an_adapter = st.lists(
         rank=st.integers(1, 70),
         scale=st.just(1.0),
         layers=st.sets(st.integers(0, 3), min_size=1).map(lambda layers: tuple(sorted(layers))),
-        targets=targets_of_an_adapter.map(lambda names: tuple(sorted(names, key=MODULES.index))),
+        targets=targets_of_an_adapter.map(lambda names: tuple(sorted(names, key=LLAMA.index))),
     ),
     min_size=1,
     max_size=4,
@@ -50,7 +55,7 @@ parts_of_an_adapter = st.lists(
 
 @given(dims_of_a_model, parts_of_an_adapter, itemsizes, st.integers(1, 5_000))
 def test_slabs_lie_end_to_end_and_only_the_last_page_has_room(dims, parts, itemsize, page_elems):
-    layout = AdapterLayout.build(parts, dims, 4, page_elems, itemsize)
+    layout = AdapterLayout.build(parts, llama_table(4, dims), page_elems, itemsize)
     spans = []
     for part, place in zip(parts, layout.parts, strict=True):
         assert [layer for layer in range(4) if place.first_elem[layer] >= 0] == list(part.layers)
@@ -67,7 +72,7 @@ def test_slabs_lie_end_to_end_and_only_the_last_page_has_room(dims, parts, items
 
 @given(dims_of_a_model, parts_of_an_adapter, itemsizes, st.integers(1, 5_000))
 def test_the_layers_runs_cover_the_adapter_once(dims, parts, itemsize, page_elems):
-    layout = AdapterLayout.build(parts, dims, 4, page_elems, itemsize)
+    layout = AdapterLayout.build(parts, llama_table(4, dims), page_elems, itemsize)
     runs = sorted(run for layer in range(4) for run in layout.layer_ranges(layer))
     assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
     assert runs[-1][1] == layout.num_elems
@@ -76,21 +81,86 @@ def test_the_layers_runs_cover_the_adapter_once(dims, parts, itemsize, page_elem
 def test_numbers_of_a_known_model():
     """Llama-3.1-8B in bf16: a page of 16 tokens is exactly 2 MiB."""
     hidden, kv, ffn = 4096, 1024, 14336
-    dims = {
-        "q_proj": (hidden, hidden),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (hidden, ffn),
-        "up_proj": (hidden, ffn),
-        "down_proj": (ffn, hidden),
-    }
+    table = dense_projections(32, hidden, ffn, heads=32, kv_heads=8, head_dim=128)
     layout = PageLayout(32, 8, 128, 16, 2)
     assert layout.page_bytes == 2 << 20
     assert layout.block_tokens == 16
     assert [layout.pages_for_tokens(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-    slab = SlabLayout.build(dims, ["q_proj", "v_proj"], 2)
+    slab = SlabLayout.build(table, ["q_proj", "v_proj"], 2)
     assert slab.slab_elems == hidden + hidden + hidden + kv
-    part = AdapterPart(16, 1.0, tuple(range(32)), MODULES)
-    adapter = AdapterLayout.build([part], dims, 32, layout.page_elems, layout.itemsize)
+    part = AdapterPart(16, 1.0, tuple(range(32)), LLAMA)
+    adapter = AdapterLayout.build([part], table, layout.page_elems, layout.itemsize)
     assert adapter.num_pages * layout.page_bytes == adapter.num_elems * 2 == 80 << 20, "not a byte is left over"
+
+
+windows_of_layers = st.lists(st.sampled_from([None, None, 7, 100]), min_size=1, max_size=62)
+
+
+class TestPageGroups:
+    @given(windows_of_layers)
+    def test_every_layer_is_in_one_group_with_its_window(self, windows):
+        groups = page_groups(windows)
+        assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+        assert all(windows[layer] == group.window for group in groups for layer in group.layers)
+
+    @given(windows_of_layers)
+    def test_layers_without_a_window_fill_their_pages(self, windows):
+        groups, size = page_groups(windows), len(page_groups(windows)[0].layers)
+        assert all(len(group.layers) == size for group in groups if group.window is None)
+        assert max(len(group.layers) for group in groups) == size
+        assert 8 * size * len(groups) <= 9 * len(windows)
+
+    def test_known_models(self):
+        """Gemma 3 of 1B, 4B and 27B, OLMo 3 of 7B, and a model without windows."""
+        for interval, layers, size, count in (
+            (6, 26, 4, 7),
+            (6, 34, 5, 7),
+            (6, 62, 5, 13),
+            (4, 32, 8, 4),
+            (1, 32, 32, 1),
+        ):
+            groups = page_groups([None if layer % interval == interval - 1 else 1024 for layer in range(layers)])
+            assert (len(groups[0].layers), len(groups)) == (size, count)
+
+    @given(windows_of_layers, st.integers(1, 16), st.integers(0, 400), st.integers(1, 40))
+    def test_pages_hold_what_a_request_sees(self, windows, block, tokens, chunk):
+        """A request with so many tokens, of which it computes the last ones, never has more pages than are said."""
+        layout = PageLayout(len(windows), 1, 8, block, 4, tuple(windows))
+        chunk = min(chunk, tokens)
+        seen = 0
+        for window in layout.group_windows:
+            first = 0 if window is None else max(0, tokens - chunk - window + 1)
+            seen += len({position // block for position in range(first, tokens)})
+        assert seen <= layout.pages_for_tokens(tokens, chunk)
+
+    @given(windows_of_layers, st.integers(1, 16), st.integers(0, 300), st.integers(1, 9))
+    def test_the_most_tokens_in_so_many_pages(self, windows, block, pages, chunk):
+        layout = PageLayout(len(windows), 1, 8, block, 4, tuple(windows))
+        fit = layout.tokens_in_pages(pages, chunk, most=500)
+        assert layout.pages_for_tokens(fit, chunk) <= pages or not fit
+        assert fit >= 500 or layout.pages_for_tokens(fit + 1, chunk) > pages
+
+    @given(st.integers(1, 60), st.integers(1, 16), st.integers(0, 200))
+    def test_a_page_leaves_when_its_last_token_is_behind_the_window(self, window, block, computed):
+        layout = PageLayout(1, 1, 8, block, 4, (window,))
+
+        def left(position):
+            return sum(last < position - window + 1 for last in range(block - 1, 600, block))
+
+        leaving = layout.first_leaving(computed)
+        assert left(leaving) > left(computed)
+        assert all(left(position) == left(computed) for position in range(computed, leaving))
+
+    def test_gemma_3_serves_four_times_the_requests(self):
+        """64 requests of 8k tokens, one of them with a chunk of its prompt, to the 1B model take fewer bytes than 16
+        with full attention.
+        """
+        windows = tuple(None if layer % 6 == 5 else 512 for layer in range(26))
+        layout, full = PageLayout(26, 1, 256, 16, 2, windows), PageLayout(26, 1, 256, 16, 2)
+        pages = 63 * layout.pages_for_tokens(8192) + layout.pages_for_tokens(8192, chunk=1024)
+        assert pages * layout.page_bytes <= 16 * full.pages_for_tokens(8192) * full.page_bytes
+
+    def test_no_request_may_have_a_state_in_pages_that_are_too_small(self):
+        shape = StateShape(num_layers=2, conv_elems=10, num_heads=3, head_elems=300)
+        with pytest.raises(ValueError, match="a page has 1024 bytes, and a part of a layer's state takes 1200"):
+            PageLayout(1, 1, 8, 16, 4, state=shape)

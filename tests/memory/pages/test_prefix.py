@@ -22,14 +22,14 @@ class Memory:
         self.step = step
 
     def start(self, version, tokens):
-        """A request that computes `tokens`, using and making known what it can. Returns its block table and hits."""
+        """A request that computes `tokens`, and uses and fills the cache. Returns its block table and hits."""
         blocks = self.prefix.match(version, tokens)
         table = BlockTable(self.pool, self.prefix, self.step, self.prefix.take(blocks, len(tokens)))
         table.grow(len(tokens))
         parent = blocks[-1] if blocks else None
         for index in range(len(blocks), len(tokens) // self.step):
             piece = tokens[index * self.step : (index + 1) * self.step]
-            parent = self.prefix.insert(version, parent, piece, table.pages[index])
+            parent = self.prefix.insert(version, parent, piece, table.pages[index : index + 1])
             if parent is None:
                 break
         return table, len(blocks)
@@ -96,8 +96,8 @@ def test_only_equal_tokens_of_the_same_version_match(memory):
 def test_scopes_share_nothing_and_leave_nothing_behind(memory):
     tokens = tuple(range(STEP))
     pages = memory.pool.allocate(2, PageKind.KV)
-    assert memory.prefix.insert(1, None, tokens, pages[0], ("a", "")) is not None
-    assert memory.prefix.insert(1, None, tokens, pages[1], ("b", "")) is not None
+    assert memory.prefix.insert(1, None, tokens, pages[:1], ("a", "")) is not None
+    assert memory.prefix.insert(1, None, tokens, pages[1:2], ("b", "")) is not None
     assert [block.page for block in memory.prefix.match(1, (*tokens, 9), ("b", ""))] == [pages[1]]
     assert memory.prefix.match(1, (*tokens, 9), ("", "")) == memory.prefix.match(1, (*tokens, 9)) == []
     memory.prefix.release(pages)
@@ -111,8 +111,8 @@ def test_block_that_is_known_is_not_made_known_twice(memory):
     """Two requests compute the same block at once: the second one's page stays its own."""
     first = memory.pool.allocate(1, PageKind.KV)
     second = memory.pool.allocate(1, PageKind.KV)
-    assert memory.prefix.insert(1, None, [1, 2, 3, 4], first[0]) is not None
-    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[0]) is None
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], first[:1]) is not None
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[:1]) is None
     memory.prefix.release(second)
     assert memory.pool.kind(second[0]) is PageKind.FREE
     memory.prefix.release(first)
@@ -214,7 +214,9 @@ class PrefixMachine(RuleBasedStateMachine):
             end = (index + 1) * step
             self.content[table.pages[index]] = (version, tuple(tokens[:end]))
             if end <= len(tokens) and (parent is not None or index == 0):
-                parent = self.memory.prefix.insert(version, parent, tokens[index * step : end], table.pages[index])
+                parent = self.memory.prefix.insert(
+                    version, parent, tokens[index * step : end], table.of_blocks(range(index, index + 1))
+                )
         self.running.append((version, table))
 
     @precondition(lambda self: self.running)
@@ -256,3 +258,117 @@ class PrefixMachine(RuleBasedStateMachine):
 
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=80, stateful_step_count=30)
+
+
+class WindowMemory(Memory):
+    """Two page groups, the second with a window of six tokens."""
+
+    windows = (None, 6)
+
+    def __init__(self, num_pages=40):
+        super().__init__(num_pages)
+        self.prefix = PrefixCache(self.pool, self.order, RestoreCosts(), STEP, self.windows)
+
+    def start(self, version, tokens):
+        """A request that computes `tokens`, whose pages then leave the window."""
+        blocks = self.prefix.match(version, tokens)
+        taken = self.prefix.take(blocks, len(tokens))
+        table = BlockTable(self.pool, self.prefix, STEP, taken, self.windows)
+        table.grow(len(tokens))
+        parent = blocks[-1] if blocks else None
+        for index in range(len(blocks), len(tokens) // STEP):
+            piece, pages = tokens[index * STEP : (index + 1) * STEP], table.of_blocks(range(index, index + 1))
+            arguments = version, parent, piece, pages
+            parent = self.prefix.insert(*arguments) or self.prefix.refill(*arguments)
+        table.leave(len(tokens))
+        return table, len(blocks)
+
+
+class TestWindows:
+    def test_pages_behind_the_window_leave_and_stay_cached(self):
+        memory = WindowMemory()
+        table, _ = memory.start(1, list(range(20)))
+        assert [bool(page) for page in table.pages] == [True, False] * 3 + [True, True] * 2
+        assert memory.pool.count(PageKind.CACHED) == 3
+        memory.pool.check_integrity([(PageKind.KV, table.held)])
+
+    def test_a_request_begins_where_the_window_is_cached(self):
+        """It takes the pages in its window, and of blocks before them only those without a window."""
+        memory = WindowMemory()
+        memory.start(1, list(range(20)))[0].free()
+        blocks = memory.prefix.match(1, list(range(21)))
+        pages = memory.prefix.take(blocks, 21)
+        assert [bool(page) for page in pages] == [True, False] * 3 + [True, True] * 2
+
+    def test_pages_in_windows_are_evicted_before_their_block(self):
+        """Then a request can begin only in front of the gap, or behind it by as much as the window sees."""
+        memory = WindowMemory()
+        memory.start(1, list(range(20)))[0].free()
+        blocks = memory.prefix.match(1, list(range(21)))
+        memory.order.discard(blocks[2].in_windows)
+        memory.prefix.evict(blocks[2].in_windows)
+        assert not blocks[2].pages[1]
+        for length, hits in ((21, 5), (17, 2), (13, 2), (9, 2)):
+            assert len(memory.prefix.match(1, list(range(length)))) == hits
+
+    def test_lost_pages_are_given_back_by_the_next_request_that_computes_them(self):
+        memory = WindowMemory()
+        memory.start(1, list(range(20)))[0].free()
+        for block in memory.prefix.match(1, list(range(21))):
+            memory.order.discard(block.in_windows)
+            memory.prefix.evict(block.in_windows)
+        assert memory.prefix.match(1, list(range(21))) == []
+        memory.start(1, list(range(20)))[0].free()
+        assert len(memory.prefix.match(1, list(range(21)))) == 5
+        memory.pool.check_integrity([])
+        while len(memory.order):
+            memory.evict_one()
+        assert memory.pool.num_free == memory.pool.num_usable
+        assert len(memory.prefix) == 0
+
+    def test_a_model_with_windows_alone_forgets_blocks_without_pages(self):
+        memory = WindowMemory()
+        memory.windows = (6,)
+        memory.prefix = PrefixCache(memory.pool, memory.order, RestoreCosts(), STEP, memory.windows)
+        memory.start(1, list(range(20)))[0].free()
+        while len(memory.order):
+            memory.evict_one()
+        assert memory.pool.num_free == memory.pool.num_usable
+        assert list(memory.prefix.roots()) == []
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def known(self, memory):
+        """Three blocks of one token sequence, unused, with the state after the second."""
+        memory.prefix = PrefixCache(memory.pool, memory.order, RestoreCosts(), STEP, has_states=True)
+        table, _ = memory.start(1, list(range(12)))
+        first, second = memory.prefix.by_page[table.pages[0]], memory.prefix.by_page[table.pages[1]]
+        state = memory.pool.allocate(2, PageKind.KV)
+        assert memory.prefix.keep_checkpoint(second, state)
+        assert not memory.prefix.keep_checkpoint(second, state), "there is one"
+        table.free()
+        memory.prefix.release(state)
+        return first, second, state
+
+    def test_a_request_begins_at_the_last_one(self, memory, known):
+        blocks = memory.prefix.match(1, list(range(13)))
+        assert blocks == list(known[:2])
+        assert memory.prefix.unused(blocks) == 4
+        assert memory.prefix.take_checkpoint(blocks[-1]) == known[2]
+        assert memory.pool.references(known[2][0]) == 1
+        assert known[1].checkpoint not in memory.order
+
+    def test_it_is_evicted_by_itself(self, memory, known):
+        memory.order.discard(known[1].checkpoint)
+        memory.prefix.evict(known[1].checkpoint)
+        assert memory.prefix.match(1, list(range(13))) == []
+        assert len(memory.prefix) == 3
+
+    def test_it_goes_with_its_block_or_one_of_its_pages(self, memory, known):
+        memory.prefix.evict_page(known[2][1])
+        assert known[1].checkpoint is None
+        assert memory.pool.kind(known[2][0]) is PageKind.FREE
+        while len(memory.order):
+            memory.evict_one()
+        assert memory.pool.num_free == memory.pool.num_usable

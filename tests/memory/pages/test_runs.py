@@ -71,9 +71,13 @@ def test_each_run_lies_where_it_costs_least_beside_those_placed_before(costs, si
 def test_many_runs_of_one_size_are_priced_once(monkeypatch):
     """To look at all pages for each run took longer than a step."""
     priced = []
-    monkeypatch.setattr(runs, "_Places", type("Counted", (runs._Places,), {  # noqa: SLF001
-        "open": lambda places, size, placed: priced.append(size) or super(type(places), places).open(size, placed)
-    }))  # fmt: skip
+
+    class Counted(runs._Places):  # noqa: SLF001
+        def open(self, size, placed):
+            priced.append(size)
+            return super().open(size, placed)
+
+    monkeypatch.setattr(runs, "_Places", Counted)
     found = runs.place_runs([30] * 20 + [7] * 20, np.zeros(1000, np.uint32))
     assert priced == [30, 7]
     assert len({page for run in found for page in run}) == 20 * 37

@@ -25,6 +25,7 @@ from chorus.memory.transfers.host_copies import HostCopies
 from chorus.memory.transfers.pinned import CupyPinnedMemory
 from chorus.memory.transfers.transfer import ExecutorLost
 
+from ...tables import llama_table
 from ..adapter_layouts import NUM_LAYERS, adapter_layouts
 from ..fake_cuda import FakeDriver
 
@@ -36,7 +37,7 @@ PAGES = [7, 2, 3]
 def plain_layout(layers: int = 4) -> AdapterLayout:
     """One row of 20 elements per layer, so that rows straddle pages of 32."""
     part = AdapterPart(1, 1.0, tuple(range(layers)), ("q_proj",))
-    return AdapterLayout.build([part], DIMS, layers, PAGE_ELEMS, 4)
+    return AdapterLayout.build([part], llama_table(layers, DIMS), PAGE_ELEMS, 4)
 
 
 def arena(num_pages: int = 10) -> torch.Tensor:
@@ -226,7 +227,7 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 def test_a_layer_that_the_adapter_does_not_change_is_there_at_once():
-    layout = AdapterLayout.build([AdapterPart(1, 1.0, (2,), ("q_proj",))], DIMS, 4, PAGE_ELEMS, 4)
+    layout = AdapterLayout.build([AdapterPart(1, 1.0, (2,), ("q_proj",))], llama_table(4, DIMS), PAGE_ELEMS, 4)
     transfer = CudaCopies(arena(), FakeDriver()).start(unread(), layout, [5])
     assert transfer.wait_layer(0)
     assert transfer.wait_layer(3)
@@ -437,13 +438,17 @@ def test_an_error_after_which_the_device_does_nothing_more_is_final(monkeypatch,
 
     names = "memcpyAsync", "eventRecord", "streamWaitEvent", "eventSynchronize"
     runtime = SimpleNamespace(
-        **dict.fromkeys(names, refuse), eventQuery=lambda ptr: 700, memcpyHostToDevice=1,
+        **dict.fromkeys(names, refuse),
+        eventQuery=lambda ptr: 700,
+        memcpyHostToDevice=1,
         CUDARuntimeError=CUDARuntimeError,
-    )  # fmt: skip
+    )
     cuda = SimpleNamespace(
-        runtime=runtime, Device=lambda index: nullcontext(), Event=lambda disable_timing: refuse(),
+        runtime=runtime,
+        Device=lambda index: nullcontext(),
+        Event=lambda disable_timing: refuse(),
         PinnedMemoryPool=lambda: SimpleNamespace(malloc=refuse, free_all_blocks=refuse),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     driver, memory = CupyDriver(0, lambda: failure), CupyPinnedMemory(0, failure=lambda: failure)
     with pytest.raises(CUDARuntimeError if failure is None else ExecutorLost):

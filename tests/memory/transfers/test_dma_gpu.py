@@ -1,7 +1,7 @@
 """Copies on a real device. Gates hold a stream until the test opens them, so nothing here depends on how fast it is.
 
-What is launched behind a gate is launched once before: the first launch of a kernel and the first allocation of a size
-may wait for the whole device, and so for the gate.
+Everything launched after a gate is launched once before: the first launch of a kernel and the first allocation of a
+size may wait for the whole device, and so for the gate.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
 from chorus.memory.transfers.dma import Dma, open_dma
 from chorus.memory.transfers.host_copies import HostCopies
 
+from ...tables import llama_table
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 NUM_LAYERS = 8
@@ -32,13 +34,15 @@ LAYOUT = AdapterLayout.build(
         AdapterPart(16, 1.0, tuple(range(NUM_LAYERS)), ("q_proj", "down_proj")),
         AdapterPart(5, 1.0, (2, 3, 6), ("q_proj",)),
     ],
-    DIMS, NUM_LAYERS, PAGE_ELEMS, 2,
-)  # fmt: skip
+    llama_table(NUM_LAYERS, DIMS),
+    PAGE_ELEMS,
+    2,
+)
 PAGES = [(37 * i + 11) % NUM_PAGES for i in range(LAYOUT.num_pages)]
 
 
 class Gate:
-    """Holds what a stream is given after it until `open`."""
+    """Holds later work of a stream until `open`."""
 
     def __init__(self, stream: int) -> None:
         from cupy.cuda import ExternalStream
@@ -293,7 +297,7 @@ def test_pages_swap_out_and_in(arena, dma, gate):
     out = dma.copies.copy_pages(image, pages, to_device=False)
     assert not out.is_done()
     assert out.wait()
-    arena.zero_()  # the next owner, behind the copy
+    arena.zero_()  # the next owner, after the copy
     closed.open()
     out.synchronize()
     assert out.is_done()

@@ -160,7 +160,7 @@ class Streams(RuleBasedStateMachine):
         assert load.is_cancelled or load.has_failed or load.transfer.is_done()
         copies_in = [copy for copy in self.driver.pending_copies() if copy.source_then is not None]
         assert not any(self._pages_of(copy) & set(load.pages) for copy in copies_in)
-        load.image = None  # its reader gives up
+        load.image = None  # its reader ends early
         self.loads.remove(load)
         self.free += load.pages
 
@@ -237,7 +237,7 @@ class Streams(RuleBasedStateMachine):
         return pages
 
     def _move_out(self, transfer: CudaTransfer, image: torch.Tensor, pages: list[int], expected: np.ndarray) -> None:
-        """Pages that leave the arena get their next owner behind `wait` on the compute stream, without a look back."""
+        """Pages that leave the arena get their next owner after `wait` on the compute stream, without a check."""
         host = image.numpy()
         assert transfer.wait()
 
@@ -259,7 +259,7 @@ class Streams(RuleBasedStateMachine):
         return set(range(first // page_bytes, (first + copy.num_bytes - 1) // page_bytes + 1))
 
     def _check_copy(self, copy: Copy) -> None:
-        """A copy into a load's pages takes what has been read, and none is issued after the end."""
+        """A copy into a load's pages takes read bytes only, and none is issued after the end."""
         pages = self._pages_of(copy)
         for load in self.loads:
             if pages & set(load.pages):

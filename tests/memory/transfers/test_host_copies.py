@@ -11,6 +11,8 @@ from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.transfers.host_copies import HostCopies
 
+from ...tables import llama_table
+
 DIMS = {"q_proj": (8, 8), "down_proj": (24, 8)}
 LAYERS = 4
 
@@ -29,7 +31,7 @@ parts_of_an_adapter = st.lists(
 
 class Case:
     def __init__(self, parts, page_elems):
-        self.layout = AdapterLayout.build(parts, DIMS, LAYERS, page_elems, 4)
+        self.layout = AdapterLayout.build(parts, llama_table(LAYERS, DIMS), page_elems, 4)
         count = self.layout.num_pages
         self.arena = torch.full((2 * count + 1, page_elems), -1.0)
         self.pages = list(range(2 * count, count, -1))  # not in order

@@ -183,7 +183,7 @@ def test_pip_is_asked_for_the_other_machines_wheels(tmp_path, monkeypatch):
 
 
 def test_what_the_project_needs_is_carried_or_stands_with_torch():
-    """A run on a GPU ended at the first import: what had been added to the project's needs was not carried."""
+    """A run on a GPU ended at the first import: a new dependency of the project was not carried."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
     needed = {re.split(r"[><=\[]", need)[0] for need in project["dependencies"]}
     assert needed - set(map(carry.package_name, carry.PACKAGES)) <= carry.WITH_TORCH

@@ -1,4 +1,4 @@
-"""The marks: the worst case counts, and what was not measured is not met."""
+"""The marks: the worst case counts, and a missing measurement does not meet its mark."""
 
 from __future__ import annotations
 

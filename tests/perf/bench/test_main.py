@@ -1,4 +1,4 @@
-"""The command: a process per section, failures recorded, a second call runs what is missing."""
+"""The command: a process per section, failures recorded, a second call runs the missing sections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chorus.perf.bench.store import RESULT, ResultStore
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """`run(*flags)`: the exit code, the last line of the output, and all that was said beside it."""
+    """`run(*flags)`: the exit code, the last line of the output, and all other output."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -57,7 +57,7 @@ def test_a_section_that_fails_costs_no_other(tmp_path, run):
 
 @pytest.fixture
 def sections(monkeypatch):
-    """Sections as processes that write nothing: what they run is told by a table."""
+    """Sections as processes that write nothing; a table holds their programs."""
     programs: dict[str, str] = {}
 
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Peers beside `chorus serve`: each gets the same load, in turns; no test looks at a speed."""
+"""Peers next to `chorus serve`: each gets the same load, in turns; no test looks at a speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context(tmp_path):
 
 @pytest.fixture
 def log(monkeypatch) -> list[tuple]:
-    """What was done to the servers, which answer in 2 s, chorus in 1; the first token is there after half of it."""
+    """Calls of the servers, which answer in 2 s, chorus in 1; the first token comes after half of the time."""
     done: list[tuple] = []
 
     class Fake(peers.Served):

@@ -1,4 +1,4 @@
-"""Random models and adapters are what their recipe says."""
+"""Random models and adapters follow their recipe."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_adapters_are_what_the_recipe_says(tmp_path):
     made = adapters(TINY, tmp_path)
     assert list(made) == ["a00-r8", "a01-r16", "a02-r32", "a03-r64"]
     config = read_model_config(checkpoint(TINY, tmp_path))
-    manifests = [inspect_adapter(path, config.module_dims, config.num_layers) for path in made.values()]
+    manifests = [inspect_adapter(path, config.module_paths) for path in made.values()]
     assert tuple(manifest.rank for manifest in manifests) == TINY.ranks
     assert all(len(manifest.targets) == 7 for manifest in manifests)
     per_rank = TINY.geometry.rank_params
-    assert [manifest.num_params(config.module_dims) for manifest in manifests] == [r * per_rank for r in TINY.ranks]
+    assert [manifest.num_params(config.projections) for manifest in manifests] == [r * per_rank for r in TINY.ranks]
 
 
 def test_a_checkpoint_is_written_once(tmp_path):

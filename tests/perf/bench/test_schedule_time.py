@@ -1,4 +1,4 @@
-"""Loads of the benchmark of `schedule()`: they are what their names say, however few steps are measured."""
+"""Loads of the benchmark of `schedule()` match their names, however few steps are measured."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_row_that_fails_costs_no_other(context, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["limits", "prefill", "ttft", "mixes"])
 def test_rows_are_saved_as_they_come(context, name, tmp_path):
-    """In the order in which they are measured; what a killed process has left can be shown."""
+    """In the order of measurement; results of a killed process can be shown."""
     saved = []
     values = section(name).run(replace(context, save=lambda found: saved.append(json.dumps(found))))
     assert len(saved) > 2
@@ -353,7 +353,7 @@ def test_a_gpu_run_shows_the_goals(tmp_path, capsys):
 
 
 def test_http_stands_beside_the_same_load_without_it(context, monkeypatch):
-    """The server gets the load's model, adapters and lengths; a popularity without a number beside it has no share."""
+    """The server gets the load's model, adapters and lengths; a popularity without a number next to it has no share."""
     asked = []
 
     @contextmanager

@@ -7,7 +7,6 @@ import torch
 
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import tensor_shapes
-from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv_schedule import decode
 from chorus.perf.bench.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from chorus.perf.bench.sizes import SIZES, Geometry
@@ -19,7 +18,7 @@ LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_the_configuration_is_the_geometry(size, tmp_path):
     config = read_model_config(size.write_config(tmp_path, "bfloat16"))
-    assert config.module_dims == size.geometry.dims
+    assert config.projections == size.geometry.projections
     assert config.dtype == "bfloat16"
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     norms = (2 * config.num_layers + 1) * config.hidden_size
@@ -31,14 +30,14 @@ def test_llama_is_llama(tmp_path):
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     assert count == 8_030_261_248
     assert LLAMA.geometry.page_layout(2).page_bytes == 2 << 20
-    assert (rope := config.layers[0].mixer.rope) is not None
+    assert (rope := config.attention.rope) is not None
     assert (rope.theta, rope.factor, config.head_dim) == (500000.0, 8.0, 128)
 
 
 def test_groups_are_those_of_the_kernels():
     assert LLAMA.geometry.groups == {name: (d_in, tuple(modules)) for name, (d_in, modules) in GROUPS.items()}
     assert sorted(module for _, modules in LLAMA.geometry.groups.values() for module, _, _ in modules) == list(
-        range(len(MODULES))
+        range(len(LLAMA.geometry.projections))
     )
 
 
@@ -76,7 +75,7 @@ def test_a_layers_cost_is_that_of_its_groups():
     case = LoraCase(TINY, arena, [1, 2], [4, 8], 1, decode(3, 8), 8)
     whole = case.cost()
     assert whole.bytes == sum(case.cost([group]).bytes for group in case.groups)
-    assert whole.flops == 2 * (1 * 4 + 2 * 8) * sum(d_in + d_out for d_in, d_out in TINY.geometry.dims.values())
+    assert whole.flops == 2 * (1 * 4 + 2 * 8) * sum(sum(each.dims) for each in TINY.geometry.projections)
     assert whole.bytes > layer_bytes(TINY, [4, 8], 4)
 
 

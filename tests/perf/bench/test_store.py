@@ -1,4 +1,4 @@
-"""Result files: whole or not at all, what belongs together, what is missing."""
+"""Result files: whole or not at all, related results, missing results."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FakeEvent:
 
 @pytest.fixture
 def cuda(monkeypatch) -> list[str]:
-    """torch.cuda as far as the timer uses it; what it was asked."""
+    """The part of torch.cuda that the timer uses; a record of its calls."""
     pools = fake_graphs(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent())
     return pools.log

@@ -30,7 +30,7 @@ from chorus.perf.report.command import conclude, parser
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A part made slower. share: time added, as a share of what the part takes. only: which calls, by their arguments.
+    """A part made slower. share: added time over the part's time. only: the affected calls, by their arguments.
 
     metrics: the gate must fail in one of them.
     """

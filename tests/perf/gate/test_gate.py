@@ -1,4 +1,4 @@
-"""The regression gate: what passes, what does not, and what it refuses to compare."""
+"""The regression gate: results that pass, results that fail, and comparisons that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a plan: what is read of a trace, and what another such time may bring."""
+"""Requests of a plan: those read from a trace, and those that a similar period may bring."""
 
 from __future__ import annotations
 

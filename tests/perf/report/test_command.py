@@ -1,4 +1,4 @@
-"""Commands that measure: what they say of themselves, and what they end with."""
+"""Commands that measure: their own description, and their exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load of a server: what is sent to aiperf, what is read from its files, and what is said of both.
+"""The load of a server: input of aiperf, results from its files, and messages about both.
 
 A stand-in for aiperf sends the same file without its times and writes the same files; the test that needs the program
 itself runs where it is installed.

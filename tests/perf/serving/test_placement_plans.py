@@ -1,4 +1,4 @@
-"""Plans of migration as they are measured: regrets, and what the gate reads of them."""
+"""Plans of migration as they are measured: regrets, and the part that the gate reads."""
 
 from __future__ import annotations
 

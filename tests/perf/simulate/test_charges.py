@@ -1,4 +1,4 @@
-"""Costs that plans imply beside their rows: each is charged when its operation is done, and only then."""
+"""Costs that plans imply in addition to their rows: each is charged when its operation is done, and only then."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_shadow_takes_its_pages_from_the_arena():
     found = replica(change=change, **always("a"))
     e2e(found, asked(0, 0.0, 100, "a"))
     stats, geometry = found.engine.stats(), PROFILE.geometry
-    elems = geometry.num_layers * sum(rows * columns for rows, columns in geometry.module_dims.values())
+    elems = geometry.projections.num_weights
     page = found.executor.layout.page_bytes // geometry.itemsize
     assert elems / page <= stats.num_shadow_pages < elems / page + 4 * geometry.num_layers
     assert stats.num_free_pages <= stats.num_pages - stats.num_shadow_pages
@@ -163,7 +163,7 @@ def preempting(preemption, per_byte, host_pages=1000):
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_swapped_request_comes_back_over_the_link(slow):
-    """KV of preempted requests is computed again, or swapped out and in, as chosen; auto takes what is faster."""
+    """KV of preempted requests is computed again, or swapped out and in, as chosen; auto takes the faster one."""
     per_byte = 1e-8 if slow else 1e-11
     (again, _), (back, found), (chosen, auto) = (preempting(each, per_byte) for each in ("recompute", "swap", "auto"))
     stats = found.engine.stats()

@@ -1,4 +1,4 @@
-"""Requests through replicas: open and closed loops, and what waits at the router."""
+"""Requests through replicas: open and closed loops, and requests that wait at the router."""
 
 from __future__ import annotations
 
@@ -140,11 +140,11 @@ def test_arrivals_out_of_order_are_refused():
         simulate([asked(0, 1.0), asked(1, 0.0)], make_replicas(1))
 
 
-# -- what routers know
+# -- knowledge of routers
 
 
 def seen_by(look, staleness=0.0, requests=None, **options):
-    """Serve with a router that shows `look` what it is given, and takes turns."""
+    """Serve with a router that shows `look` its arguments, and takes turns."""
     turn = itertools.count()
 
     def route(request, replicas):
@@ -222,7 +222,7 @@ def test_a_router_that_waits_learns_of_the_end_with_the_next_report():
     assert len(records) == 8
 
 
-# -- what a request carries
+# -- fields of a request
 
 
 def test_tenants_are_recorded():

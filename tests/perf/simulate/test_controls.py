@@ -1,4 +1,4 @@
-"""Controls of rank-aware routing take away what they say, and nothing else."""
+"""Controls of rank-aware routing take away the information that they name, and nothing else."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def with_disk(**values):
 
 
 class Run:
-    """A simulated engine that is given requests at their times; remembers what came out when.
+    """A simulated engine that gets requests at their times; records its output with times.
 
     engine_type: `Engine` for the serving scheduler, which decides every step and tells every token.
     """
@@ -106,7 +106,7 @@ class Run:
         return self.clock.now - before
 
     def serve(self, arrivals):
-        """arrivals: (time, what `add` takes), in order of time."""
+        """arrivals: (time, arguments of `add`), in order of time."""
         queue = list(arrivals)
         while queue or self.engine.has_work():
             while queue and queue[0][0] <= self.clock.now:
@@ -187,7 +187,7 @@ def test_repeated_steps_leave_requests_at_what_they_have_computed():
 )  # x, which needs no adapter, doesn't fit and is before y, until y has been overtaken for long enough
 @example(
     [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0, 0, "tenant"
-)  # equal prompts and answers: who makes a block known first decides what is cached
+)  # equal prompts and answers: the first one to register a block decides the cache's content
 @example(
     [*((0.0, f"r{i}", [3] * 16, 100, "a") for i in range(3)), (0.31, "new", [4] * 40, 20, None)],
     *(120, 3, 16, False, True, 0.0, 0.0, None, 5.0, 0, "adapter"),
@@ -432,7 +432,7 @@ def test_prompts_apart_serve_the_same_requests(arrivals, num_pages, stream):
 
 
 def test_a_step_begins_no_more_prompts_than_it_may():
-    """Punica §5: one prompt beside the decode rows of a step; the others follow in the steps after it."""
+    """Punica §5: one prompt together with the decode rows of a step; the others follow in the steps after it."""
     begun = {}
     for most in (None, 1, 2):
         run = Run(most_prompts=most)
@@ -498,7 +498,7 @@ def test_older_requests_that_have_no_slot_keep_nobody_from_a_row():
 
 
 def test_a_prefetched_adapter_is_there_when_its_request_may_run():
-    """The second request waits for the slot; its adapter comes beside the first one's steps."""
+    """The second request waits for the slot; its adapter comes during the first one's steps."""
     stalls = {}
     for prefetch in (0, 4):
         run = Run(adapters=[("a", 16, 100)], stream=False, max_num_seqs=1, prefetch=prefetch)
@@ -618,7 +618,7 @@ assert "torch" not in sys.modules
 
 
 def test_a_tenant_that_holds_the_pages_keeps_nobody_else_waiting():
-    """Requests of 3,000 and 1,000 tokens fill the arena, with five more behind them, late or not: they once stopped
+    """Requests of 3,000 and 1,000 tokens fill the arena, with five more waiting, late or not. They once stopped
     admission for all, and a small tenant's first tokens took 10 s and more, whatever its weight and `max_turn_seconds`.
     """
 

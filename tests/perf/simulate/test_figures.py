@@ -1,4 +1,4 @@
-"""The papers' figures: that all are there with their sources, what is computed, and what the table says."""
+"""The papers' figures: all are there with their sources, their computed values, and the table."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_quotes_are_the_papers_own_words(paper, shared_data):
 
 
 def words(text):
-    """Words of four letters and more, without what the texts' mark-up adds to numbers and symbols."""
+    """Words of four letters and more, without the mark-up that the texts add to numbers and symbols."""
     found = re.findall("[a-z]{4,}", text.lower())
     return " ".join(["", *(word for word in found if word not in ("percent", "times", "mathrm", "math")), ""])
 
@@ -164,7 +164,7 @@ def test_a_running_request_waits_for_the_loads_of_those_that_join_it():
     assert ours.median == pytest.approx(2, rel=1e-5)
 
 
-# -- what may be written
+# -- valid files
 
 
 TINY = """

@@ -27,7 +27,7 @@ def fleet():
 
 
 def samples():
-    """Requests, prompts' tokens, steps, rows and rest of all loads, and what a process needs for them."""
+    """Requests, prompts' tokens, steps, rows and rest of all loads, and the seconds that a process needs for them."""
     traces = [trace for repeat in range(3) for trace in loads(fleet(), repeat)]
     rows = []
     for trace in traces:

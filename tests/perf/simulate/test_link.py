@@ -1,4 +1,4 @@
-"""The link's turns: what is urgent interrupts what is not, and no time is lost or won."""
+"""The link's turns: urgent transfers interrupt others, and no time is lost or won."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processors that processes share, beside closed forms of processor sharing."""
+"""Processors that processes share, compared with closed forms of processor sharing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_job_takes_longer_the_longer_its_process_rested():
 
     run(0.0, 1)  # the first of all: after a long rest
     run(1.2, 1)  # after none
-    run(2.25, 2)  # after 0.05 s, and behind that job
+    run(2.25, 2)  # after 0.05 s, and after that job
     run(9.0, 1)  # after a long one
     assert found == pytest.approx([1.2, 2.2, 3.35, 4.35, 10.2])
 
@@ -184,12 +184,12 @@ def test_front_and_client_work_before_a_request_comes_and_after_each_step():
     api_server, client = HostWork(0.5, 0.01, 0.002, 0.0), HostWork(0.25, 0.0, 0.0, 0.001)
     alone = served([asked(0, 0.0)], 1)[0]
     found = served([asked(0, 0.0)], 1, Host(Works(client, api_server, latency=0.125)))[0]
-    around = 0.25 + 0.5 + 30 * 0.01 + 0.002 + 0.001 + 0.125  # steps take longer than what follows them
+    around = 0.25 + 0.5 + 30 * 0.01 + 0.002 + 0.001 + 0.125  # steps take longer than the work that follows them
     assert found[1:3] == pytest.approx((alone[1] + around, alone[2] + around), rel=1e-5)
 
 
 def test_requests_and_tokens_queue_for_the_front():
-    """Three requests that come at once are routed one after another; tokens of the first wait behind the last."""
+    """Three requests that come at once are routed one after another; tokens of the first wait for the last."""
     api_server = HostWork(per_prompt=100.0)  # longer than any answer
     found = served([asked(number, 0.0, 1) for number in range(3)], 3, Host(Works(api_server=api_server)))
     step = served([asked(0, 0.0, 1)], 1)[0][1]

@@ -1,4 +1,4 @@
-"""Migration and preloading in the simulator: the same planners as a front's, and what they change."""
+"""Migration and preloading in the simulator: the same planners as in an API server, and their effects."""
 
 from __future__ import annotations
 

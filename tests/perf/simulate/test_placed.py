@@ -81,4 +81,4 @@ def test_each_replica_serves_neighbouring_ranks_with_an_equal_share_of_the_deman
     order = [index for found in places for index in sorted(one for one in found if one is not None)]
     assert order == sorted(order) and set(order) == set(range(4))  # from the largest rank to the smallest
     seconds = [costs.batch_seconds(32, 32, 32 * request.rank, request.rank) for request in asked]
-    assert abs(places[0][0] / 100 - sum(seconds) / 4 / seconds[3]) < 0.1  # what is above a replica's share goes on
+    assert abs(places[0][0] / 100 - sum(seconds) / 4 / seconds[3]) < 0.1  # the part above a replica's share goes on

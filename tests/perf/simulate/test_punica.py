@@ -1,4 +1,4 @@
-"""Punica's text generation on one A100 (§7.2), simulated: what its step and its throughput come to."""
+"""Punica's text generation on one A100 (§7.2), simulated: its step and its throughput."""
 
 from __future__ import annotations
 

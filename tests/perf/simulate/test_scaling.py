@@ -36,7 +36,7 @@ def serve(least, most, arrivals):
 
 
 def test_replicas_come_with_the_load_and_go_after_it():
-    busy = [0.25 * index for index in range(160)]  # 40 s at about twice what one replica serves
+    busy = [0.25 * index for index in range(160)]  # 40 s at about twice the load that one replica serves
     calm = [40 + 2.0 * index for index in range(30)]
     counts, scaling, end = serve(1, 3, busy + calm)
     numbers = [count for _, count in counts]

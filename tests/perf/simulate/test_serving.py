@@ -1,4 +1,4 @@
-"""Cluster fields of a study: placement, a script, service classes, and what its router knows."""
+"""Cluster fields of a study: placement, a script, service classes, and the knowledge of its router."""
 
 from __future__ import annotations
 

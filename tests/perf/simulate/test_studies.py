@@ -1,4 +1,4 @@
-"""Studies: what may be written in their files, what comes out, and that published orders of rows are reproduced."""
+"""Studies: valid fields of their files, their results, and published orders of rows that they reproduce."""
 
 from __future__ import annotations
 
@@ -235,8 +235,8 @@ def test_the_share_of_cold_starts_is_the_published_one_where_every_request_has_o
 
 
 def test_loading_on_demand_costs_what_it_is_fitted_to():
-    """CaraServe §7.2; the time to first token is not fitted. What is slow to settle, near what the card bears, is run
-    for as long as the study says.
+    """CaraServe §7.2; the time to first token is not fitted. Points that settle slowly, near the card's limit, run for
+    as long as the study says.
     """
     study = load_study("cold-start")
     slow = {row.name: row for row in study.rows if row.name in ("9/s, rank 64, cached", "9/s, rank 64, on demand")}

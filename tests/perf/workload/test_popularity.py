@@ -42,7 +42,7 @@ def test_exact_zipf_deals_out_runs_of_powers(requests, alpha):
     assert lengths.sum() == requests
     assert (np.diff(lengths) <= 0).all() and (lengths > 0).all()
     powers = Counter(int(alpha**k + 1e-9) for k in range(len(lengths) - 1))
-    # one run holds what is left over; powers next to a whole number may fall on either side of it
+    # one run holds the rest; powers next to a whole number may fall on either side of it
     if all(abs(alpha**k - round(alpha**k)) > 1e-6 for k in range(1, len(lengths))):
         assert (powers - Counter(lengths.tolist())).total() == 0
 

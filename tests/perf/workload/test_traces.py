@@ -1,4 +1,4 @@
-"""Traces: what is read, and what is said of a file that is wrong."""
+"""Traces: accepted ones, and errors that describe a wrong file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rights of tenants' keys: what is another's can't be told from what does not exist, and bounds hold."""
+"""Rights of tenants' keys: resources of others can't be told from missing ones, and bounds hold."""
 
 import hashlib
 import re
@@ -96,7 +96,7 @@ def send(live, grant, method, path, body):
 
 
 HINT = re.compile(r"did you mean '([^']*)'\?|GET /v1/models lists the models there are")
-"""What a 404 says of names that are like the one that was asked for: among those that the key may use."""
+"""A 404's hint of similar names: only names that the key may use."""
 
 
 def told(answer, name):

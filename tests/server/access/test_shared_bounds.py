@@ -30,7 +30,7 @@ signal.pause()
 
 @contextmanager
 def another_process(file, tenant, most, count):
-    """Gives the seats that another process has taken, and the process."""
+    """Yields the request slots that another process has taken, and the process."""
     command = [sys.executable, "-c", TAKE, str(file), json.dumps([tenant, most, count])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

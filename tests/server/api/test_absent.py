@@ -1,4 +1,4 @@
-"""Routes that there are none of say why, and what there is instead."""
+"""Missing routes explain why, and name an alternative."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every peer's way to ask for structured output, what is refused, and what OpenAI's client makes of it."""
+"""Structured output in every peer's syntax, refusals, and OpenAI's client as a user."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_obeyed_is_told_by_field_and_place(live, body, param, sai
 
 
 class Collections(BaseModel):
-    """What pydantic writes `uniqueItems` and `format: binary` for."""
+    """Types for which pydantic writes `uniqueItems` and `format: binary`."""
 
     tags: set[str]
     data: bytes
@@ -200,7 +200,7 @@ def test_openai_client_parses_answers_of_a_real_engine(subject, tmp_path):
 
 
 def test_compiling_holds_up_no_other_request(live):
-    """A grammar at the limits takes a while beside the event loop, which goes on."""
+    """A grammar at the limits takes a while in a thread; the event loop goes on."""
     import threading
 
     slow = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(900)}}

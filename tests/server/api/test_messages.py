@@ -61,7 +61,7 @@ def test_reasons_to_stop(shared):
 
 
 def test_chats_own_names_are_obeyed_too(shared):
-    """What has two names here may come by either; by both only if they agree."""
+    """A field with two names may come by either; by both only if they agree."""
     assert ask(shared, stop=["hi"]).json()["stop_sequence"] == "hi"
     assert ask(shared, stop=["hi"], stop_sequences=["hi"]).json()["stop_sequence"] == "hi"
     for more in ({"stop": "a", "stop_sequences": ["b"]}, {"reasoning_effort": "low", "thinking": {"type": "disabled"}}):

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the routes take, and takes what clients send."""
+"""The OpenAPI document describes the routes' fields, and allows the requests of clients."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Grammars of calls: what each family of models writes is what its reader reads, and nothing else is allowed."""
+"""Grammars of tool calls allow exactly the format that a family of models writes and its reader parses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of texts and texts of tokens, and what gateways ask."""
+"""Tokens of texts and texts of tokens, and the requests of gateways."""
 
 import httpx
 import pytest

@@ -21,7 +21,7 @@ def no_keys(monkeypatch):
 
 @pytest.fixture
 def ask(capsys):
-    """`ask(live, "list")`: the exit code and what was printed."""
+    """`ask(live, "list")`: the exit code and the output."""
 
     def run(live, *arguments):
         code = main(["adapters", *arguments, "--url", live if isinstance(live, str) else live.url])

@@ -1,4 +1,4 @@
-"""`chorus doctor`: what is there, what is used, and the mend for what is missing."""
+"""`chorus doctor`: installed parts, used parts, and the fix for missing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chorus.server.cli import doctor
 
 @pytest.fixture
 def told(monkeypatch):
-    """`told()`: what the doctor prints, over a buffer of a few pages."""
+    """`told()`: the doctor's output, over a buffer of a few pages."""
     monkeypatch.setattr(doctor, "BUFFER_BYTES", 1 << 20)
     monkeypatch.setattr(doctor, "SECONDS", 0.0)
 

@@ -1,4 +1,4 @@
-"""`chorus models`: the families that are served, and what a checkpoint's configuration says."""
+"""`chorus models`: the supported families, and a summary of a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from chorus.server.cli import command as cli
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
 GEMMA = {
-    "architectures": ["Gemma3ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
-    "head_dim": 16, "num_hidden_layers": 7,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
     "sliding_window": 512,
-}  # fmt: skip
+}
 
 
 def test_every_architecture_is_listed(capsys):

@@ -1,4 +1,4 @@
-"""`chorus profile`: what it measures is printed and can be loaded; what is asked wrongly is told."""
+"""`chorus profile`: its measurements are printed and can be loaded; wrong arguments are reported."""
 
 from __future__ import annotations
 

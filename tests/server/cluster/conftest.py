@@ -1,4 +1,4 @@
-"""A cluster of real replica processes of the built-in model behind one API server."""
+"""A cluster of real replica processes of the built-in model with one API server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 from tests.server.stores.store_server import StoreServer, store_server
 
 SECONDS = 120
-"""For what must happen, on a machine however busy."""
+"""For events that must happen, on a machine however busy."""
 
 
 @dataclass

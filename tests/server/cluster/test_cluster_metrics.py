@@ -1,4 +1,4 @@
-"""An API server's metrics tell what its replicas have reported."""
+"""An API server's metrics sum up its replicas' reports."""
 
 from __future__ import annotations
 

@@ -105,6 +105,6 @@ def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monke
             os.kill(pid, signal.SIGUSR2)
         up.wait_until(lambda: len(list(found.iterdir())) == len(processes) == 4)
         ask()
-        time.sleep(2)  # looks at what the replicas tell
+        time.sleep(2)  # reads the replicas' reports
     texts = [file.read_text() for file in found.iterdir()]
     assert all(len(text.splitlines()) == 1 for text in texts), "\n\n".join(texts)

@@ -1,4 +1,4 @@
-"""What an API server knows for the operator's page: the nearest tiers, its own requests, each replica's counts."""
+"""An API server's data for the operator's page: the nearest tiers, its own requests, each replica's counts."""
 
 from __future__ import annotations
 

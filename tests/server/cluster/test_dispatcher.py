@@ -1,4 +1,4 @@
-"""The dispatcher over links without sockets: what it sends, and what the client gets."""
+"""The dispatcher over links without sockets: the messages that it sends, and the client's results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ApiServer:
             self.up(link)
 
     def up(self, link, identity=SAME, max_num_seqs=8):
-        link.hello = Hello(identity, ModelInfo(300, 512, (2,)), max_num_seqs, 8, 16, 1)
+        link.hello = Hello(identity, ModelInfo(300, 512, (2,)), max_num_seqs, 8, 16, 1 / 16, 1)
         self.dispatcher.on_up(link)
 
     def down(self, link, *, stuck=False):

@@ -18,7 +18,7 @@ from chorus.server.cluster.link import Link
 from chorus.server.cluster.report import Hello, ModelIdentity, Report
 from chorus.server.cluster.router import ReplicaState
 
-HELLO = Hello(ModelIdentity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1)
+HELLO = Hello(ModelIdentity("model", "float32", "avx512", "1"), ModelInfo(300, 512, (2,)), 8, 8, 16, 1 / 16, 1)
 COUNT = 3
 
 acts = st.tuples(

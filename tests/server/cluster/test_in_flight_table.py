@@ -92,7 +92,7 @@ def test_an_id_in_use_is_refused():
 
 
 class World(RuleBasedStateMachine):
-    """Replicas that draw the next token of what they were given, and whose rows may come late, or after their death."""
+    """Replicas that sample the next token after their input, and whose tokens may come late, or after their death."""
 
     @initialize()
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a cluster, and what its API servers are told of it."""
+"""The plan of a cluster, and the part that its API servers get."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_without_the_registry_names_stay_and_changes_are_503(tmp_path):
             assert away.value.status == 503
         assert one.content("alice") == "1" and "bob" not in one.catalog
         two = ApiServer(disk)
-        async with registry(tmp_path):  # an API server that starts now has what was registered before
+        async with registry(tmp_path):  # an API server that starts now has the adapters that were registered before
             await two.follow(tmp_path)
             assert two.content("alice") == "1"
             await until(lambda: one.client.is_connected)

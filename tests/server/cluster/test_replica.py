@@ -1,4 +1,4 @@
-"""A replica, asked over its socket: what it answers, and what a peer that breaks the protocol can do to the others."""
+"""A replica, asked over its socket: its answers, and no harm to others by a peer that breaks the protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from chorus.server.engine.worker import EngineWorker
 from tests.server.conftest import EOS, FakeEngine, FakeStore
 
 SECRET = b"s" * 32
-HELLO = Hello(ModelIdentity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1)
+HELLO = Hello(ModelIdentity("model", "float32", "torch", "1"), ModelInfo(300, 512, (EOS,)), 8, 8, 16, 1 / 16, 1)
 
 
 class Engine(FakeEngine):
@@ -74,7 +74,7 @@ class World:
 
 @pytest.fixture
 def play(tmp_path):
-    """Runs a test's coroutine over a world."""
+    """Runs a test's coroutine over a replica and its client."""
 
     def run(act):
         async def inside():

@@ -1,4 +1,4 @@
-"""A replica learns what its steps take, and API servers price requests by it."""
+"""A replica learns the times of its steps, and API servers price requests by them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def engine():
     costs = SimpleNamespace(prefix_page=16e-4, disk_adapter_page=1e-3, host_adapter_page=1e-4)
     executor = SimpleNamespace(layout=SimpleNamespace(page_bytes=PAGE))
     return SimpleNamespace(
-        last_decode=(None, 0.0), last_prefill=(None, 0.0), costs=costs, executor=executor, block_tokens=16
+        last_decode=(None, 0.0), last_prefill=(None, 0.0), costs=costs, executor=executor, pages_per_token=1 / 16
     )
 
 

@@ -115,7 +115,7 @@ def test_secrets_are_files_of_their_owner_alone(tmp_path):
 
 
 def run(client: Callable[[Path], Awaitable[object]], path: Path, secret: bytes = SECRET) -> tuple[object, object]:
-    """What a server saw of a client, and what the client did: results or errors."""
+    """A server's view of a client, and the client's own: results or errors."""
 
     async def both() -> tuple[object, object]:
         seen: asyncio.Future[object] = asyncio.get_running_loop().create_future()

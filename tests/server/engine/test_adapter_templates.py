@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers that are given beside the model, and the ones that adapters bring."""
+"""Chat templates and tokenizers that are given next to the model, and those that adapters bring."""
 
 import json
 import logging

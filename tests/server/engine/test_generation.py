@@ -101,7 +101,7 @@ def test_a_wake_that_comes_late_finds_nothing_and_does_no_harm(turns):
         await generation.start()
         reading = asyncio.create_task(generation.finish())
         await settle()
-        for index in range(2):  # both wake the loop, and what the second is for may have been read by then
+        for index in range(2):  # both wake the loop, and the second one's output may have been read by then
             for _ in range(BULK):
                 worker.receivers[f"c-{index}"][0](output(97, index))
             for _ in range(turns):

@@ -92,7 +92,7 @@ def events():
 
 @pytest.fixture
 def publish(events, tmp_path):
-    """Starts a publisher; gives a subscriber of it and a socket to ask for what was missed."""
+    """Starts a publisher; yields its subscriber and a socket to ask for missed events."""
     begun, sockets = [], []
 
     def run(topic=""):

@@ -1,4 +1,4 @@
-"""What the engine's thread does again and again must not grow with the adapters that are registered."""
+"""Repeated work of the engine's thread must not grow with the registered adapters."""
 
 from __future__ import annotations
 

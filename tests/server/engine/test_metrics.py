@@ -94,7 +94,7 @@ BOARDS = (
     "request_time_per_output_token_seconds",
     "time_to_first_token_seconds",
 )
-"""What the 43 panels of the Grafana boards in vLLM 0.33's examples read."""
+"""Metrics of the 43 panels of the Grafana boards in vLLM 0.33's examples."""
 
 
 def test_every_panel_of_every_board_has_its_metrics(start, fake_engine):

@@ -1,4 +1,4 @@
-"""`--record`: a row for each request that ends, which `chorus plan` reads, and nothing of what was asked."""
+"""`--record`: a row for each request that ends, which `chorus plan` reads, without the content of requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(path):
 
 
 def ended(adapter=None, prompt=3, output=2, tenant="", arrival=5.0):
-    """What is noted of a request."""
+    """The recorded row of a request."""
     return SimpleNamespace(arrival_time=arrival, adapter_name=adapter, tenant=tenant), prompt, output
 
 

@@ -1,4 +1,4 @@
-"""Spans of requests; what is exported needs the extra `otel`."""
+"""Spans of requests; their export needs the extra `otel`."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_idle_means_asleep(worker, fake_engine):
 
 
 def test_a_device_that_is_lost_in_a_call_stops_the_worker(worker):
-    """Such as one that pins an adapter; its caller is told, too, and so is who called beside it."""
+    """Such as one that pins an adapter; its caller gets the error, and so does another caller."""
 
     def lost(engine):
         raise ExecutorLost("the device failed: CUDA error: an ECC error")

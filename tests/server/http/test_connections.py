@@ -1,4 +1,4 @@
-"""Connections that are too many, too slow, or not read, and what they leave to others."""
+"""Connections that are too many, too slow, or not read, and their effect on others."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ def connect(live, sent=b"", receive_buffer=None, address="127.0.0.1"):
 
 
 def ends(connection):
-    """Reads until the server closes; what came."""
+    """Reads until the server closes; returns the bytes."""
     received = b""
     try:
         while part := connection.recv(1 << 16):
@@ -203,7 +203,7 @@ def test_a_large_body_has_time_by_its_size(start, fake_engine):
 
 def test_a_new_client_takes_the_place_of_the_one_waited_for_longest(start, fake_engine):
     live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    waiting = [b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{", b""]  # what says nothing is accepted later
+    waiting = [b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{", b""]  # a silent connection is accepted later
     silent = [connect(live, waiting[number % 3]) for number in range(60)]
     assert live.client.get("/health").status_code == 200
     assert open_ones(live) <= 16
@@ -388,7 +388,7 @@ def test_a_lack_of_descriptors_closes_the_one_waited_for_longest(start, fake_eng
 
 
 def test_a_new_client_is_served_before_a_flood_that_waits_to_be_begun(start, fake_engine, monkeypatch):
-    """Whole requests come first, the shortest and newest of them; what says part of one comes after them."""
+    """Whole requests come first, the shortest and newest of them; parts of one come after them."""
     live = start(fake_engine, settings=PATIENT)
     live.client.close()
     order = []
@@ -404,7 +404,7 @@ def test_a_new_client_is_served_before_a_flood_that_waits_to_be_begun(start, fak
         flood = [connect(live, sent) for sent in [part, b"", long, b"GET /health HTTP/1.1\r\nhost", ASKS * 3] * 20]
         asking = connect(live, ASKS)
     assert b" 200 OK" in ends(asking)
-    live.wait_until(lambda: len(order) == 61, 30)  # what has no head is not begun
+    live.wait_until(lambda: len(order) == 61, 30)  # a connection without a head is not begun
     assert order[0] == ASKS and order[1:21] == [long] * 20
     assert order.count(part) == order.count(ASKS * 3) == 20
     for connection in flood:

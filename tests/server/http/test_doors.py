@@ -57,7 +57,7 @@ def test_routes_that_generate_are_counted_as_such():
     ["/v1/completions", "/v1/chat/completions", "/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"],
 )
 def test_bodies_are_json_or_415(shared, path, kind):
-    """These are what a form, or a script without asking, can send from any web page."""
+    """Types that a form, or a script without asking, can send from any web page."""
     response = shared.client.post(path, content=b'{"model": "base"}', headers={"content-type": kind} if kind else {})
     assert error_of(response, 415) == "unsupported_media_type"
 

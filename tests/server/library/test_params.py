@@ -15,7 +15,7 @@ from chorus.server.library.params import ALWAYS, ELSEWHERE, FIELDS, SamplingFiel
 from chorus.server.library.table import PAGE, page
 
 OWN_NAMES = {"json", "choice"}
-"""Names that the arguments' types have beside the fields': other names of fields."""
+"""Names that the arguments' types have in addition to the fields': other names of fields."""
 
 
 def test_every_field_of_http_exists_in_python_or_says_what_there_is_instead():

@@ -1,4 +1,4 @@
-"""Flags of other servers are taken, or refused with what to do instead."""
+"""Flags of other servers are accepted, or refused with an alternative."""
 
 import re
 import subprocess

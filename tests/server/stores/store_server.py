@@ -1,4 +1,4 @@
-"""A web server on loopback that plays stores, honest and hostile: what a path answers is a function of its handler."""
+"""A web server on loopback that plays stores, honest and hostile: a handler computes the answer to a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads from stores of which some are hostile: what they lead to, how much they send and how long it takes."""
+"""Downloads from stores, some of them hostile: redirects and addresses, sizes and times."""
 
 import gzip
 import hashlib
@@ -157,7 +157,7 @@ def test_a_listed_name_that_leads_to_a_private_address_is_not_connected_to(store
 
 
 def test_the_address_that_was_checked_is_the_one_that_is_connected_to(store, get, monkeypatch):
-    """A name is resolved once for each connection, which then goes to an address: what the name leads to a moment later
+    """A name is resolved once for each connection, which then goes to an address. A change of the name a moment later
     (rebinding) does not matter.
     """
     serve(store)
@@ -340,7 +340,7 @@ def pax_record(text):
 
 
 def pax(records, count=1, members=0):
-    """A tar file of members, each but the last behind so many equal PAX headers."""
+    """A tar file of members, each but the last after so many equal PAX headers."""
     content = b"".join(map(pax_record, records))
     info = member("pax", tarfile.XHDTYPE)
     info.size = len(content)

@@ -1,4 +1,4 @@
-"""Where an adapter comes from by its name, and what a name may lead to."""
+"""The source of an adapter by its name, and the limits of names."""
 
 import pytest
 

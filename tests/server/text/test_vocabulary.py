@@ -45,7 +45,7 @@ def test_bytes_join_to_the_text(vocabularies, data):
     backend, vocabulary = data.draw(st.sampled_from(vocabularies))
     special = set(backend.get_added_tokens_decoder())
     ids = [i for i in range(backend.get_vocab_size()) if i not in special]
-    first = backend.token_to_id("a") or backend.token_to_id("▁a")  # what comes first may be decoded in its own way
+    first = backend.token_to_id("a") or backend.token_to_id("▁a")  # the first token may be decoded in its own way
     tokens = [first, *data.draw(st.lists(st.sampled_from(ids), max_size=12))]
     text = backend.decode(tokens, skip_special_tokens=False)
     joined = b"".join(vocabulary.bytes_of(token) for token in tokens)

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over chromedriver's own protocol: no package beside the two programs is needed."""
+"""Headless Chromium, driven over chromedriver's own protocol: it needs the two programs and no package."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Browser:
         return data
 
     def problems(self) -> list[str]:
-        """What the console has shown of errors since the last call."""
+        """Errors that the console has shown since the last call."""
         return [one["message"] for one in self.command("/se/log", {"type": "browser"}) if one["level"] == "SEVERE"]
 
 

@@ -1,4 +1,4 @@
-"""Events of the operator's page: what a browser keeps of a snapshot and its deltas is what the pictures show."""
+"""Events of the operator's page: a snapshot and its deltas give a browser the state that the pictures show."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_changes_make_one_the_other(values):
 
 
 class Reader:
-    """What a browser keeps."""
+    """A browser's state."""
 
     def __init__(self):
         self.pages, self.owners, self.adapters, self.requests = [], {}, {}, {}

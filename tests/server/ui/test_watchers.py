@@ -195,7 +195,7 @@ def test_the_page_can_be_left_out(start, fake_engine):
 
 
 def test_the_files_load_nothing_from_elsewhere(shared):
-    """By their policy, which a browser enforces, and by what is in them."""
+    """By their policy, which a browser enforces, and by their content."""
     for path, (name, kind) in FILES.items():
         answer = shared.client.get(path)
         policy = answer.headers["content-security-policy"]

@@ -1,4 +1,4 @@
-"""Plans of migration: what holds of every one, and what each planner does with small problems."""
+"""Plans of migration: properties of every plan, and each planner's solutions of small problems."""
 
 from __future__ import annotations
 

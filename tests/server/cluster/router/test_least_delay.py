@@ -58,7 +58,7 @@ def states(loads):
 
 
 def held(replicas, adapters):
-    """An index of what replicas hold, which have it in their arenas; adapters: by replica."""
+    """An index of adapters in the replicas' arenas; adapters: by replica."""
     holders = Holders()
     for state, names in zip(replicas, adapters, strict=True):
         state.resident = state.on_host = frozenset(names)
@@ -114,7 +114,7 @@ def test_what_would_miss_the_slo_is_left_though_it_holds_the_adapter():
 
 
 def test_between_two_reports_requests_do_not_go_to_one_replica():
-    """No state changes: what always takes the best of all sends all requests to the same replica."""
+    """The states stay the same: always taking the best of all would send all requests to the same replica."""
     replicas = Replicas(states([index % 4 for index in range(40)]))
     for adapters in ([None] * 400, [str(number) for number in range(400)]):
         policy = LeastDelay(estimates(), seed=None)

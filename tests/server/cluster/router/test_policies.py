@@ -219,7 +219,7 @@ def test_rank_aware_prices_the_kv_cache():
     by_longest = replace(model, step=replace(model.step, per_longest=2e-6))
     assert RankAware(estimates(by_longest, 0.045))(Asked(rank=8), [longest, short]) == 1
     waiting = replica_state(SEATS, [8] * 3, [(8000, 8)])
-    assert policy(Asked(rank=8), [waiting, short]) == 1  # what waits will be in the cache, too
+    assert policy(Asked(rank=8), [waiting, short]) == 1  # waiting requests will be in the cache, too
 
 
 def test_pending_time_counts_pages_disk_and_link():

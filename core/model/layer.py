@@ -1,0 +1,171 @@
+"""A layer's products in one step, and the residual stream that they read and add to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear
+
+from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
+from ...ops.packed_gemm import packed_linear
+from ...ops.ranks import Collectives
+from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepLora
+from .layers import Activation, LayerSpec, Norms, NormSpec
+from .nvtx_spans import span
+from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from ...ops.sgmv_triton import Shrunk
+
+#: Index of the logits' GEMM in a step's backends.
+HEAD = 4
+
+#: Spans of the groups of projections, with the base weights and with adapters.
+_SPANS = {
+    QKV: ("attn.qkv", "lora.qkv"), ATTN_O: ("attn.o", "lora.o"), GATE_UP: ("mlp.gate_up", "lora.gate_up"),
+    DOWN: ("mlp.down", "lora.down"),
+}  # fmt: skip
+
+
+class Residual:
+    """The residual stream. rows: `[tokens, hidden]`. added: `[tokens, hidden]`, which the next norm adds to them."""
+
+    __slots__ = ("added", "norm", "rows")
+
+    def __init__(self, rows: torch.Tensor, norm: NormSpec, added: torch.Tensor | None = None) -> None:
+        self.rows, self.norm, self.added = rows, norm, added
+
+    def __getitem__(self, tokens: torch.Tensor) -> Residual:
+        """Of some tokens, a copy."""
+        return Residual(self.rows[tokens], self.norm, None if self.added is None else self.added[tokens])
+
+    def normed(self, weight: torch.Tensor | None) -> torch.Tensor:
+        """The norm of the rows, to which `added` is added in place; without a weight the rows themselves."""
+        added, self.added = self.added, None
+        if weight is None or self.norm.centered:
+            rows = self.rows if added is None else self.rows.add_(added)
+            return rows if weight is None else normed(rows, weight, self.norm)
+        eps = self.norm.eps
+        return rms_norm(self.rows, weight, eps) if added is None else add_rms_norm(added, self.rows, weight, eps)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, norm: NormSpec) -> torch.Tensor:
+    """x: `[tokens, hidden]`."""
+    return (layer_norm if norm.centered else rms_norm)(x, weight, norm.eps)
+
+
+class Layer:
+    """A layer's products in one step.
+
+    With norms BEFORE:
+
+        x += o(mixer(qkv(x)))
+        x += down(gate_up(x))
+
+    qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
+    """
+
+    __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")
+
+    def __init__(
+        self,
+        weights: LayerWeights,
+        spec: LayerSpec,
+        index: int,
+        backends: GemmBackends,
+        lora: StepLora | None = None,
+        ranks: Collectives | None = None,
+    ) -> None:
+        """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
+        self._weights, self._spec, self._index = weights, spec, index
+        self._backends, self._lora, self._ranks = backends, lora, ranks
+
+    def begin(self, x: Residual) -> torch.Tensor:
+        """The mixer's input `[tokens, in]`: see `qkv`; a parallel feed-forward part is added to x."""
+        if self._spec.norms is not Norms.PARALLEL:
+            return self.qkv(x)
+        weights = self._weights
+        rows = x.normed(weights.attention_norm)
+        qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
+        x.rows.add_(self._output(self.down(self._gate_up(rows)), x.norm, weights.mlp_out_norm))
+        return qkv
+
+    def finish(self, x: Residual, attended: torch.Tensor) -> None:
+        """Compute what follows the mixer, whose output `[tokens, out]` is given."""
+        weights = self._weights
+        x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
+        if self._spec.norms is not Norms.PARALLEL:
+            with span("mlp"):
+                x.added = self._output(self.down(self.gate_up(x)), x.norm, weights.mlp_out_norm)
+
+    def qkv(self, x: Residual) -> torch.Tensor:
+        """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""
+        weights = self._weights
+        return self._gemm(QKV, x.normed(weights.attention_norm), weights.qkv, weights.qkv_bias)
+
+    def o(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended: `[tokens, out]` of the mixer."""
+        y = self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias)
+        return y if self._ranks is None else self._ranks.add_up(y)
+
+    def gate_up(self, x: Residual) -> torch.Tensor:
+        """`activation(gate) · up`: `[tokens, ffn]`."""
+        return self._gate_up(x.normed(self._weights.mlp_norm))
+
+    def _gate_up(self, rows: torch.Tensor) -> torch.Tensor:
+        weights = self._weights
+        if self._spec.feed_forward.activation is Activation.SILU:
+            return self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias, gate=True)
+        return gelu_and_mul(self._gemm(GATE_UP, rows, weights.gate_up, weights.gate_up_bias))
+
+    def down(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: `[tokens, ffn]`."""
+        y = self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)
+        return y if self._ranks is None else self._ranks.add_up(y)
+
+    def _output(self, y: torch.Tensor, norm: NormSpec, weight: torch.Tensor | None) -> torch.Tensor:
+        """What a part adds to the residual stream, from its last product."""
+        y = y if weight is None else normed(y, weight, norm)
+        factor = self._spec.residual_multiplier
+        return y if factor == 1.0 else y * factor
+
+    def _gemm(
+        self, group: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gate: bool = False
+    ) -> torch.Tensor:
+        """The product with what adapters add, gated or not; in one launch but for shrink where the way has that."""
+        backend, lora, shrunk = self._backends[group], self._lora, None
+        base_name, lora_name = _SPANS[group]
+        if lora is not None:
+            lora.offload(group, x, self._index)
+            if backend is GemmBackend.EXPANDED:
+                with span(lora_name):
+                    shrunk = lora.shrink(group, x, self._index)
+        is_added = lora is None or shrunk is not None
+        with span(base_name):
+            y = multiply(backend, x, weight, bias, gate=gate and is_added, shrunk=shrunk)
+        if lora is None or shrunk is not None:
+            return y
+        with span(lora_name):
+            lora.add(group, y, x, self._index)
+        return silu_and_mul(y) if gate else y
+
+
+def multiply(
+    backend: GemmBackend,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool = False,
+    shrunk: Shrunk | None = None,
+) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`. gate: `silu(gate) · up` of the halves of that, the
+    same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
+    """
+    if backend is GemmBackend.LIBRARY:
+        y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
+        return silu_and_mul(y) if gate else y
+    from ...ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias, silu=gate, shrunk=shrunk)

@@ -1,0 +1,83 @@
+"""The states of a step's sequences in pages of the arena; see `memory.pages.states`.
+
+Tests: tests/core/test_hybrids.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from ...memory.pages.arena import Arena
+from ...memory.pages.pool import PagePool
+from ...ops.gated_delta import DeltaState
+from ..requests.types import ScheduledSequence
+from .config import ModelConfig
+
+
+class PagedStates:
+    """Reads and writes states for one step after another; it is the `StepStates` of each.
+
+    A sequence's state is read from one slot of its request and written to the next, so that a step that runs again
+    begins with the same state.
+    """
+
+    def __init__(self, config: ModelConfig, arena: Arena) -> None:
+        """config: of a model with Gated DeltaNet; the arena's layout has its states."""
+        assert config.delta is not None and arena.layout.states is not None
+        self._spec, self._layout = config.delta, arena.layout.states
+        self._pages = arena.pages.view(torch.float32)
+        self._index = [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
+        self.qo_indptr: Sequence[int] = [0]
+        self.read = torch.empty(0, self._layout.num_pages, dtype=torch.long)
+        """`[sequences, pages of a state]` int64: what each sequence reads."""
+        self.written = self.read
+        self.fresh = torch.empty(0, dtype=torch.bool)
+        """`[sequences]`: True if a sequence begins with a state of zeros."""
+
+    def set_step(self, sequences: Sequence[ScheduledSequence], qo_indptr: Sequence[int]) -> None:
+        """Begin a step. qo_indptr: see `StepStates`; entries beyond the sequences are padding."""
+        padding = [[PagePool.DUMMY] * self._layout.num_pages] * (len(qo_indptr) - 1 - len(sequences))
+        read, written = list(padding), list(padding)
+        slots = [each.states for each in sequences]
+        if None in slots:
+            raise RuntimeError("a sequence has no pages for its states")
+        read[:0] = [each.states.read_by(each.state_step) for each in sequences if each.states]
+        written[:0] = [each.states.written_by(each.state_step) for each in sequences if each.states]
+        self.qo_indptr = qo_indptr
+        device = self._pages.device
+        self.read, self.written = torch.tensor((read, written), dtype=torch.long, device=device).unbind(0)
+        self.fresh = torch.tensor([each.start == 0 for each in sequences] + [True] * len(padding), device=device)
+
+    def of(self, layer: int) -> DeltaState:
+        """See `StepStates.of`."""
+        index, shape = self._index[layer], self._spec.recurrent_shape
+        page, at = self._layout.conv(index)
+        conv = self._pages[self.read[:, page], at : at + self._layout.shape.conv_elems].unflatten(
+            1, self._spec.conv_shape
+        )
+        heads = torch.cat([self._pages[self.read[:, page], begin:end] for page, begin, end in self._heads(index)], 1)
+        recurrent = heads.unflatten(1, shape)
+        conv[self.fresh] = 0
+        recurrent[self.fresh] = 0
+        return DeltaState(conv, recurrent)
+
+    def write(self, layer: int, state: DeltaState) -> None:
+        """See `StepStates.write`."""
+        index = self._index[layer]
+        page, at = self._layout.conv(index)
+        self._pages[self.written[:, page], at : at + self._layout.shape.conv_elems] = state.conv.flatten(1)
+        heads, done = state.recurrent.flatten(1), 0
+        for page, begin, end in self._heads(index):
+            self._pages[self.written[:, page], begin:end] = heads[:, done : done + end - begin]
+            done += end - begin
+
+    def _heads(self, index: int) -> list[tuple[int, int, int]]:
+        """A layer's heads in the pages of a state: index of the page, first and last element."""
+        layout, found = self._layout, dict[int, tuple[int, int]]()
+        for head in range(layout.shape.num_heads):
+            page, at = layout.head(index, head)
+            found[page] = found.get(page, (at, 0))[0], at + layout.shape.head_elems
+        return [(page, *span) for page, span in found.items()]

@@ -1,0 +1,228 @@
+"""The projections of a model's layers, which adapters may change: a table, by name and by id.
+
+Layers may differ: a layer with linear attention has other projections than one with full attention. Pure data, like
+`layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Group(IntEnum):
+    """The products of a layer. The projections of a group share an input, and their outputs are side by side."""
+
+    MIXER_IN = 0
+    """Query, key and value; or the inputs of linear attention."""
+
+    MIXER_OUT = 1
+    GATE_UP = 2
+    DOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One projection of a layer."""
+
+    path: str
+    """Where a layer has it, such as `self_attn.q_proj`."""
+
+    group: Group
+    inputs: int
+    outputs: int
+
+    units: int
+    """Equal parts, such as heads, that TP ranks share: of its inputs where it is row-parallel, else of its outputs."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return self.inputs, self.outputs
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """True if TP ranks share its inputs and add up their outputs."""
+        return self.group in (Group.MIXER_OUT, Group.DOWN)
+
+    def share(self, rank: int, size: int) -> tuple[slice, slice]:
+        """Inputs and outputs of one of `size` ranks. If there are more ranks than units, several have the same unit."""
+        width = (self.inputs if self.is_row_parallel else self.outputs) // self.units
+        first, count = rank * self.units // size, max(1, self.units // size)
+        share, every = slice(first * width, (first + count) * width), slice(None)
+        return (share, every) if self.is_row_parallel else (every, share)
+
+
+class Product(NamedTuple):
+    """A product of a layer: the projections of a group."""
+
+    group: Group
+    inputs: int
+
+    modules: tuple[tuple[int, int, int], ...]
+    """(module id, first column, width) of each projection."""
+
+    @property
+    def outputs(self) -> int:
+        return sum(width for _, _, width in self.modules)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups.
+
+    Raises ValueError for projections of one name that are not equal.
+    """
+
+    layers: tuple[tuple[Projection, ...], ...]
+    """The projections of each layer."""
+
+    def __post_init__(self) -> None:
+        for projection in dict.fromkeys(projection for layer in self.layers for projection in layer):
+            if projection != self[projection.name]:
+                raise ValueError(f"layers have {projection.name} in two shapes: {self[projection.name]}, {projection}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Projections], tuple[object]]:
+        """Without the cached hash: another process has another one for each string."""
+        return Projections, (self.layers,)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Projection]:
+        """By id."""
+        return iter(self._all)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._ids
+
+    def __getitem__(self, name: str) -> Projection:
+        return self._all[self._ids[name]]
+
+    def id(self, name: str) -> int:
+        return self._ids[name]
+
+    def layers_of(self, name: str) -> tuple[int, ...]:
+        """The layers that have a projection."""
+        return self._layers_of[name]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By id."""
+        return tuple(self._ids)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The different products of all layers. ValueError if a group has no common input."""
+        return self._products[0]
+
+    @property
+    def product_of(self) -> tuple[tuple[int, ...], ...]:
+        """Indices in `products`, by layer and group."""
+        return self._products[1]
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Weights of all projections in all layers."""
+        return sum(projection.inputs * projection.outputs for layer in self.layers for projection in layer)
+
+    def rank_elems(self, targets: Sequence[str] | None = None) -> int:
+        """Elements of one rank of an adapter on `targets`, by default on all, in every layer that has them."""
+        return sum(sum(self[name].dims) * len(self.layers_of(name)) for name in targets or self.names)
+
+    @cached_property
+    def _all(self) -> tuple[Projection, ...]:
+        first: dict[str, Projection] = {}
+        for projection in (projection for layer in self.layers for projection in layer):
+            first.setdefault(projection.name, projection)
+        return tuple(sorted(first.values(), key=lambda projection: projection.group))
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {projection.name: index for index, projection in enumerate(self._all)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.layers)
+
+    @cached_property
+    def _layers_of(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {name: [] for name in self._ids}
+        for index, layer in enumerate(self.layers):
+            for projection in layer:
+                found[projection.name].append(index)
+        return {name: tuple(layers) for name, layers in found.items()}
+
+    @cached_property
+    def _products(self) -> tuple[tuple[Product, ...], tuple[tuple[int, ...], ...]]:
+        """The different products, and those of each layer."""
+        found: dict[Product, int] = {}
+        of_layer = [
+            tuple(found.setdefault(self._product(layer, group), len(found)) for group in Group) for layer in self.layers
+        ]
+        return tuple(found), tuple(of_layer)
+
+    def _product(self, layer: Sequence[Projection], group: Group) -> Product:
+        own = [projection for projection in layer if projection.group is group]
+        if not own:
+            raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
+        if len({projection.inputs for projection in own}) > 1:
+            raise ValueError(f"the projections of {group.name} have no common input: {own}")
+        modules, column = [], 0
+        for projection in sorted(own, key=lambda projection: self._ids[projection.name]):
+            modules.append((self._ids[projection.name], column, projection.outputs))
+            column += projection.outputs
+        return Product(group, own[0].inputs, tuple(modules))
+
+
+def attention_projections(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, *, gate: bool = False
+) -> tuple[Projection, ...]:
+    """Those of full attention. gate: q_proj gives each head a query and then a gate."""
+    q, kv = heads * head_dim, kv_heads * head_dim
+    return (
+        Projection("self_attn.q_proj", Group.MIXER_IN, hidden, q * (1 + gate), heads),
+        Projection("self_attn.k_proj", Group.MIXER_IN, hidden, kv, kv_heads),
+        Projection("self_attn.v_proj", Group.MIXER_IN, hidden, kv, kv_heads),
+        Projection("self_attn.o_proj", Group.MIXER_OUT, q, hidden, heads),
+    )
+
+
+def linear_projections(hidden: int, channels: int, value: int, heads: int) -> tuple[Projection, ...]:
+    """Those of Gated DeltaNet: channels of the convolution, width and number of the heads of values."""
+    return (
+        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, heads),
+        Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, heads),
+        Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, heads, heads),
+        Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, heads, heads),
+        Projection("linear_attn.out_proj", Group.MIXER_OUT, value, hidden, heads),
+    )
+
+
+def gated_projections(hidden: int, size: int) -> tuple[Projection, ...]:
+    """Those of a gated feed-forward part."""
+    return (
+        Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size),
+        Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size),
+        Projection("mlp.down_proj", Group.DOWN, size, hidden, size),
+    )
+
+
+def dense_projections(num_layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int) -> Projections:
+    """The table of a model shaped like Llama: every layer has full attention and a gated feed-forward part."""
+    layer = attention_projections(hidden, heads, kv_heads, head_dim) + gated_projections(hidden, ffn)
+    return Projections((layer,) * num_layers)

@@ -1,0 +1,110 @@
+"""Recurrent states of linear attention in pages of the pool.
+
+A state is computed from the state before it, so a step that runs twice must not change what it begins from. A request
+therefore has several slots, each with pages for a whole state: a step reads one and writes the next, in turn. A step
+that is discarded or run again reads the same slot again. A slot that has been written stays as it is until its turn
+comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for that slot.
+
+Pure arithmetic and lists of page numbers, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FLOAT_BYTES = 4
+"""States are float32, whatever the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a request keeps of its past in each layer with a state: a part for its convolution, and one of each head."""
+
+    num_layers: int
+    """Layers with a state."""
+
+    conv_elems: int
+    num_heads: int
+    head_elems: int
+
+
+class StateLayout:
+    """Places of a state's parts in its pages: no part is split between pages.
+
+    The convolutions' parts come first, then the heads', layer by layer.
+    """
+
+    def __init__(self, shape: StateShape, page_bytes: int) -> None:
+        """Raises ValueError if a page is too small for a part."""
+        self.shape = shape
+        floats = page_bytes // FLOAT_BYTES
+        self.convs_per_page = floats // shape.conv_elems
+        self.heads_per_page = floats // shape.head_elems
+        if not self.convs_per_page or not self.heads_per_page:
+            largest = FLOAT_BYTES * max(shape.conv_elems, shape.head_elems)
+            raise ValueError(f"a page has {page_bytes} bytes, and a part of a layer's state takes {largest}")
+        self.num_conv_pages = -(-shape.num_layers // self.convs_per_page)
+        self.num_pages = self.num_conv_pages - (-shape.num_layers * shape.num_heads // self.heads_per_page)
+
+    def conv(self, layer: int) -> tuple[int, int]:
+        """Index of the page, and first element in it, of a layer's convolution; `layer` counts layers with a state."""
+        page, at = divmod(layer, self.convs_per_page)
+        return page, at * self.shape.conv_elems
+
+    def head(self, layer: int, head: int) -> tuple[int, int]:
+        """As `conv`, of a head."""
+        page, at = divmod(layer * self.shape.num_heads + head, self.heads_per_page)
+        return self.num_conv_pages + page, at * self.shape.head_elems
+
+
+class StateSlots:
+    """A request's slots for its state, which its steps read and write in turn."""
+
+    __slots__ = ("slots", "spare", "steps")
+
+    def __init__(self, slots: list[list[int]], spare: list[int] | None = None) -> None:
+        """slots: the pages of each; the first is read by the request's first step, unless it begins with its first
+        token. spare: pages of its own for a first slot that is a checkpoint of the prefix cache.
+        """
+        self.slots = slots
+        self.spare = spare or []
+        self.steps = 0
+        """Steps that have been computed."""
+
+    def read_by(self, step: int) -> list[int]:
+        """The pages that a step reads."""
+        return self.slots[step % len(self.slots)]
+
+    def written_by(self, step: int) -> list[int]:
+        """The pages that a step writes."""
+        return self.slots[(step + 1) % len(self.slots)]
+
+    @property
+    def current(self) -> list[int]:
+        """The pages of the state after all computed steps."""
+        return self.read_by(self.steps)
+
+    def advance(self) -> list[int]:
+        """Count a step; return the pages of a checkpoint that it read, which are not the request's any more."""
+        left = self.leave_checkpoint()
+        self.steps += 1
+        return left
+
+    def leave_checkpoint(self) -> list[int]:
+        """Replace a checkpoint that the request begins with by its own pages; return the checkpoint's pages."""
+        left: list[int] = []
+        if self.spare:
+            place = self.steps % len(self.slots)
+            left, self.slots[place], self.spare = self.slots[place], self.spare, []
+        return left
+
+    def share(self, pages: list[int]) -> None:
+        """Leave the current slot to the prefix cache after the next step, which reads it; `pages` replace it then."""
+        self.spare = pages
+
+    def pages(self) -> Iterator[int]:
+        """All pages that the request holds."""
+        for slot in self.slots:
+            yield from slot
+        yield from self.spare

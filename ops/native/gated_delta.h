@@ -1,0 +1,335 @@
+// Gated DeltaNet between a layer's two projections; the arithmetic of ops/gated_delta.py.
+//
+// A step's tokens take the recurrent form, one after the other, whether they decode or are a prompt's: the chunked form of
+// a GPU has as many multiply-adds in float32 (some 65,000 a token and head of 128 × 128), and here a state's columns stay in
+// cache for as many tokens as there are. So a sequence's bits depend neither on its batch nor on how its prompt is cut.
+#pragma once
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include "buffer.h"
+#include "elementwise.h"
+#include "shares.h"
+
+namespace chorus {
+
+// Shapes of a model's Gated DeltaNet.
+struct DeltaShape {
+    int32_t k_heads, v_heads, k_dim, v_dim, conv_size;
+    float eps;  // of the norm
+
+    int k_size() const { return k_heads * k_dim; }
+    int v_size() const { return v_heads * v_dim; }
+    int channels() const { return 2 * k_size() + v_size(); }
+    int in_size() const { return channels() + v_size() + 2 * v_heads; }
+    int heads() const { return 2 * k_heads + v_heads; }  // of q, k and v
+};
+
+// What a layer has besides its projections.
+struct DeltaWeights {
+    const float* conv;  // [conv_size, channels]: factors of a token's inputs, of the oldest first; null: no such layer
+    const float *dt_bias, *a_log;  // [v_heads]
+    const float* norm;  // [v_dim]
+};
+
+// A part of a state: where it is before a step, and where it goes. The two don't overlap, or are the same.
+struct StatePart {
+    const float* in;  // null: zeros
+    float* out;
+};
+
+// A sequence's tokens in a step.
+struct DeltaRow {
+    int first, tokens;
+};
+
+// Vectors of a state's columns that are worked on together. A prompt's tokens pass over them one after the other, so that
+// they, two sums of each and a factor of each stay in registers. A token alone takes whole rows, which memory gives faster.
+constexpr int kStateVectors = kStreamVectors >= 16 ? 8 : 2, kWholeRow = 8;
+
+// What a thread reads next: fetched line by line, in order, while it computes.
+struct NextState {
+    const float* at;  // null: nothing
+
+    template <int LINES>
+    CHORUS_INLINE void fetch() {
+        if (!at) return;
+#pragma GCC unroll 8
+        for (int i = 0; i < LINES; i++) prefetch_later(at + i * kLanes);
+        at += LINES * kLanes;
+    }
+};
+
+// Sums of a state's columns times k: sums[c] = Σ_i state[i][c] · k[i].
+//
+//   state   [k_dim, v_dim], from the first of COUNT · 16 columns on; the last vector's may be fewer
+//   k       [k_dim]
+//   last    columns of the last vector
+//   ahead   half of as much as is read here is fetched
+template <int COUNT>
+inline void state_sums(const float* state, const float* k, int k_dim, int v_dim, Head last, Floats* sums,
+                       NextState& ahead) {
+#pragma GCC unroll 8
+    for (int j = 0; j < COUNT; j++) sums[j] = floats(0);
+    for (int i = 0; i < k_dim; i++) {
+        const float* row = state + (long)i * v_dim;
+        const Floats key = floats(k[i]);
+        ahead.fetch<COUNT / 2>();
+#pragma GCC unroll 8
+        for (int j = 0; j < COUNT; j++) {
+            const Floats s = j + 1 < COUNT ? load16(row + j * kLanes) : load16(row + j * kLanes, last);
+            sums[j] = fma(s, key, sums[j]);
+        }
+    }
+}
+
+// What a head takes of a token.
+struct DeltaToken {
+    const float *q, *k;  // [k_dim]
+    const float* next_k;  // of the token behind it; null: there is none
+    float decay;
+};
+
+// state.out = decay · state.in + k ⊗ delta; out = qᵀ · state.out, and sums as the next token's `state_sums`.
+//
+//   MORE     there is a next token
+//   STREAMS  the state is written past the caches: its rows are whole cache lines, and nothing reads it soon
+//   delta    of the columns
+//   ahead    the other half is fetched
+template <int COUNT, bool MORE, bool STREAMS>
+inline void step_state(StatePart state, const DeltaToken& token, int k_dim, int v_dim, Head last, const Floats* delta,
+                       Floats* out, Floats* sums, NextState& ahead) {
+    const Floats factor = floats(token.decay);
+#pragma GCC unroll 8
+    for (int j = 0; j < COUNT; j++) out[j] = sums[j] = floats(0);
+    for (int i = 0; i < k_dim; i++) {
+        const float* row = state.in + (long)i * v_dim;
+        float* to = state.out + (long)i * v_dim;
+        ahead.fetch<COUNT - COUNT / 2>();
+        const Floats query = floats(token.q[i]), key = floats(token.k[i]);
+        const Floats next_key = MORE ? floats(token.next_k[i]) : key;
+#pragma GCC unroll 8
+        for (int j = 0; j < COUNT; j++) {
+            const bool whole = STREAMS || j + 1 < COUNT;
+            Floats s = whole ? load16(row + j * kLanes) : load16(row + j * kLanes, last);
+            s = fma(key, delta[j], s * factor);
+            if constexpr (STREAMS) stream(to + j * kLanes, s);
+            else if (whole) store16(to + j * kLanes, s);
+            else store16(to + j * kLanes, s, last);
+            out[j] = fma(s, query, out[j]);
+            if constexpr (MORE) sums[j] = fma(s, next_key, sums[j]);
+        }
+    }
+}
+
+// Of a model's layers, one after the other: memory for a step.
+class GatedDelta {
+   public:
+    explicit GatedDelta(const DeltaShape& shape) : s_(shape) {}
+
+    const DeltaShape& shape() const { return s_; }
+
+    void plan(int tokens) {
+        grow_rows(convolved_, tokens, s_.channels());
+        grow_rows(gates_, tokens, 2 * s_.v_heads);
+    }
+
+    // Compute a layer.
+    //
+    //   me      the thread; all threads of the team run the same layer
+    //   w       the layer's weights
+    //   states  of `rows()` sequences: row(i), conv(i): [conv_size - 1, channels], the convolution's last inputs, oldest
+    //           first; head(i, h): [k_dim, v_dim]
+    //   mixed   [tokens, in_size]: of the input projection
+    //   out     [tokens, v_size]
+    template <class T, class States>
+    void run(Team& team, Team::Member& me, const DeltaWeights& w, const States& states, Rows<const float> mixed,
+             Rows<T> out) {
+        const int heads = s_.heads(), v_heads = s_.v_heads;
+        each_part(team, me, states.rows() * heads, [&](int i, bool) {
+            const DeltaRow row = states.row(i / heads);
+            const int head = i % heads, v_head = head - 2 * s_.k_heads;
+            convolve_head(w, row, states.conv(i / heads), head, mixed);
+            if (v_head >= 0) find_gates(w, row, v_head, mixed);
+        });
+        each_part(team, me, states.rows() * v_heads, [&](int i, bool more) {
+            const float* next = more ? states.head((i + 1) / v_heads, (i + 1) % v_heads).in : nullptr;
+            run_head(w, states.row(i / v_heads), i % v_heads, states.head(i / v_heads, i % v_heads), {next}, mixed,
+                     out);
+        });
+    }
+
+   private:
+    Rows<float> convolved() { return rows_of(convolved_, s_.channels()); }
+    Rows<float> gates() { return rows_of(gates_, 2 * s_.v_heads); }
+
+    // The convolution and silu of a head's channels, and the norm of a head of q or k; the channels' state is updated.
+    void convolve_head(const DeltaWeights& w, DeltaRow row, StatePart state, int head, Rows<const float> mixed) {
+        const bool is_v = head >= 2 * s_.k_heads, is_q = head < s_.k_heads;
+        const int width = is_v ? s_.v_dim : s_.k_dim, channels = s_.channels(), before = s_.conv_size - 1;
+        const int first = is_v ? 2 * s_.k_size() + (head - 2 * s_.k_heads) * s_.v_dim : head * s_.k_dim;
+        if (!state.in) {
+            for (int i = 0; i < before; i++) std::fill_n(state.out + (long)i * channels + first, width, 0.0f);
+            state.in = state.out;
+        }
+        auto input = [&](int t) {  // of the row's token t, below 0: of the state
+            return t >= 0 ? mixed[row.first + t] + first : state.in + (long)(before + t) * channels + first;
+        };
+        for (int t = 0; t < row.tokens; t++) {
+            float* y = convolved()[row.first + t] + first;
+            Floats squares = floats(0);
+            for (int c = 0; c < width; c += kLanes) {
+                const Head here = head_of(width - c);
+                Floats all = load16(input(t - before) + c, here) * load16(w.conv + first + c, here);
+                for (int tap = 1; tap <= before; tap++)
+                    all = fma(load16(input(t - before + tap) + c, here),
+                              load16(w.conv + (long)tap * channels + first + c, here), all);
+                const Floats v = silu16(all);
+                squares = fma(v, v, squares);
+                store16(y + c, v, here);
+            }
+            if (is_v) continue;
+            const float length = __builtin_sqrtf(sum(squares) + 1e-6f);
+            scale_by(y, width, (is_q ? 1.0f / __builtin_sqrtf((float)s_.k_dim) : 1.0f) / length);
+        }
+        for (int i = 0; i < before; i++) {
+            const float* from = input(row.tokens - before + i);
+            std::memmove(state.out + (long)i * channels + first, from, width * sizeof(float));
+        }
+    }
+
+    static Head head_of(int n) { return chorus::head(n); }
+
+    // Of each token, how much of a head's state is kept, and how much of a new value enters it.
+    void find_gates(const DeltaWeights& w, DeltaRow row, int v_head, Rows<const float> mixed) {
+        const int b = s_.channels() + s_.v_size() + v_head, a = b + s_.v_heads;
+        const float rate = std::exp(w.a_log[v_head]);
+        for (int t = row.first; t < row.first + row.tokens; t++) {
+            const float x = mixed[t][a] + w.dt_bias[v_head];
+            const float softplus = x > 20 ? x : std::log1p(std::exp(x));
+            gates()[t][2 * v_head] = std::exp(-rate * softplus);
+            gates()[t][2 * v_head + 1] = 1 / (1 + std::exp(-mixed[t][b]));
+        }
+    }
+
+    // The delta rule and the gated norm of a head's tokens.
+    template <class T>
+    void run_head(const DeltaWeights& w, DeltaRow row, int v_head, StatePart state, NextState ahead,
+                  Rows<const float> mixed, Rows<T> out) {
+        const int v_dim = s_.v_dim, column = v_head * v_dim;
+        if (!state.in) {
+            std::fill_n(state.out, (long)s_.k_dim * v_dim, 0.0f);
+            state.in = state.out;
+        }
+        // A prompt's tokens read what the token before has written.
+        const bool streams = row.tokens == 1 && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
+        auto run = [&](auto count, int at) {
+            const int c = at * kLanes;
+            const Head last = head_of(std::min(kLanes, v_dim - c - (count() - 1) * kLanes));
+            const StatePart part{state.in + c, state.out + c};
+            scan<count()>(row, v_head, part, c, last, streams, ahead);
+        };
+        const int vectors = (v_dim + kLanes - 1) / kLanes;
+        if (row.tokens == 1) in_parts<kWholeRow>(vectors, run);
+        else in_parts<kStateVectors>(vectors, run);
+        if (streams) end_streams();
+        for (int t = row.first; t < row.first + row.tokens; t++) {
+            const float* y = convolved()[t] + 2 * s_.k_size() + column;
+            gated_norm(y, mixed[t] + s_.channels() + column, w.norm, v_dim, out[t] + column);
+        }
+    }
+
+    // Some columns of a head's state, token after token; v's columns become the output's.
+    template <int COUNT>
+    void scan(DeltaRow row, int v_head, StatePart state, int column, Head last, bool streams, NextState& ahead) {
+        const int k_dim = s_.k_dim, v_dim = s_.v_dim, end = row.first + row.tokens;
+        const int q_at = v_head / (s_.v_heads / s_.k_heads) * k_dim, k_at = q_at + s_.k_size();
+        const int v_at = 2 * s_.k_size() + v_head * v_dim + column;
+        Floats sums[COUNT], delta[COUNT], y[COUNT];
+        state_sums<COUNT>(state.in, convolved()[row.first] + k_at, k_dim, v_dim, last, sums, ahead);
+        for (int t = row.first; t < end; t++) {
+            float* own = convolved()[t];
+            const float decay = gates()[t][2 * v_head], beta = gates()[t][2 * v_head + 1];
+#pragma GCC unroll 8
+            for (int j = 0; j < COUNT; j++) {
+                const Head here = j + 1 < COUNT ? head_of(kLanes) : last;
+                delta[j] = fnma(floats(decay), sums[j], load16(own + v_at + j * kLanes, here)) * floats(beta);
+            }
+            const DeltaToken token{own + q_at, own + k_at, t + 1 < end ? convolved()[t + 1] + k_at : nullptr, decay};
+            NextState none{nullptr};
+            if (token.next_k) step_state<COUNT, true, false>(state, token, k_dim, v_dim, last, delta, y, sums, none);
+            else if (streams) step_state<COUNT, false, true>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
+            else step_state<COUNT, false, false>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
+            state.in = state.out;
+#pragma GCC unroll 8
+            for (int j = 0; j < COUNT; j++)
+                store16(own + v_at + j * kLanes, y[j], j + 1 < COUNT ? head_of(kLanes) : last);
+        }
+    }
+
+    // out = norm(x) · silu(z)
+    template <class T>
+    void gated_norm(const float* x, const float* z, const float* weight, int n, T* out) const {
+        Floats squares = floats(0);
+        for (int c = 0; c < n; c += kLanes) {
+            const Floats v = load16(x + c, head_of(n - c));
+            squares = fma(v, v, squares);
+        }
+        const Floats factor = floats(1.0f / __builtin_sqrtf(sum(squares) / n + s_.eps));
+        for (int c = 0; c < n; c += kLanes) {
+            const Head here = head_of(n - c);
+            const Floats y = load16(x + c, here) * factor * load16(weight + c, here);
+            store16(out + c, y * silu16(load16(z + c, here)), here);
+        }
+    }
+
+    DeltaShape s_;
+    Buffer<float> convolved_, gates_;
+};
+
+// A step of one layer, as a call of its own.
+struct DeltaDesc {
+    DeltaShape shape;
+    DeltaWeights weights;
+    int32_t rows;
+    const int32_t* qo_indptr;  // [rows + 1]
+    const int32_t* begins;  // [rows]: 1: its state is zero
+    const float *conv_in, *recurrent_in;  // [rows, conv_size - 1, channels]; [rows, v_heads, k_dim, v_dim]
+    float *conv_out, *recurrent_out;  // the same; may be the same memory
+    const float* mixed;  // [tokens, in_size]
+    float* out;  // [tokens, v_size]
+};
+
+// Its states, one right after the other.
+struct PlainStates {
+    const DeltaDesc& d;
+
+    int rows() const { return d.rows; }
+    DeltaRow row(int i) const { return {d.qo_indptr[i], d.qo_indptr[i + 1] - d.qo_indptr[i]}; }
+    StatePart conv(int i) const {
+        const long at = (long)i * (d.shape.conv_size - 1) * d.shape.channels();
+        return {d.begins[i] ? nullptr : d.conv_in + at, d.conv_out + at};
+    }
+    StatePart head(int i, int h) const {
+        const long at = ((long)i * d.shape.v_heads + h) * d.shape.k_dim * d.shape.v_dim;
+        return {d.begins[i] ? nullptr : d.recurrent_in + at, d.recurrent_out + at};
+    }
+};
+
+// Run a layer several times, and return the seconds of one.
+inline double run_delta(Team& team, const DeltaDesc& desc, int times) {
+    GatedDelta delta(desc.shape);
+    delta.plan(desc.qo_indptr[desc.rows]);
+    const Rows<const float> mixed{desc.mixed, desc.shape.in_size()};
+    const Rows<float> out{desc.out, desc.shape.v_size()};
+    team.run([](Team::Member&) {});  // they are awake
+    const auto began = std::chrono::steady_clock::now();
+    for (int i = 0; i < times; i++)
+        team.run([&](Team::Member& me) {
+            team.each(me, 0, [](int) {});  // not by parts: see Decoder::walk
+            delta.run(team, me, desc.weights, PlainStates{desc}, mixed, out);
+        });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count() / times;
+}
+
+}  // namespace chorus

@@ -1,0 +1,71 @@
+"""One layer of Gated DeltaNet by the native library, as a call of its own: for tests and measurements.
+
+The native decoder has the same in its steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from .gated_delta import DeltaState, DeltaWeights
+from .native_descriptors import DeltaDescriptor
+from .native_library import library
+
+
+def run_delta(
+    mixed: torch.Tensor,
+    weights: DeltaWeights,
+    state: DeltaState,
+    qo_indptr: Sequence[int],
+    eps: float,
+    *,
+    begins: Sequence[bool] = (),
+    after: DeltaState | None = None,
+    threads: int = 1,
+    times: int = 1,
+) -> tuple[torch.Tensor, float]:
+    """As `gated_delta`, in float32, with sequences in any order. Returns the seconds of one time, too.
+
+    begins: sequences whose state is zero, whatever `state` holds; by default none. after: where the states after the
+    step go, instead of their own place. times: how often the layer is computed.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+    count, v_heads, k_dim, v_dim = state.recurrent.shape
+    channels = state.conv.shape[2]
+    after = after or state
+    out = torch.empty(len(mixed), v_heads * v_dim)
+    indptr = torch.tensor(qo_indptr, dtype=torch.int32)
+    fresh = torch.tensor(begins or [False] * count, dtype=torch.int32)
+    step = DeltaDescriptor(
+        k_heads=(channels - v_heads * v_dim) // (2 * k_dim),
+        v_heads=v_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        conv_size=len(weights.conv),
+        eps=eps,
+        taps=_pointer(weights.conv),
+        dt_bias=_pointer(weights.dt_bias),
+        a_log=_pointer(weights.a_log),
+        norm=_pointer(weights.norm),
+        rows=count,
+        qo_indptr=indptr.data_ptr(),
+        begins=fresh.data_ptr(),
+        conv_in=_pointer(state.conv),
+        recurrent_in=_pointer(state.recurrent),
+        conv_out=_pointer(after.conv),
+        recurrent_out=_pointer(after.recurrent),
+        mixed=_pointer(mixed),
+        out=_pointer(out),
+    )
+    return out, found.chorus_delta_run(threads, ctypes.addressof(step), times)
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise ValueError("the native library needs contiguous tensors of float32 here")
+    return tensor.data_ptr()

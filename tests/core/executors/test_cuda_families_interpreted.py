@@ -1,0 +1,77 @@
+"""Families of models on the CUDA executor, on a CPU: Triton's kernels interpreted, copies as late as a GPU's.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.perf.inline_reads import InlineReads
+
+from ...graphs.late_device import LateDevice
+from ..conftest import Driver, RecordingExecutor, ticking
+
+#: Scale, multipliers, norms around, a partial and interleaved rope, a soft cap, and layers side by side.
+DENSE = ["granite", "glm-4", "gemma-2", "cohere-2", "olmo-2"]
+#: With windows in some layers, or in all.
+WINDOWS = ["gemma-3", "mistral-window", "qwen2-window"]
+
+
+@pytest.fixture
+def drive():
+    engines = []
+
+    def make(it, adapters=(), **config):
+        defaults = {
+            "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_tokens": 8,
+            "memory_bytes": 8 << 20, "max_lora_rank": 32, "threads": 1, "mixed_graph_tokens": 0, "max_model_len": 128,
+            "graph_capture": "lazy",
+        }  # fmt: skip
+        settings = EngineConfig(model=it.model, **{**defaults, **config})
+        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        engine = Engine(settings, executor, ticking(), InlineReads())
+        engines.append(engine)
+        for name in adapters:
+            engine.store.register(name, it.adapters[name])
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def check(it, driver, *requests):
+    """Requests of (adapter, prompt length, tokens) get the answers that transformers and peft give."""
+    want = {}
+    for index, (adapter, length, count) in enumerate(requests):
+        prompt, want[f"{index}"] = it.case(adapter, length, seed=index, count=count)
+        driver.add(f"{index}", adapter, prompt, max_tokens=count)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_families(tiny, drive, family):
+    it = tiny(family)
+    check(it, drive(it, ["r3-all"]), (None, 30, 3), ("r3-all", 9, 5))
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows(tiny, drive, family):
+    """Beyond the window, so that pages leave."""
+    it = tiny(family)
+    driver = drive(it, ["r3-all"])
+    assert driver.engine.executor.layout.has_windows
+    check(it, driver, (None, 60, 4), ("r3-all", 40, 4))
+
+
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_recurrent_states(tiny, drive, mixed_graph_tokens):
+    it = tiny("qwen3.5")
+    driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
+    check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
+    assert driver.engine.stats().num_async_steps

@@ -1,0 +1,46 @@
+"""The states of a step's sequences as tensors of their own, without pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from chorus.core.model.config import ModelConfig
+from chorus.ops.gated_delta import DeltaState
+
+
+class PlainStates:
+    """States of sequences by their names: zeros where a name is new."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        assert config.delta is not None
+        self._spec = config.delta
+        self._layers = [index for index, layer in enumerate(config.layers) if layer.delta]
+        self._kept: dict[str, Mapping[int, DeltaState]] = {}
+
+    def step(self, names: Sequence[str], qo_indptr: Sequence[int]) -> StepStates:
+        """For a step of these sequences."""
+        for name in names:
+            self._kept.setdefault(name, {layer: self._zeros() for layer in self._layers})
+        return StepStates([self._kept[name] for name in names], qo_indptr)
+
+    def _zeros(self) -> DeltaState:
+        return DeltaState(torch.zeros(1, *self._spec.conv_shape), torch.zeros(1, *self._spec.recurrent_shape))
+
+
+class StepStates:
+    """States of a step's sequences; see `core.model.batch.StepStates`."""
+
+    def __init__(self, sequences: Sequence[Mapping[int, DeltaState]], qo_indptr: Sequence[int]) -> None:
+        self._sequences, self.qo_indptr = sequences, qo_indptr
+
+    def of(self, layer: int) -> DeltaState:
+        states = [sequence[layer] for sequence in self._sequences]
+        return DeltaState(torch.cat([state.conv for state in states]), torch.cat([state.recurrent for state in states]))
+
+    def write(self, layer: int, state: DeltaState) -> None:
+        for index, sequence in enumerate(self._sequences):
+            own = state.of(slice(index, index + 1))
+            sequence[layer].conv.copy_(own.conv)
+            sequence[layer].recurrent.copy_(own.recurrent)

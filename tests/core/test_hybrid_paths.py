@@ -1,0 +1,94 @@
+"""Models with recurrent states over every path of an engine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chorus.core.executors.base import ModelExecutor
+from chorus.graphs.runner import StepMode
+
+from .merging.test_merged import merge
+from .tiny_families import ADAPTERS, HYBRIDS
+
+pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
+
+
+def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
+    """Have requests of the base model answered; what transformers answers."""
+    rng, want = random.Random(seed), {}
+    for index in range(count):
+        prompt, want[f"{seed}.{index}"] = it.case(None, rng.randint(*lengths), seed=index, count=tokens)
+        driver.add(f"{seed}.{index}", None, prompt, max_tokens=tokens)
+    return want
+
+
+def told(driver, want):
+    answered = driver.drain()
+    return {name: answered[name].tokens for name in want}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_any_size(tiny, drive, family, chunk):
+    it = tiny(family)
+    driver = drive(it, adapters={}, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk)
+    want = answers(it, driver, 5, seed=1)
+    assert told(driver, want) == want
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
+def test_adapters_on_layers_of_both_kinds(tiny, drive, family, is_merged):
+    """In mixed steps with the base model; where one is merged into the weights, it is taken off the others."""
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    if is_merged:
+        merge(driver, "r3-all")
+    rng, want = random.Random(family), {}
+    for index in range(8):
+        adapter = [None, *ADAPTERS][index % 4]
+        prompt, want[str(index)] = it.case(adapter, rng.randint(1, 70), seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    assert told(driver, want) == want
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+    assert (StepMode.MERGED in {plan.mode for plan in driver.plans}) == is_merged
+    manifest = driver.engine.store.get("r3-all").manifest
+    assert (len(manifest.parts), len(manifest.targets)) == (3, 12)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_prefixes_begin_at_checkpoints(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, adapters={}, max_num_batched_tokens=40, max_num_seqs=8, state_checkpoint_tokens=32)
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=2)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, monkeypatch):
+    """A step is launched before the tokens of the one before are read; sequences that have ended are discarded."""
+    monkeypatch.setattr(ModelExecutor, "state_slots", 3)
+    it = tiny(family)
+    driver = drive(it, adapters={}, is_async=True, max_num_batched_tokens=40, max_num_seqs=4)
+    for _ in range(2):
+        want = answers(it, driver, 9, seed=3, tokens=12)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert driver.engine.stats().num_async_steps > 10
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_preempted_requests_swap_and_go_on(tiny, drive, family):
+    it = tiny(family)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap", "max_model_len": 128}
+    layout = drive(it, adapters={}, **limits).engine.executor.layout
+    driver = drive(it, adapters={}, num_pages=2 * layout.pages_for_tokens(80, chunk=64), **limits)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0

@@ -1,0 +1,60 @@
+"""Places of recurrent states in pages, and the slots that a request's steps read and write in turn."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from chorus.memory.pages.states import FLOAT_BYTES, StateLayout, StateShape, StateSlots
+
+sizes = st.integers(1, 40)
+
+
+@given(st.integers(1, 6), sizes, st.integers(1, 9), sizes, st.integers(1, 200))
+def test_parts_are_disjoint_and_whole_in_a_page(layers, conv, heads, head, floats):
+    assume(floats >= max(conv, head))
+    layout = StateLayout(StateShape(layers, conv, heads, head), FLOAT_BYTES * floats)
+    taken = set()
+    for layer in range(layers):
+        parts = [(layout.conv(layer), conv), *((layout.head(layer, each), head) for each in range(heads))]
+        for (page, first), size in parts:
+            own = {(page, at) for at in range(first, first + size)}
+            assert page < layout.num_pages
+            assert first + size <= floats
+            assert not taken & own
+            taken |= own
+
+
+def test_qwen3_5_of_9b():
+    """24 layers of 32 heads of 128 × 128 float32, in pages of 8 layers of attention."""
+    layout = StateLayout(StateShape(24, 3 * 8192, 32, 128 * 128), 16 * 8 * 2 * 4 * 256 * 2)
+    assert (layout.heads_per_page, layout.num_conv_pages, layout.num_pages) == (8, 5, 5 + 96)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_step_never_writes_what_it_reads_or_what_the_one_before_it_reads(count):
+    slots = StateSlots([[page] for page in range(count)])
+    for step in range(7):
+        assert slots.current == slots.read_by(step)
+        assert slots.written_by(step) == slots.read_by(step + 1)
+        assert len({slots.read_by(step + ahead)[0] for ahead in range(count)}) == count
+        assert slots.advance() == []
+
+
+def test_a_checkpoint_is_read_by_the_next_step_and_then_left():
+    slots = StateSlots([[1], [2], [3]])
+    slots.advance()
+    slots.share([4])
+    assert slots.current == [2]
+    assert sorted(slots.pages()) == [1, 2, 3, 4]
+    assert slots.advance() == [2]
+    assert slots.slots == [[1], [4], [3]]
+    assert slots.current == [3]
+
+
+def test_a_request_that_begins_at_a_checkpoint_can_give_it_back_unread():
+    slots = StateSlots([[9], [1]], spare=[2])
+    assert slots.leave_checkpoint() == [9]
+    assert slots.slots == [[2], [1]]
+    assert slots.leave_checkpoint() == []

@@ -1,0 +1,39 @@
+"""A native model without layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chorus.ops import native
+
+
+def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **changes: Any) -> native.NativeModel:
+    """Its logits are the products of `head` [vocab, hidden] with the normalised row of `embed` of a token.
+
+    `changes` replace fields of the model.
+    """
+    vocab, hidden = head.shape
+    if embed is None:
+        embed = torch.zeros(2, hidden, dtype=head.dtype)
+    fields: dict[str, Any] = {
+        "hidden": hidden,
+        "ffn": hidden,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": hidden,
+        "vocab": vocab,
+        "block_tokens": 4,
+        "eps": 1e-6,
+        "layers": [],
+        "embed": embed,
+        "lm_head": native.pack(head),
+        "norm": torch.ones(hidden),
+        "values": [],
+        "products": [],
+        "product_of": [],
+        "positions": 1,
+        "arena": torch.zeros(2, 64, dtype=head.dtype),
+    }
+    return native.NativeModel(**fields | changes)
