@@ -5,26 +5,34 @@ Tests: tests/core/executors/test_cpu_executor.py, tests/core/test_parity.py.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Sequence
-from typing import Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ...graphs.runner import DecodeBuckets
+from ...graphs.buffers import DecodeBuffers
+from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
+from ...memory.pages.pool import PagePool
+from ...ops.attention import GroupedAttention
+from ...ops.native import NativeRows
 from ...ops.ranks import Ranks
+from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
-from ..cpus import available_cpus, has_fast_products
-from ..model.batch import LoraState, RowPlan
-from ..model.config import ModelConfig, UnsupportedModel
+from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
+from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel
-from ..model.native_decoder import NativeDecoderModel, why_unsupported
+from ..model.native_decoder import NativeDecoderModel
 from ..model.open_weights import open_weights
+from ..model.paged_states import PagedStates
 from ..model.sampler import (
     RowLogits,
+    Sampling,
     add_prompt_logprobs,
+    needs_logits,
+    plain_row_params,
     prompt_logprob_slices,
     sample_tokens,
 )
@@ -34,12 +42,9 @@ from ..model.weights import num_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
 from .base import ModelExecutor
-from .cpu_steps import CpuSteps, NativeSteps, TorchSteps
-from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
+from .cpu_setup import cpu_pages, cpu_threads, torch_gemms, use_native
 from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
-
-logger = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=RowPlan)
 
@@ -55,8 +60,8 @@ class CpuExecutor(ModelExecutor):
         torch.set_num_threads(threads)
         super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         dtype, max_model_len = self._dtype, self.model.max_model_len
-        native = _use_native(config, self.config, dtype)
-        products = dtype if native else _torch_gemms(config, self.whole, dtype)
+        native = use_native(config, self.config, dtype)
+        products = dtype if native else torch_gemms(config, self.whole, dtype)
         shard, ranks = self.shard, None if rank_context is None else rank_context.ranks
         self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
         self.num_pages = (
@@ -142,6 +147,171 @@ class CpuExecutor(ModelExecutor):
             self._offload.close()
 
 
+class Sample(Protocol):
+    """Samples the tokens of a step; see `sample_tokens`."""
+
+    def __call__(
+        self, plan: StepPlan, argmax: Sequence[int], logits: RowLogits, chosen: Collection[int] = ()
+    ) -> StepResult: ...
+
+
+class _Decoder(Protocol[A]):
+    """A decoder, with its own form of attention."""
+
+    def new_attention(self) -> A: ...
+
+    def new_states(self) -> PagedStates | None: ...
+
+    def forward(self, batch: StepBatch[A, LoraState], /) -> torch.Tensor: ...
+
+
+class CpuSteps(ABC, Generic[A]):
+    """Computes the steps of a decoder: ragged steps directly, decode steps in the static buffers of their bucket."""
+
+    sampling: Sampling
+
+    def __init__(
+        self, decoder: _Decoder[A], lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
+    ) -> None:
+        """sizes: of the buckets."""
+        self._computing = decoder
+        self._lora = lora
+        self._layout = layout
+        self._eager_attention = decoder.new_attention()
+        self._buffers = DecodeBuffers(
+            sizes, layout.table_width(max_model_len), layout.block_tokens, PagePool.DUMMY, layout.pages_per_block
+        )
+        self._states = decoder.new_states()
+        self._bucket_attention = {size: decoder.new_attention() for size in sizes}
+        self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+
+    @abstractmethod
+    def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
+        """Compute a step and sample its tokens."""
+
+    @abstractmethod
+    def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
+        """Compute a step of which the first rank samples. kept: entries whose logits it wants whole."""
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Logits of a step's entries."""
+        return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
+
+    def close(self) -> None:
+        self.graphs.close()
+
+    def _ragged(self, plan: StepPlan) -> torch.Tensor:
+        lora = None
+        if plan.mode is not StepMode.BASE:
+            lora_indices, lengths = (
+                [row.lora_index for row in plan.sequences],
+                [len(row.tokens) for row in plan.sequences],
+            )
+            self._lora.set_step(plan.adapters, lora_indices, lengths, plan.merged)
+            lora = self._lora
+        batch = ragged_batch(
+            plan.sequences,
+            self._layout,
+            PagePool.DUMMY,
+            attention=self._eager_attention,
+            lora=lora,
+            merged=plan.merged is not None,
+            states=self._states,
+        )
+        return self._computing.forward(batch)
+
+    def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
+        """Fill the bucket's static buffers, then replay its captured step."""
+        rows = plan.sequences
+        views = self._buffers.fill(
+            bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
+        )
+        self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
+        if self._states is not None:
+            self._states.set_step(rows, range(bucket + 1))
+        if plan.mode is StepMode.BASE:
+            return self.graphs.replay(bucket, StepMode.BASE)
+        self._lora.set_step(plan.adapters, [row.lora_index for row in rows], [1] * len(rows), plan.merged)
+        return self.graphs.replay(bucket, plan.mode)
+
+    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:
+        views = self._buffers.views[bucket]
+        batch = StepBatch(
+            token_ids=views.token_ids,
+            positions=views.positions,
+            page=views.page,
+            offset=views.offset,
+            attention=self._bucket_attention[bucket],
+            lora=None if mode is StepMode.BASE else self._lora,
+            merged=mode is StepMode.MERGED,
+            states=self._states,
+        )
+        decoder = self._computing
+        return lambda: decoder.forward(batch)
+
+
+class TorchSteps(CpuSteps[GroupedAttention]):
+    """Steps on PyTorch's operators, which give every entry's logits."""
+
+    def __init__(
+        self, decoder: DecoderModel, lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
+    ) -> None:
+        super().__init__(decoder, lora, layout, sizes, max_model_len)
+        self._decoder, self.sampling = decoder, TorchSampling()
+
+    def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
+        asking = [index for index, row in enumerate(plan.sequences) if needs_logits(row)]
+        with torch.inference_mode():
+            logits = self._decoder.gathered(self.forward(plan))
+            return sample(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
+
+    def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
+        self._decoder.gathered(self.forward(plan))
+
+
+class NativeSteps(CpuSteps[NativeRows]):
+    """Steps of the native decoder, which samples plain requests and keeps the logits of as few entries as possible."""
+
+    def __init__(
+        self,
+        decoder: NativeDecoderModel,
+        lora: LoraState,
+        layout: PageLayout,
+        sizes: Sequence[int],
+        max_model_len: int,
+        *,
+        samples: bool,
+        offload: LoraOffload | None = None,
+    ) -> None:
+        """samples: False on TP ranks: each has only some columns of the logits. offload: computes LoRA of incoming
+        adapters in other processes.
+        """
+        super().__init__(decoder, lora, layout, sizes, max_model_len)
+        self._decoder, self._samples, self.sampling = decoder, samples, decoder.sampling
+        self._offload = offload
+        if offload is not None:
+            decoder.offload(offload)
+
+    def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
+        rows = plan.sequences
+        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
+        plain = asking if self._samples else []
+        sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
+        kept = [
+            index
+            for index in asking
+            if index not in sampled or sampled[index].cuts or rows[index].params.logprobs is not None
+        ]
+        self._decoder.keep_logits(kept, sampled)
+        logits = self.forward(plan) if self._offload is None else self._offload.run(self.forward, plan)
+        at = {index: place for place, index in enumerate(kept)}
+        return sample(plan, self._decoder.best, RowLogits(logits, at), sampled)
+
+    def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
+        self._decoder.keep_logits(kept)
+        self.forward(plan)
+
+
 class RankContext(Protocol):
     """A TP rank among several: its share of the model, and the memory that all of them share."""
 
@@ -154,60 +324,3 @@ class RankContext(Protocol):
     def pages(self, dtype: torch.dtype) -> torch.Tensor:
         """The rank's arena."""
         ...
-
-
-def cpu_threads(config: EngineConfig) -> int:
-    """Threads of each rank: by default, of the processors that offload workers leave."""
-    threads = config.threads or max(1, available_cpus() - config.offload_workers)
-    return max(1, threads // config.tensor_parallel_size)
-
-
-def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, weight_bytes: int) -> int:
-    """Number of pages of the arena. layout: of a page of all ranks together; weight_bytes: of all ranks together."""
-    if config.num_pages is not None:
-        return config.num_pages
-    if (num_bytes := config.memory_bytes) is None:
-        logits = config.max_num_seqs * shapes.model.vocab_size
-        num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
-        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
-    return max(2, num_bytes // layout.page_bytes)
-
-
-def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
-    if config.cpu_kernels == "torch":
-        return False
-    if (reason := why_unsupported(model, dtype)) is None:
-        return True
-    if config.cpu_kernels == "native":
-        raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")
-    logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
-    return False
-
-
-def _torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which torch's operators compute.
-
-    It is float32 if the processor is slow in `dtype` and the machine has memory for copies of the weights. It depends
-    only on the processor's features and the machine's size, so replicas on equal machines give the same outputs.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if has_fast_products(name):
-        return dtype
-    num_bytes = num_weights(model) * torch.float32.itemsize
-    limit = int(WIDE_SHARE * total_bytes()) - (config.memory_bytes or 0)
-    if num_bytes <= limit:
-        logger.warning(
-            "this processor is slow in %s: weights are kept as float32 too, in %d MiB; with the native decoder they "
-            "need not be",
-            name,
-            num_bytes >> 20,
-        )
-        return torch.float32
-    logger.warning(
-        "this processor is slow in %s, and copies of the weights in float32, %d MiB, are more than the %d MiB that are "
-        "left for them: more memory, a smaller memory_bytes or the native decoder would make steps faster",
-        name,
-        num_bytes >> 20,
-        max(0, limit) >> 20,
-    )
-    return dtype

@@ -32,7 +32,8 @@ from ..model.weights import num_weights
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ExecutorBase, ModelExecutor
-from .cpu import CpuExecutor, cpu_pages
+from .cpu import CpuExecutor
+from .cpu_setup import cpu_pages
 from .rank import CpuRankContext, CpuTpWorker, arena_bytes
 from .rank_adapters import ArenaCopies, RankAdapters, RankBuffers
 from .shared_memory import MemoryLayout, SharedMemory

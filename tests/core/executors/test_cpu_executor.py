@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chorus.core.config import EngineConfig
-from chorus.core.executors import cpu
+from chorus.core.executors import cpu_setup
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.shadow import MATRICES
@@ -120,8 +120,8 @@ def test_where_the_processor_is_slow_in_the_models_dtype_torch_computes_in_float
     subject, monkeypatch, caplog, fast, total, dtype, said
 ):
     """By the processor's features and the machine's memory alone; pages hold the checkpoint's dtype."""
-    monkeypatch.setattr(cpu, "has_fast_products", lambda name: fast or name != "bfloat16")
-    monkeypatch.setattr(cpu, "total_bytes", lambda: total)
+    monkeypatch.setattr(cpu_setup, "has_fast_products", lambda name: fast or name != "bfloat16")
+    monkeypatch.setattr(cpu_setup, "total_bytes", lambda: total)
     config = {"model": subject("wide_heads").model, "memory_bytes": 8 << 20, "cpu_kernels": "torch", "threads": 1}
     with caplog.at_level("WARNING", logger="chorus"):
         executor = CpuExecutor(EngineConfig(dtype="bfloat16", **config))

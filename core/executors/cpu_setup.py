@@ -1,0 +1,78 @@
+"""What a CPU executor settles before it loads weights: threads, pages, and what computes in which dtype.
+
+Tests: tests/core/executors/test_cpu_executor.py.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ...memory.pages.layout import PageLayout
+from ..config import EngineConfig
+from ..cpus import available_cpus, has_fast_products
+from ..model.config import ModelConfig, UnsupportedModel
+from ..model.native_decoder import why_unsupported
+from ..model.weights import num_weights
+from .base import ModelExecutor
+from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def cpu_threads(config: EngineConfig) -> int:
+    """Threads of each rank: by default, of the processors that offload workers leave."""
+    threads = config.threads or max(1, available_cpus() - config.offload_workers)
+    return max(1, threads // config.tensor_parallel_size)
+
+
+def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, weight_bytes: int) -> int:
+    """Number of pages of the arena. layout: of a page of all ranks together; weight_bytes: of all ranks together."""
+    if config.num_pages is not None:
+        return config.num_pages
+    if (num_bytes := config.memory_bytes) is None:
+        logits = config.max_num_seqs * shapes.model.vocab_size
+        num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
+        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+    return max(2, num_bytes // layout.page_bytes)
+
+
+def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
+    if config.cpu_kernels == "torch":
+        return False
+    if (reason := why_unsupported(model, dtype)) is None:
+        return True
+    if config.cpu_kernels == "native":
+        raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")
+    logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
+    return False
+
+
+def torch_gemms(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch's operators compute.
+
+    It is float32 if the processor is slow in `dtype` and the machine has memory for copies of the weights. It depends
+    only on the processor's features and the machine's size, so replicas on equal machines give the same outputs.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if has_fast_products(name):
+        return dtype
+    num_bytes = num_weights(model) * torch.float32.itemsize
+    limit = int(WIDE_SHARE * total_bytes()) - (config.memory_bytes or 0)
+    if num_bytes <= limit:
+        logger.warning(
+            "this processor is slow in %s: weights are kept as float32 too, in %d MiB; with the native decoder they "
+            "need not be",
+            name,
+            num_bytes >> 20,
+        )
+        return torch.float32
+    logger.warning(
+        "this processor is slow in %s, and copies of the weights in float32, %d MiB, are more than the %d MiB that are "
+        "left for them: more memory, a smaller memory_bytes or the native decoder would make steps faster",
+        name,
+        num_bytes >> 20,
+        max(0, limit) >> 20,
+    )
+    return dtype
