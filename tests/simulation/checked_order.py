@@ -155,7 +155,9 @@ class CheckedOrder:
         reached["went on after sitting out"] += not self._paused.isdisjoint(in_step)
         before, self._paused = self._paused, {request.id for request in paused}
         left_out = self._left_out(plan)
-        new = left_out - self._had_no_index  # their rows may be free in this step
+        # rows of an adapter whose index a waiting request takes are free only in the next step, even if it was its turn
+        is_lent = any(request.adapter is not None and request.id in in_step for request in self._started())
+        new = left_out if is_lent else left_out - self._had_no_index
         gave = sum(request.adapter in new for request in self._scheduler.running)
         self._had_no_index = left_out
         self._check_adapters(plan, left_out)
