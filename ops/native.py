@@ -23,11 +23,11 @@ from .native_descriptors import (
     LAYER_WEIGHTS,
     LOGPROB_ROW,
     SAMPLE_ROW,
-    Activation,
     AdapterDescriptor,
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
+    NativeActivation,
     ProductShape,
     SegmentsDescriptor,
     StepDescriptor,
@@ -104,7 +104,7 @@ class LayerValues:
     """Its place among the layers in these pages; None: its index."""
 
     residual_multiplier: float = 1.0
-    activation: Activation = Activation.SILU
+    activation: NativeActivation = NativeActivation.SILU
 
     state_layer: int = 0
     """Of a layer with Gated DeltaNet: its place among such layers."""

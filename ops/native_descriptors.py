@@ -75,7 +75,7 @@ def described_products(products: Sequence[ProductShape]) -> Array[ProductDescrip
     return found
 
 
-class Activation(IntEnum):
+class NativeActivation(IntEnum):
     """An activation's number in the library."""
 
     SILU = 0

@@ -27,7 +27,7 @@ from .rope_config import RopeConfig
 from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
 
-_ACTIVATIONS = {Activation.SILU: native.Activation.SILU, Activation.GELU_TANH: native.Activation.GELU}
+_ACTIVATIONS = {Activation.SILU: native.NativeActivation.SILU, Activation.GELU_TANH: native.NativeActivation.GELU}
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..pages.eviction import EvictionOrder
 from ..pages.pool import PageKind, PagePool
-from ..pages.prefix import Block, Checkpoint, PrefixCache, WindowPages
+from ..pages.prefix import Block, KeptState, PrefixCache, WindowPages
 from ..pages.runs import BLOCKED, place_runs
 from ..pages.shadow import ShadowPages
 from .adapter import Adapter
@@ -50,7 +50,7 @@ class Reclaimer:
             item = self.order.pop()
             if isinstance(item, Adapter):
                 self.store.evict(item)
-            elif isinstance(item, (Block, WindowPages, Checkpoint)):
+            elif isinstance(item, (Block, WindowPages, KeptState)):
                 self.prefix.evict(item)
             elif item is self.shadow:
                 self.shadow.give_up()

@@ -36,7 +36,7 @@ class Block:
         self.is_known = True
         self.in_windows: WindowPages | None = None
         """The item that stands for its pages in windows in the eviction order, if the model has windows."""
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: KeptState | None = None
         """The state after its tokens, if it is kept."""
 
     @property
@@ -54,7 +54,7 @@ class WindowPages:
         self.block = block
 
 
-class Checkpoint:
+class KeptState:
     """The state after a block's tokens: evictable by itself."""
 
     __slots__ = ("block", "pages")
@@ -216,7 +216,7 @@ class PrefixCache:
         """Keep the state after a block's tokens, whose pages the caller uses; False if that is impossible, or done."""
         if block.checkpoint is not None or not block.is_known:
             return False
-        block.checkpoint = Checkpoint(block, pages)
+        block.checkpoint = KeptState(block, pages)
         for page in pages:
             self.by_page[page] = block
             self._pool.keep(page)
@@ -272,11 +272,11 @@ class PrefixCache:
         self._offer(block)
         return block
 
-    def evict(self, item: Block | WindowPages | Checkpoint) -> None:
+    def evict(self, item: Block | WindowPages | KeptState) -> None:
         """Forget an unused leaf and free its pages, so that its parent may become evictable; or free the unused pages
         of a block in windows, or its checkpoint.
         """
-        if isinstance(item, Checkpoint):
+        if isinstance(item, KeptState):
             self._forget_checkpoint(item.block)
             return
         if isinstance(item, WindowPages):

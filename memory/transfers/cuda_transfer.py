@@ -108,7 +108,7 @@ def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) 
     return tuple(runs)
 
 
-class CopyEngine(Protocol):
+class CudaCopyEngine(Protocol):
     """The methods of `CudaCopies` that a transfer calls, with its lock held except for `synchronize`."""
 
     @property
@@ -129,7 +129,9 @@ class CudaTransfer:
     pages.
     """
 
-    def __init__(self, engine: CopyEngine, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> None:
+    def __init__(
+        self, engine: CudaCopyEngine, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool
+    ) -> None:
         self._engine = engine
         self._image: HostImage | None = image
         self._stream = image.stream

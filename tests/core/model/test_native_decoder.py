@@ -129,7 +129,7 @@ class TestValues:
                 parallel=True,
                 page_layer=0,
                 residual_multiplier=0.3,
-                activation=native.Activation.GELU,
+                activation=native.NativeActivation.GELU,
             )
         ]
 
