@@ -65,7 +65,7 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
             want = unpacked(origin).double()
             before = want.norm(dim=1)
             for part in here:
-                for module, column, width in lora._groups[group]:  # noqa: SLF001 - where modules lie
+                for module, column, width in lora._groups[layer][group]:  # noqa: SLF001 - where modules lie
                     a, b = part.matrices(executor.arena.pages, layer, module, widths[name], width)
                     if a is not None:
                         want[column : column + width] += part.scale * b.double().T @ a.double()
