@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * _DTYPES[self.dtype].itemsize
+        return torch.Size(self.shape).numel() * _STORED[self.dtype].itemsize
 
 
 class Checkpoint:
@@ -56,13 +57,13 @@ class Checkpoint:
 
     def itemsize(self, name: str) -> int:
         """Bytes of an element of a tensor."""
-        return _DTYPES[self._entries[name].dtype].itemsize
+        return _STORED[self._entries[name].dtype].itemsize
 
     def names(self) -> list[str]:
         return sorted(self._entries)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UnsupportedModel unless every tensor of `shapes` is here as described, in a floating dtype."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Collection[str] = tuple(_DTYPES)) -> None:
+        """Raise UnsupportedModel unless every tensor of `shapes` is here as described, in one of `dtypes`."""
         for name, shape in shapes.items():
             entry = self._entries.get(name)
             if entry is None:
@@ -71,9 +72,9 @@ class Checkpoint:
                 raise UnsupportedModel(
                     f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json needs {list(shape)}"
                 )
-            if entry.dtype not in _DTYPES:
+            if entry.dtype not in dtypes:
                 raise UnsupportedModel(
-                    f"{entry.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
+                    f"{entry.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(dtypes)}"
                 )
 
     def read_into(self, target: torch.Tensor, name: str, part: Sequence[slice] = ()) -> None:

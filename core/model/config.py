@@ -10,6 +10,7 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.pages.projections import Projections
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, LayerSpec, NormSpec
+from .quantization.format import WeightFormat
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class ModelConfig:
     """Logits l become `softcap · tanh(l / softcap)`."""
 
     tensors: TensorNames = field(default=LLAMA_TENSORS, compare=False, repr=False)
+
+    weight_format: WeightFormat | None = field(default=None, compare=False, repr=False)
+    """How the checkpoint stores quantised projections. None: nothing is quantised."""
 
     def __post_init__(self) -> None:
         if not self.attention_layers:

@@ -11,6 +11,7 @@ from pathlib import Path
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
 from .families import FAMILIES
+from .quantization.registry import read_format
 
 _TEXT = "text_config"
 
@@ -28,12 +29,12 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
     text = raw.text_part(_TEXT).with_defaults(family.defaults)
-    for fields in (raw, text):
-        if fields.raw.get("quantization_config"):
-            raise fields.refuse("quantization_config", "quantized checkpoints are not supported; use the original one")
+    weight_format = read_format(raw) or read_format(text)
     model = family.read(text)
     eos = _eos_token_ids(raw, directory) or model.eos_token_ids
-    return replace(model, architecture=architecture, eos_token_ids=eos, tensors=family.tensors)
+    return replace(
+        model, architecture=architecture, eos_token_ids=eos, tensors=family.tensors, weight_format=weight_format
+    )
 
 
 def _eos_token_ids(raw: ConfigJson, directory: Path) -> tuple[int, ...]:

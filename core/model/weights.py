@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -306,8 +306,22 @@ class WeightLoader(Weights):
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        self._checkpoint.check(self._stored())
+        stored = self._stored()
+        self._quantised = self._find_quantised(stored)
+        self._checkpoint.check({name: shape for name, shape in stored.items() if name not in self._quantised})
         self._check_unused()
+
+    def _find_quantised(self, stored: dict[str, tuple[int, ...]]) -> dict[str, Collection[str]]:
+        """Quantised projections of layers → the checkpoint's tensors that each consists of."""
+        how = self._config.weight_format
+        if how is None:
+            return {}
+        matrices = {self._sources[part].name for part in self._shapes if _IN_LAYER.match(part)}
+        return {
+            name: how.check(self._checkpoint, name, shape)
+            for name, shape in stored.items()
+            if name in matrices and len(shape) == 2 and how.covers(name)
+        }
 
     def _stored(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
@@ -320,11 +334,19 @@ class WeightLoader(Weights):
 
     def _check_unused(self) -> None:
         used, left_out = {self._sources[part].name for part in self._shapes}, 0
+        used |= {each for names in self._quantised.values() for each in names}
+        how, scales = self._config.weight_format, 0
         for name in self._checkpoint.names():
             if name.startswith(self._config.tensors.left_out):
                 left_out += 1
-            elif name not in used and not _IGNORED.search(name):
+            elif name in used:
+                continue
+            elif how is not None and how.left_out(name):
+                scales += 1
+            elif not _IGNORED.search(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
+        if scales:
+            logger.info("%d scales of activations and of the KV cache are left out: neither is quantised", scales)
         if left_out:
             beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
             logger.info(
@@ -359,9 +381,16 @@ class WeightLoader(Weights):
             target = torch.empty(shape, dtype=dtype or self._dtype)
         for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
             source = self._sources[name]
-            self._checkpoint.read_into(part, source.name, self._rows(name, source))
+            self._read_part(part, source.name, self._rows(name, source))
             self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
         return target
+
+    def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
+        how = self._config.weight_format
+        if how is not None and name in self._quantised:
+            how.read_into(target, self._checkpoint, name, part)
+        else:
+            self._checkpoint.read_into(target, name, part)
 
     def _rows(self, name: str, source: Source) -> tuple[slice, ...]:
         """The rank's share of a part, as slices of the tensor that the checkpoint has it in."""

@@ -304,7 +304,10 @@ WRONG = [
     ({"bos_token_id": "<s>"}, "bos_token_id is '<s>'"),
     ({"eos_token_id": [1, None]}, "eos_token_id is [1, None]"),
     ({"hidden_act": "relu"}, "hidden_act is 'relu': not supported; supported: silu, gelu_pytorch_tanh"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+    (
+        {"quantization_config": {"bits": 4}},
+        "quantization_config.quant_method is missing: not supported",
+    ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
     ({"architectures": ["GptOssForCausalLM"], "num_local_experts": 32}, "GptOssForCausalLM is not supported;"),

@@ -1,0 +1,1 @@
+"""Formats of quantised weights, which are kept dequantised."""

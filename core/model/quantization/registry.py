@@ -1,0 +1,23 @@
+"""The formats of quantised weights by `quantization_config.quant_method`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config_json import ConfigJson
+from .format import WeightFormat
+from .fp8 import Fp8
+
+FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {"fp8": Fp8}
+
+
+def read_format(config: ConfigJson) -> WeightFormat | None:
+    """Return the format that `quantization_config` describes; None where there is none."""
+    fields = config.object("quantization_config")
+    if fields is None:
+        return None
+    make = FORMATS.get(fields.text("quant_method", ""))
+    if make is None:
+        why = f"not supported; supported: {', '.join(FORMATS)}; or use the original checkpoint"
+        raise fields.refuse("quant_method", why)
+    return make(fields)
