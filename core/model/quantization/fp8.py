@@ -74,16 +74,19 @@ class Fp8(WeightFormat):
             )
         weight = torch.empty(target.shape, dtype=torch.float32)
         checkpoint.read_into(weight, name, part)
-        sizes = self._block or (1 if scale.numel() > 1 else shape[0], shape[1])
-        scale = scale if self._block else scale.reshape(-1, 1)
         slices = (*part, slice(None), slice(None))[:2]
-        rows, columns = (
-            torch.arange(length)[each] // size for length, each, size in zip(shape, slices, sizes, strict=True)
-        )
+        if self._block is None:
+            weight *= scale if scale.numel() == 1 else scale.reshape(-1, 1)[slices[0]]
+        else:
+            self._scale_blocks(weight, scale, [torch.arange(n)[each] for n, each in zip(shape, slices, strict=True)])
+        target.copy_(weight)
+
+    def _scale_blocks(self, weight: torch.Tensor, scale: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
+        """Multiply a part of a matrix with its blocks' scales. places: rows and columns of the matrix that it has."""
+        rows, columns = (each // size for each, size in zip(places, self._block or (), strict=True))
         for row in rows.unique().tolist():  # one row of blocks at a time: the scales are never as large as the weight
             first, last = torch.searchsorted(rows, torch.tensor([row, row + 1])).tolist()
             weight[first:last] *= scale[row][columns]
-        target.copy_(weight)
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"
