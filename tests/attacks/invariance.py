@@ -185,7 +185,7 @@ def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerVa
         softcap=rng.choice((0.0, 0.0, 2.0)),
         parallel=rng.random() < 0.2,
         residual_multiplier=rng.choice((1.0, 1.0, 0.3)),
-        activation=rng.choice(list(native.Activation)),
+        activation=rng.choice(list(native.NativeActivation)),
     )
 
 
