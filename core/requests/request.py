@@ -16,7 +16,8 @@ from .types import FinishReason, SamplerState, TokenLogprobs
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.files.format import AdapterManifest
-    from ...memory.pages.prefix import Block, BlockTable
+    from ...memory.pages.block_table import BlockTable
+    from ...memory.pages.prefix import Block
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
     from .types import ScheduledSequence

@@ -13,10 +13,11 @@ from typing import Literal
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
+from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import RestoreCosts
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PageKind, PagePool
-from ...memory.pages.prefix import BASE_VERSION, Block, BlockTable, PrefixCache
+from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
 from ...memory.pages.states import StateSlots
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ...memory.transfers.transfer import ExecutorLost

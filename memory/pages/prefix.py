@@ -1,7 +1,7 @@
-"""The prefix cache: full KV blocks that later requests with the same adapter version and tokens can start from; and
-block tables, which begin with them.
+"""The prefix cache: full KV blocks that later requests with the same adapter version and tokens can start from.
 
-There is one trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so hash collisions
+A block has a page of each page group, and may have a checkpoint: the recurrent state after its tokens. Pages in windows
+and checkpoints are evicted apart from their block. There is one trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so hash collisions
 can't occur. A removed version takes its tries with it, so a reloaded adapter can't get the KV of its predecessor. The
 scope (tenant and salt) selects the trie before any token is compared, so no choice of tokens reaches another scope's
 blocks.
@@ -14,7 +14,6 @@ from typing import Protocol
 
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
-from .states import StateSlots
 
 #: Version of the base model's trie; adapter versions count from 1.
 BASE_VERSION = 0
@@ -399,91 +398,3 @@ class PrefixCache:
     def _add(self, item: Block | WindowPages, block: Block, count: int) -> None:
         """Make `count` pages of a block evictable."""
         self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
-
-
-class BlockTable:
-    """A request's KV pages, block by block in the order of its tokens, one page of each page group.
-
-    It starts with the pages of a matched prefix, grows by whole blocks, and frees all of them at once. Pages that no
-    later token sees leave earlier (`leave`): in their place stands `PagePool.DUMMY`. It also holds the pages of the
-    request's states.
-    """
-
-    __slots__ = ("_block_tokens", "_left", "_pool", "_prefix", "_windows", "pages", "states")
-
-    def __init__(
-        self,
-        pool: PagePool,
-        prefix: PrefixCache,
-        block_tokens: int,
-        pages: list[int] | None = None,
-        windows: Sequence[int | None] = (None,),
-        states: StateSlots | None = None,
-    ) -> None:
-        """windows: of each page group. states: None for a model without."""
-        self._pool = pool
-        self._prefix = prefix
-        self._block_tokens = block_tokens
-        self._windows = windows
-        self.states = states
-        self._left = [0] * len(windows)  # blocks whose page has left, of each group
-        self.pages = [] if pages is None else pages
-
-    @property
-    def held(self) -> list[int]:
-        """Its pages, without those that have left."""
-        held = [page for page in self.pages if page]
-        if self.states is not None:
-            held += self.states.pages()
-        return held
-
-    def of_blocks(self, blocks: range) -> list[int]:
-        """The pages of some blocks, DUMMY for those that have left."""
-        return self.pages[blocks.start * len(self._windows) : blocks.stop * len(self._windows)]
-
-    def missing_pages(self, num_tokens: int) -> int:
-        """Pages to allocate before `num_tokens` tokens fit."""
-        missing = -(-num_tokens // self._block_tokens) * len(self._windows) - len(self.pages)
-        return missing if missing > 0 else 0
-
-    def grow(self, num_tokens: int) -> None:
-        """Cover `num_tokens` tokens. Raises OutOfPages, and changes nothing, if the pool has too few pages."""
-        self.add_pages(self.missing_pages(num_tokens))
-
-    def add_pages(self, count: int) -> None:
-        """Grow by `count` pages of whole blocks. Raises OutOfPages, and changes nothing, if the pool has too few."""
-        self.pages += self._pool.allocate(count, PageKind.KV)
-
-    def add_some(self, wanted: Sequence[bool]) -> None:
-        """Grow by whole blocks, with pages only where they are `wanted`. Raises OutOfPages as `add_pages`."""
-        pages = iter(self._pool.allocate(sum(wanted), PageKind.KV))
-        self.pages += [next(pages) if each else PagePool.DUMMY for each in wanted]
-
-    def leave(self, next_token: int) -> None:
-        """Release the pages that neither the token at a position nor a later one sees."""
-        released = []
-        for group, window in enumerate(self._windows):
-            if window is None:
-                continue
-            behind = min((next_token - window + 1) // self._block_tokens, len(self.pages) // len(self._windows))
-            for block in range(self._left[group], behind):
-                at = block * len(self._windows) + group
-                if self.pages[at]:
-                    released.append(self.pages[at])
-                    self.pages[at] = PagePool.DUMMY
-            self._left[group] = max(self._left[group], behind)
-        self._prefix.release(released)
-
-    def hand_over(self) -> BlockTable:
-        """Move the pages to a new table and return it; this table becomes empty."""
-        pages, self.pages = self.pages, []
-        states, self.states = self.states, None
-        return BlockTable(self._pool, self._prefix, self._block_tokens, pages, self._windows, states)
-
-    def free(self) -> None:
-        """Drop every page; pages of known blocks stay cached until evicted."""
-        pages, self.pages = self.pages, []
-        self._prefix.release(pages)
-        if self.states is not None:
-            self._prefix.release(list(self.states.pages()))
-            self.states = None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..host.budget import HostBudget
+from ..pages.block_table import BlockTable
 from ..pages.pool import IntegrityError, PageKind, PagePool
-from ..pages.prefix import BlockTable
 from .transfer import ExecutorLost, Transfer
 
 logger = logging.getLogger(__name__)

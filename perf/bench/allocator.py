@@ -24,9 +24,10 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.host.images import HostImages
+from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import EvictionOrder, RestoreCosts
 from ...memory.pages.pool import PageKind, PagePool
-from ...memory.pages.prefix import BlockTable, PrefixCache
+from ...memory.pages.prefix import PrefixCache
 from ...memory.pages.shadow import ShadowPages
 from ..inline_reads import InlineReads
 from ..report.command import conclude, parser

@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from chorus.memory.pages.block_table import BlockTable
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
-from chorus.memory.pages.prefix import BASE_VERSION, BlockTable, PrefixCache
+from chorus.memory.pages.prefix import BASE_VERSION, PrefixCache
 
 STEP = 4
 

@@ -6,9 +6,10 @@ import pytest
 
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages
+from chorus.memory.pages.block_table import BlockTable
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import IntegrityError, PageKind, PagePool
-from chorus.memory.pages.prefix import BlockTable, PrefixCache
+from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.transfers.swapped_kv import SwappedKv
 from chorus.perf.inline_reads import InlineReads
 

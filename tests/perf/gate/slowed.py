@@ -20,7 +20,7 @@ from typing import Any
 
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.scheduling.scheduler import Scheduler
-from chorus.memory.pages.prefix import BlockTable
+from chorus.memory.pages.block_table import BlockTable
 from chorus.perf.gate.__main__ import BASELINES, read_result
 from chorus.perf.gate.baseline import Baseline, Run, compare
 from chorus.perf.gate.cpu_suite import measure
