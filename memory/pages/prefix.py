@@ -1,7 +1,9 @@
 """The prefix cache: full KV blocks that later requests with the same adapter version and tokens can start from.
 
 A block has a page of each page group, and may have a checkpoint: the recurrent state after its tokens. Pages in windows
-and checkpoints are evicted apart from their block. There is one trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so hash collisions
+and checkpoints are evicted apart from their block.
+
+There is one trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so hash collisions
 can't occur. A removed version takes its tries with it, so a reloaded adapter can't get the KV of its predecessor. The
 scope (tenant and salt) selects the trie before any token is compared, so no choice of tokens reaches another scope's
 blocks.

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from ..checkpoint import Checkpoint
 
 

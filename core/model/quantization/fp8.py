@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..config_json import ConfigJson, UnsupportedModel
 from .format import WeightFormat
 
 if TYPE_CHECKING:
+    import torch
+
     from ..checkpoint import Checkpoint
 
 _STORED = "F8_E4M3"
@@ -62,6 +62,8 @@ class Fp8(WeightFormat):
         return name, scale
 
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+        import torch
+
         shape = checkpoint[name].shape
         scale_name = self._scale_name(checkpoint, name)
         entry = checkpoint[scale_name]
@@ -83,6 +85,8 @@ class Fp8(WeightFormat):
 
     def _scale_blocks(self, weight: torch.Tensor, scale: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
         """Multiply a part of a matrix with its blocks' scales. places: rows and columns of the matrix that it has."""
+        import torch
+
         rows, columns = (each // size for each, size in zip(places, self._block or (), strict=True))
         for row in rows.unique().tolist():  # one row of blocks at a time: the scales are never as large as the weight
             first, last = torch.searchsorted(rows, torch.tensor([row, row + 1])).tolist()
