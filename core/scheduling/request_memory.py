@@ -167,6 +167,23 @@ class RequestMemory:
         if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current):
             states.share(self.pool.allocate(size, PageKind.KV))
 
+    def _make_room(self, request: Request, missing: int) -> bool:
+        """Evict unused pages, or else take the request's own checkpoint back; False if there are not enough."""
+        if self.reclaimer.make_room(missing):
+            return True
+        return self._take_back_checkpoint(request) and self.reclaimer.make_room(missing)
+
+    def _take_back_checkpoint(self, request: Request) -> bool:
+        """Make the checkpoint that the request has not left yet its own again, and free the pages that were to replace
+        it; False if there is none, or if another request uses it.
+        """
+        states = request.block_table.states
+        if states is None or not states.spare or not self.prefix.forget_checkpoint(states.current):
+            return False
+        spare, states.spare = states.spare, []
+        self.prefix.release(spare)
+        return True
+
     def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
         """Return the number of tokens with KV when a request starts: in `blocks`, its cached prefix, or on the host."""
         cached, image = len(blocks) * self.block_tokens, request.kv_image
@@ -268,7 +285,7 @@ class RequestMemory:
         if short > 0:
             blocks = -(-short // self.block_tokens)
             missing = blocks * self.layout.pages_per_block
-            if missing > self.pool.num_free and not self.reclaimer.make_room(missing):
+            if missing > self.pool.num_free and not self._make_room(request, missing):
                 return False
             request.block_table.add_pages(missing)
             request.room += blocks * self.block_tokens

@@ -273,6 +273,14 @@ class PrefixCache:
         self._offer(block)
         return block
 
+    def forget_checkpoint(self, pages: Sequence[int]) -> bool:
+        """Leave the pages of a checkpoint to the one request that uses them; False if others do, too."""
+        if self._pool.references(pages[0]) > 1:
+            return False
+        if (block := self.by_page.get(pages[0])) is not None:  # else its block was evicted
+            self._forget_checkpoint(block)
+        return True
+
     def evict(self, item: Block | WindowPages | KeptState) -> None:
         """Forget an unused leaf and free its pages, so that its parent may become evictable; or free the unused pages
         of a block in windows, or its checkpoint.

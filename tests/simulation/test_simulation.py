@@ -10,6 +10,9 @@ from . import machine, seeds
 from .checked_run import CheckedRun
 from .faults import FAULTS, found_after
 
+#: A checkpoint once took the pages that its request needed, which was preempted again and again.
+LACKS_PAGES_FOR_ITS_CHECKPOINT = 1078
+
 EVERYWHERE = {
     "prefix hit",
     "prefix hit of an adapter",
@@ -93,3 +96,7 @@ def test_runs_of_hypothesis_keep_every_promise_and_reach_every_event():
 def test_a_planted_fault_is_found(fault):
     """By the seeds; `python -m tests.simulation.faults` says how soon by hypothesis, too, which takes minutes."""
     assert found_after(fault, seeds.runs_until_one_fails, 600) is not None
+
+
+def test_a_checkpoint_takes_no_pages_that_its_request_needs():
+    assert seeds.simulate(LACKS_PAGES_FOR_ITS_CHECKPOINT)[1] is None
