@@ -178,7 +178,7 @@ class RequestMemory:
         it; False if there is none, or if another request uses it.
         """
         states = request.block_table.states
-        if states is None or not states.spare or not self.prefix.forget_checkpoint(states.current):
+        if states is None or not states.spare or not self.prefix.forget_checkpoint(states.shared):
             return False
         spare, states.spare = states.spare, []
         self.prefix.release(spare)

@@ -61,7 +61,7 @@ class StateLayout:
 class StateSlots:
     """A request's slots for its state, which its steps read and write in turn."""
 
-    __slots__ = ("slots", "spare", "steps")
+    __slots__ = ("_shared", "slots", "spare", "steps")
 
     def __init__(self, slots: list[list[int]], spare: list[int] | None = None) -> None:
         """slots: the pages of each; the first is read by the request's first step, unless it begins with its first
@@ -70,7 +70,8 @@ class StateSlots:
         self.slots = slots
         self.spare = spare or []
         self.steps = 0
-        """Steps that have been computed."""
+        """Steps that have been computed; one more while the step after them is planned ahead."""
+        self._shared = 0  # index of the slot that `spare` is to replace
 
     def read_by(self, step: int) -> list[int]:
         """The pages that a step reads."""
@@ -95,13 +96,17 @@ class StateSlots:
         """Replace a checkpoint that the request begins with by its own pages; return the checkpoint's pages."""
         left: list[int] = []
         if self.spare:
-            place = self.steps % len(self.slots)
-            left, self.slots[place], self.spare = self.slots[place], self.spare, []
+            left, self.slots[self._shared], self.spare = self.slots[self._shared], self.spare, []
         return left
 
     def share(self, pages: list[int]) -> None:
         """Leave the current slot to the prefix cache after the next step, which reads it; `pages` replace it then."""
-        self.spare = pages
+        self.spare, self._shared = pages, self.steps % len(self.slots)
+
+    @property
+    def shared(self) -> list[int]:
+        """The slot that `spare` is to replace, if there is any."""
+        return self.slots[self._shared]
 
     def pages(self) -> Iterator[int]:
         """All pages that the request holds."""
