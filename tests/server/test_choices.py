@@ -67,7 +67,7 @@ def test_leaving_takes_all_choices_along(start, fake_engine, stream):
     if stream:
         with live.client.stream("POST", COMPLETIONS, json=body) as response:
             next(response.iter_bytes())
-            assert live.worker.stats.num_running == 4
+            live.wait_until(lambda: live.worker.stats.num_running == 4)
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(live.url + COMPLETIONS, json=body, timeout=1)
