@@ -102,6 +102,7 @@ class Engine:
         elif config.preemption == "swap":
             raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
         self.swapped = SwappedKv(executor.swaps, images.budget, layout.page_bytes)
+        checkpoint_blocks = config.state_checkpoint_tokens // self.block_tokens if config.chunked_prefill else 0
         memory = RequestMemory(
             pool=self.pool,
             store=self.store,
@@ -109,9 +110,7 @@ class Engine:
             reclaimer=self.reclaimer,
             layout=layout,
             max_chunk=config.max_num_batched_tokens,
-            checkpoint_tokens=config.state_checkpoint_tokens // self.block_tokens * self.block_tokens
-            if config.chunked_prefill
-            else 0,
+            checkpoint_tokens=checkpoint_blocks * self.block_tokens,
             use_prefix_cache=config.prefix_cache,
             share_prefix_cache=config.share_prefix_cache,
             swapped=self.swapped,

@@ -8,22 +8,21 @@ from typing import NamedTuple
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
-from ..memory.pages.pool import PagePool
-from ..memory.pages.prefix import BASE_VERSION, Block
+from ..memory.pages.prefix import BASE_VERSION, Block, Root
 
 MAX_EVENTS = 1 << 17
 """Events that wait to be published. They take some 50 MB, and a step of 1,024 tokens brings 64 of them."""
 
 
 class Stored(NamedTuple):
-    """A block that became known. parent: its parent's page, None for the first of a prompt.
+    """A block that became known. parent: its parent's number, None for the first of a prompt.
 
     adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model. An
     adapter's hash is always known: until it is, its blocks are not told of.
     scope: the tenant and salt that share it.
     """
 
-    page: int
+    number: int
     parent: int | None
     tokens: tuple[int, ...]
     adapter: str | None
@@ -52,7 +51,7 @@ class KvEvents:
         self._events: deque[_Recorded | int] = deque()
         self._is_losing = False
         self._adapters: dict[int, Adapter] = {}  # by version
-        self._held: dict[int, _Recorded] = {}  # by page, in order: blocks of adapters without a content hash
+        self._held: dict[int, _Recorded] = {}  # by number, in order: blocks of adapters without a content hash
         self.num_recorded = 0
         self.num_dropped = 0
 
@@ -62,12 +61,13 @@ class KvEvents:
         """Record a block that became known, after its parent."""
         if self._has_room():
             adapter = None if version == BASE_VERSION else self._adapter(version)
-            self._events.append((block, adapter, scope))  # its other fields never change, and are read later
+            # a block's number, parent and tokens never change: they are read later, in the publisher's thread
+            self._events.append((block, adapter, scope))
 
-    def removed(self, page: int) -> None:
-        """Record that the block in a page was forgotten."""
+    def removed(self, number: int) -> None:
+        """Record that a block was forgotten."""
         if self._has_room():
-            self._events.append(page)
+            self._events.append(number)
 
     def _has_room(self) -> bool:
         if self._is_losing or len(self._events) >= self._most:
@@ -85,8 +85,8 @@ class KvEvents:
     # --- the publisher's thread ---
 
     def drain(self) -> tuple[list[Stored | int], bool]:
-        """Return all events that may be told, a page for a block that was forgotten; and whether further ones were lost
-        after them.
+        """Return all events that may be told, a number for a block that was forgotten; and whether further ones were
+        lost after them.
         """
         lost = (
             self._is_losing
@@ -115,16 +115,16 @@ class KvEvents:
                 hashes[adapter] = adapter.manifest.content_hash
             content_hash = hashes[adapter]
             if content_hash is None:
-                self._held[block.page] = one
+                self._held[block.number] = one
                 return
         told.append(_stored(block, adapter, content_hash, scope))
 
 
 def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, scope: Hashable) -> Stored:
-    parent = None if block.parent is None or block.parent.page == PagePool.DUMMY else block.parent.page
+    parent = None if block.parent is None or isinstance(block.parent, Root) else block.parent.number
     name, version = (None, BASE_VERSION) if adapter is None else (adapter.name, adapter.version)
     return Stored(
-        page=block.page,
+        number=block.number,
         parent=parent,
         tokens=block.tokens,
         adapter=name,

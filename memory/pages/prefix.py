@@ -11,6 +11,7 @@ blocks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -24,10 +25,23 @@ BASE_VERSION = 0
 class Block:
     """A full block in the trie: its pages hold the KV of `tokens`, computed after its ancestors' tokens."""
 
-    __slots__ = ("checkpoint", "children", "depth", "in_windows", "is_known", "pages", "parent", "tokens", "uses")
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "depth",
+        "in_windows",
+        "is_known",
+        "number",
+        "pages",
+        "parent",
+        "tokens",
+        "uses",
+    )
 
-    def __init__(self, parent: Block | None, tokens: tuple[int, ...], pages: Sequence[int]) -> None:
+    def __init__(self, parent: Block | None, tokens: tuple[int, ...], pages: Sequence[int], number: int) -> None:
         self.parent = parent
+        self.number = number
+        """By which events name it: no other block ever has it, unlike its pages."""
         self.tokens = tokens
         self.pages = list(pages)
         """One of each page group; `PagePool.DUMMY` where it was evicted, which happens only to pages in windows."""
@@ -39,11 +53,6 @@ class Block:
         """The item that stands for its pages in windows in the eviction order, if the model has windows."""
         self.checkpoint: KeptState | None = None
         """The state after its tokens, if it is kept."""
-
-    @property
-    def page(self) -> int:
-        """Its first page, by which events name it."""
-        return self.pages[0]
 
 
 class WindowPages:
@@ -71,17 +80,17 @@ class Root(Block):
     __slots__ = ("scope", "version")
 
     def __init__(self, version: int, scope: Hashable) -> None:
-        super().__init__(None, (), (PagePool.DUMMY,))
+        super().__init__(None, (), (PagePool.DUMMY,), 0)
         self.version = version
         self.scope = scope
 
 
 class BlockListener(Protocol):
-    """Called for each stored block, after its parent, and for each removed block, by page."""
+    """Called for each stored block, after its parent, and for each removed block, by number."""
 
     def stored(self, version: int, scope: Hashable, block: Block) -> None: ...
 
-    def removed(self, page: int) -> None: ...
+    def removed(self, number: int) -> None: ...
 
 
 class PrefixCache:
@@ -114,6 +123,7 @@ class PrefixCache:
             0 if window is None else -(-(window - 1) // block_tokens) for window in windows
         ]  # blocks that the next token of a group with a window sees
         self._roots: dict[int, dict[Hashable, Root]] = {}
+        self._numbers = itertools.count(1)
         self.by_page: dict[int, Block] = {}
         """The known blocks."""
         self.listener: BlockListener | None = None
@@ -242,7 +252,7 @@ class PrefixCache:
             return None
         if not parent.is_known or not any(pages):  # the parent was evicted, or all pages have left, behind a window
             return None
-        block = parent.children[key] = Block(parent, key, pages)
+        block = parent.children[key] = Block(parent, key, pages, next(self._numbers))
         if self._windowed:
             block.in_windows = WindowPages(block)
             self._offer(parent)
@@ -294,9 +304,7 @@ class PrefixCache:
             return
         if item.in_windows is not None:
             self._order.discard(item.in_windows)
-        self._forget(item, range(len(item.pages)))
-        self._forget_checkpoint(item)
-        item.is_known = False
+        self._forget_block(item)
         if (parent := item.parent) is None:  # the root of a trie has no page and is never offered
             return
         del parent.children[item.tokens]
@@ -341,9 +349,7 @@ class PrefixCache:
             self._order.discard(block)
             if block.in_windows is not None:
                 self._order.discard(block.in_windows)
-            self._forget(block, range(len(block.pages)))
-            self._forget_checkpoint(block)
-            block.is_known = False
+            self._forget_block(block)
 
     def _drop(self, root: Root) -> None:
         """Forget an empty trie, or else every scope would leave one for good."""
@@ -353,13 +359,18 @@ class PrefixCache:
         if not roots:
             del self._roots[root.version]
 
+    def _forget_block(self, block: Block) -> None:
+        block.is_known = False
+        if self.listener is not None:
+            self.listener.removed(block.number)
+        self._forget(block, range(len(block.pages)))
+        self._forget_checkpoint(block)
+
     def _forget(self, block: Block, groups: Iterable[int]) -> None:
         """Forget a block's pages in some groups, and free those that are unused."""
         for group in groups:
             if not (page := block.pages[group]):
                 continue
-            if self.listener is not None and not group:
-                self.listener.removed(page)
             if self._windowed:
                 block.pages[group] = PagePool.DUMMY
             del self.by_page[page]
@@ -389,7 +400,7 @@ class PrefixCache:
         if block.parent is None:
             return
         if block.in_windows is None:
-            if not block.children and self._is_unused(block.page):
+            if not block.children and self._is_unused(block.pages[0]):
                 self._add(block, block, len(block.pages))
             return
         self._order.discard(block)

@@ -66,8 +66,8 @@ class KvBatches:
     def __init__(self, model: str, block_tokens: int) -> None:
         self._model = model
         self._block_tokens = block_tokens
-        self._hashes: dict[int, Hash] = {}  # by page, of the published blocks
-        self._num_pages: Counter[Hash] = Counter()  # equal blocks of two versions with the same content have one hash
+        self._hashes: dict[int, Hash] = {}  # by number, of the published blocks
+        self._num_blocks: Counter[Hash] = Counter()  # equal blocks of two versions with the same content have one hash
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -85,8 +85,8 @@ class KvBatches:
             parent = None if event.parent is None else self._hashes.get(event.parent)
             if parent is None and event.parent is not None:
                 continue  # the parent's event was lost, so this block's hash is unknown
-            digest = self._hashes[event.page] = self._hash(parent, event)
-            self._num_pages[digest] += 1
+            digest = self._hashes[event.number] = self._hash(parent, event)
+            self._num_blocks[digest] += 1
             if last is not None and parent == last:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(event.tokens)
@@ -95,15 +95,15 @@ class KvBatches:
             last = digest
         return made
 
-    def _forget(self, page: int) -> Hash | None:
-        """Forget the block in a page, and its hash if no other page has such a block."""
-        gone = self._hashes.pop(page, None)
+    def _forget(self, number: int) -> Hash | None:
+        """Forget a block, and its hash if no other block has it."""
+        gone = self._hashes.pop(number, None)
         if gone is None:
             return None
-        self._num_pages[gone] -= 1
-        if self._num_pages[gone] > 0:
+        self._num_blocks[gone] -= 1
+        if self._num_blocks[gone] > 0:
             return None
-        del self._num_pages[gone]
+        del self._num_blocks[gone]
         return gone
 
     def _stored(self, event: Stored, digest: Hash, parent: Hash | None) -> Event:
@@ -121,7 +121,7 @@ class KvBatches:
     def clear(self) -> list[Event]:
         """The event that clears a subscriber's blocks; clears this object's, too."""
         self._hashes.clear()
-        self._num_pages.clear()
+        self._num_blocks.clear()
         return [{"type": "AllBlocksCleared"}]
 
     def _hash(self, parent: Hash | None, event: Stored) -> Hash:

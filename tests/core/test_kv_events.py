@@ -6,7 +6,6 @@ import pytest
 
 from chorus.core.kv_events import KvEvents, Stored
 from chorus.memory.files.identity import with_content
-from chorus.memory.pages.prefix import Root
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 7
 
@@ -17,7 +16,7 @@ def gqa(subject):
 
 
 class Mirror:
-    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by page."""
+    """Follows events: a block's tokens from the prompt's beginning, and its adapter, by the block's number."""
 
     def __init__(self, events):
         self.events = events
@@ -29,8 +28,8 @@ class Mirror:
             if isinstance(event, Stored):
                 assert event.adapter is None or event.content_hash is not None
                 before = () if event.parent is None else self.blocks[event.parent][1]
-                assert event.page not in self.blocks
-                self.blocks[event.page] = (event.adapter, before + event.tokens)
+                assert event.number not in self.blocks
+                self.blocks[event.number] = (event.adapter, before + event.tokens)
             else:
                 del self.blocks[event]
         return lost
@@ -39,14 +38,20 @@ class Mirror:
 def cached(engine):
     """The content of the prefix cache, in the terms of `Mirror`."""
     names = {adapter.version: adapter.name for adapter in engine.store.versions()}
+    found = {}
+    for root in engine.prefix.roots():
+        lines = {root: ()}
+        for block in blocks_after(root):
+            lines[block] = lines[block.parent] + block.tokens
+            found[block.number] = (names.get(root.version), lines[block])
+    return found
 
-    def line(block):
-        return () if isinstance(block, Root) else line(block.parent) + block.tokens
 
-    def root(block):
-        return block if isinstance(block, Root) else root(block.parent)
-
-    return {page: (names.get(root(block).version), line(block)) for page, block in engine.prefix.by_page.items()}
+def blocks_after(block):
+    """All descendants, each after its parent."""
+    for child in block.children.values():
+        yield child
+        yield from blocks_after(child)
 
 
 def know_contents(engine):
@@ -82,6 +87,25 @@ def test_events_tell_what_the_prefix_cache_holds(gqa, drive):
     assert mirror.blocks == cached(engine) == {}
 
 
+@pytest.mark.parametrize("family", ["mistral-window", "ministral"])
+def test_events_name_blocks_whose_pages_in_windows_are_evicted(tiny, drive, family):
+    """They named a block by its first page, which another block may have by the time that the event is read."""
+    driver = drive(tiny(family), adapters={}, num_pages=36, block_tokens=8, max_num_batched_tokens=24, max_num_seqs=2)
+    engine = driver.engine
+    mirror = Mirror(engine.record_kv_events())
+    for number in range(12):
+        driver.run(str(number), None, [*PROMPT[number % 5 :], number], max_tokens=6)
+        if number % 3 == 2:
+            assert not mirror.follow()
+            assert mirror.blocks == cached(engine) != {}
+    assert engine.stats().num_kv_events > len(mirror.blocks), "some were evicted"
+    (root,) = engine.prefix.roots()
+    assert not all(all(block.pages) for block in blocks_after(root)), "and some pages of others"
+    engine.reclaimer.reclaim_all()
+    assert not mirror.follow()
+    assert mirror.blocks == cached(engine) == {}
+
+
 def test_a_publisher_that_lags_is_told_of_the_loss_and_the_engine_never_waits(gqa, drive):
     driver = drive(gqa)
     engine = driver.engine
@@ -90,7 +114,7 @@ def test_a_publisher_that_lags_is_told_of_the_loss_and_the_engine_never_waits(gq
     driver.run("a", None, PROMPT, max_tokens=2)
     first, lost = events.drain()
     assert len(first) == 3 and lost
-    assert [event.parent for event in first] == [None, *(event.page for event in first[:-1])], "a gapless beginning"
+    assert [event.parent for event in first] == [None, *(event.number for event in first[:-1])], "a gapless beginning"
     dropped = engine.stats().num_dropped_kv_events
     assert dropped > 0 and engine.stats().num_kv_events == 3
     assert events.drain() == ([], False)
@@ -106,7 +130,7 @@ def test_blocks_of_an_adapter_are_told_of_once_its_content_is_known(gqa, drive):
     driver.run("a", "r2-qv", PROMPT, max_tokens=2)
     driver.run("base", None, PROMPT, max_tokens=2)
     assert not mirror.follow()
-    held = {page: line for page, line in cached(engine).items() if line[0] is not None}
+    held = {number: line for number, line in cached(engine).items() if line[0] is not None}
     assert held and mirror.blocks.keys() == cached(engine).keys() - held.keys(), "the base model's have no secret"
     know_contents(engine)
     driver.run("longer", "r2-qv", PROMPT + [7] * 9, max_tokens=2)

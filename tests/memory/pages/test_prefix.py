@@ -41,7 +41,7 @@ class Memory:
         return block
 
     def matched(self, version, tokens):
-        return [block.page for block in self.prefix.match(version, tokens)]
+        return [block.pages[0] for block in self.prefix.match(version, tokens)]
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_scopes_share_nothing_and_leave_nothing_behind(memory):
     pages = memory.pool.allocate(2, PageKind.KV)
     assert memory.prefix.insert(1, None, tokens, pages[:1], ("a", "")) is not None
     assert memory.prefix.insert(1, None, tokens, pages[1:2], ("b", "")) is not None
-    assert [block.page for block in memory.prefix.match(1, (*tokens, 9), ("b", ""))] == [pages[1]]
+    assert [block.pages[0] for block in memory.prefix.match(1, (*tokens, 9), ("b", ""))] == [pages[1]]
     assert memory.prefix.match(1, (*tokens, 9), ("", "")) == memory.prefix.match(1, (*tokens, 9)) == []
     memory.prefix.release(pages)
     memory.evict_one()
@@ -126,7 +126,7 @@ def test_leaves_are_evicted_before_what_they_follow(memory):
     pages = list(table.pages)
     table.free()
     assert len(memory.order) == 1, "only the leaf may go"
-    assert [memory.evict_one().page for _ in range(3)] == pages[::-1]
+    assert [memory.evict_one().pages[0] for _ in range(3)] == pages[::-1]
     assert len(memory.prefix) == len(memory.order) == 0
     assert memory.pool.num_free == memory.pool.num_usable
 
@@ -137,7 +137,7 @@ def test_deeper_leaves_go_first_among_equals(memory):
     tail = long.pages[2]
     long.free()
     short.free()
-    assert memory.evict_one().page == tail
+    assert memory.evict_one().pages[0] == tail
 
 
 def test_often_used_blocks_stay(memory):
@@ -148,7 +148,7 @@ def test_often_used_blocks_stay(memory):
     once, _ = memory.start(1, [2] * 4)
     page = once.pages[0]
     once.free()
-    assert memory.evict_one().page == page
+    assert memory.evict_one().pages[0] == page
 
 
 def test_blocks_in_use_are_not_evictable(memory):
@@ -204,7 +204,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if wanted > pool.num_free + pool.count(PageKind.CACHED) - self.memory.prefix.unused(blocks):
             return
         for index, block in enumerate(blocks):
-            assert self.content[block.page] == (version, tuple(tokens[: (index + 1) * step]))
+            assert self.content[block.pages[0]] == (version, tuple(tokens[: (index + 1) * step]))
         pages = self.memory.prefix.take(blocks, len(tokens))
         while pool.num_free < wanted:
             self.memory.evict_one()

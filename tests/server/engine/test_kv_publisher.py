@@ -20,13 +20,13 @@ NOWHERE = SimpleNamespace(versions=lambda: ())
 ALICE = {"adapter": "alice", "version": 9, "content_hash": "c0"}
 
 
-def stored(page, parent=None, tokens=(1, 2), adapter=None, version=0, content_hash=None, scope=("", "")):
-    return Stored(page, parent, tuple(tokens), adapter, version, content_hash, scope)
+def stored(number, parent=None, tokens=(1, 2), adapter=None, version=0, content_hash=None, scope=("", "")):
+    return Stored(number, parent, tuple(tokens), adapter, version, content_hash, scope)
 
 
-def block(page, tokens=(1, 2), parent=None):
+def block(number, tokens=(1, 2), parent=None):
     """A block as the prefix cache has it."""
-    return SimpleNamespace(page=page, tokens=tuple(tokens), parent=parent)
+    return SimpleNamespace(number=number, tokens=tuple(tokens), parent=parent)
 
 
 def batches():
@@ -155,8 +155,8 @@ def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish)
 def test_after_a_loss_subscribers_begin_anew(events, publish):
     _, asker = publish()
     batches_until(asker, 1)
-    for page in range(5, 12):  # no more than 4 wait
-        events.stored(0, ("", ""), block(page))
+    for number in range(5, 12):  # no more than 4 wait
+        events.stored(0, ("", ""), block(number))
     kinds = [event["type"] for _, told, _ in batches_until(asker, 3).values() for event in told]
     assert kinds[0] == "AllBlocksCleared" and kinds[-1] == "AllBlocksCleared" and events.num_dropped > 0
     assert kinds.count("BlockStored") == events.num_recorded >= 4
