@@ -32,6 +32,7 @@ class PagedStates:
         self._spec, self._layout = config.delta, arena.layout.states
         self._pages = arena.pages.view(torch.float32)
         self._index = [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
+        self._heads = [self._heads_of(index) for index in range(self._layout.shape.num_layers)]
         self.qo_indptr: Sequence[int] = [0]
         self._make_tables(most)
         self.read, self.written = self._tables[:, :0].unbind(0)
@@ -47,18 +48,18 @@ class PagedStates:
     def set_step(self, sequences: Sequence[ScheduledSequence], qo_indptr: Sequence[int]) -> None:
         """Begin a step. qo_indptr: see `StepStates`; entries beyond the sequences are padding."""
         count = len(qo_indptr) - 1
+        read, written = [], []
+        for each in sequences:
+            if each.states is None:
+                raise RuntimeError("a sequence has no pages for its states")
+            read.append(each.states.read_by(each.state_step))
+            written.append(each.states.written_by(each.state_step))
         padding = [[PagePool.DUMMY] * self._layout.num_pages] * (count - len(sequences))
-        read, written = list(padding), list(padding)
-        slots = [each.states for each in sequences]
-        if None in slots:
-            raise RuntimeError("a sequence has no pages for its states")
-        read[:0] = [each.states.read_by(each.state_step) for each in sequences if each.states]
-        written[:0] = [each.states.written_by(each.state_step) for each in sequences if each.states]
         self.qo_indptr = qo_indptr
         if count > len(self._fresh):
             self._make_tables(count)
         tables, self.fresh = self._tables[:, :count], self._fresh[:count]
-        tables.copy_(torch.tensor((read, written)))
+        tables.copy_(torch.tensor((read + padding, written + padding)))
         self.fresh.copy_(torch.tensor([each.start == 0 for each in sequences] + [True] * len(padding)))
         self.read, self.written = tables.unbind(0)
 
@@ -69,7 +70,7 @@ class PagedStates:
         conv = self._pages[self.read[:, page], at : at + self._layout.shape.conv_elems].unflatten(
             1, self._spec.conv_shape
         )
-        heads = torch.cat([self._pages[self.read[:, page], begin:end] for page, begin, end in self._heads(index)], 1)
+        heads = torch.cat([self._pages[self.read[:, page], begin:end] for page, begin, end in self._heads[index]], 1)
         recurrent = heads.unflatten(1, shape)
         conv.masked_fill_(self.fresh[:, None, None], 0)  # an index of booleans would have a GPU wait for the host
         recurrent.masked_fill_(self.fresh[:, None, None, None], 0)
@@ -81,12 +82,12 @@ class PagedStates:
         page, at = self._layout.conv(index)
         self._pages[self.written[:, page], at : at + self._layout.shape.conv_elems] = state.conv.flatten(1)
         heads, done = state.recurrent.flatten(1), 0
-        for page, begin, end in self._heads(index):
+        for page, begin, end in self._heads[index]:
             self._pages[self.written[:, page], begin:end] = heads[:, done : done + end - begin]
             done += end - begin
 
-    def _heads(self, index: int) -> list[tuple[int, int, int]]:
-        """A layer's heads in the pages of a state: index of the page, first and last element."""
+    def _heads_of(self, index: int) -> list[tuple[int, int, int]]:
+        """A layer's heads in the pages of a state: index of the page, first element and the one after the last."""
         layout, found = self._layout, dict[int, tuple[int, int]]()
         for head in range(layout.shape.num_heads):
             page, at = layout.head(index, head)

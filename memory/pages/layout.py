@@ -50,12 +50,25 @@ class PageLayout:
     """States that a request has pages for; see `StateSlots`."""
     groups: tuple[PageGroup, ...] = field(init=False)
     states: StateLayout | None = field(init=False, compare=False)
+    group_windows: tuple[int | None, ...] = field(init=False, compare=False)
+    """The window of each group."""
+    num_growing: int = field(init=False, compare=False)
+    """Pages that a request beyond all windows grows by with each block: those of groups without a window."""
+    state_pages: int = field(init=False, compare=False)
+    """Pages of a state."""
+    _windows: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError if a page is too small for a part of a state."""
-        object.__setattr__(self, "groups", page_groups(self.windows or (None,) * self.num_layers))
+        groups = page_groups(self.windows or (None,) * self.num_layers)
+        object.__setattr__(self, "groups", groups)
         states = None if self.state is None else StateLayout(self.state, self.page_bytes)
         object.__setattr__(self, "states", states)
+        # schedulers ask for what follows once per request and step
+        object.__setattr__(self, "group_windows", tuple(group.window for group in groups))
+        object.__setattr__(self, "num_growing", self.group_windows.count(None))
+        object.__setattr__(self, "state_pages", 0 if states is None else states.num_pages)
+        object.__setattr__(self, "_windows", tuple(window for window in self.group_windows if window is not None))
 
     @property
     def page_elems(self) -> int:
@@ -71,41 +84,22 @@ class PageLayout:
         return len(self.groups)
 
     @property
-    def group_windows(self) -> tuple[int | None, ...]:
-        """The window of each group."""
-        return tuple(group.window for group in self.groups)
-
-    @property
     def group_of_layer(self) -> list[int]:
         """The index of each layer's group."""
         found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return [found[layer] for layer in range(self.num_layers)]
 
     @property
-    def state_pages(self) -> int:
-        """Pages of a state."""
-        return 0 if self.states is None else self.states.num_pages
-
-    @property
     def has_windows(self) -> bool:
-        return any(self.group_windows)
+        return bool(self._windows)
 
     def first_leaving(self, computed: int) -> int:
         """The number of computed tokens at which, after `computed` of them, another page leaves a window."""
         block = self.block_tokens
         return min(
-            (
-                (max(0, computed - window + 1) // block + 1) * block + window - 1
-                for window in self.group_windows
-                if window is not None
-            ),
+            ((max(0, computed - window + 1) // block + 1) * block + window - 1 for window in self._windows),
             default=NEVER,
         )
-
-    @property
-    def num_growing(self) -> int:
-        """Pages that a request beyond all windows grows by with each block: those of groups without a window."""
-        return self.group_windows.count(None)
 
     def blocks_for_tokens(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
@@ -125,9 +119,10 @@ class PageLayout:
 
     def pages_in_windows(self, num_tokens: int, chunk: int = 1) -> int:
         """As `pages_for_tokens`, of groups with a window, wherever in a block the window begins."""
+        if not self._windows:
+            return 0
         blocks, block = self.blocks_for_tokens(num_tokens), self.block_tokens
-        most = ((window + chunk + block - 3) // block + 1 for window in self.group_windows if window is not None)
-        return sum(min(blocks, each) for each in most)
+        return sum(min(blocks, (window + chunk + block - 3) // block + 1) for window in self._windows)
 
     def tokens_in_pages(self, num_pages: int, chunk: int = 1, most: int = 1 << 30) -> int:
         """The most tokens, up to `most`, that a request may have within so many pages; see `pages_for_tokens`."""
