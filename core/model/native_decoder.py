@@ -13,7 +13,7 @@ import torch
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageGroup, PageLayout
-from ...ops import native, native_library
+from ...ops import native, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
@@ -27,7 +27,10 @@ from .rope_config import RopeConfig
 from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
 
-_ACTIVATIONS = {Activation.SILU: native.NativeActivation.SILU, Activation.GELU_TANH: native.NativeActivation.GELU}
+_ACTIVATIONS = {
+    Activation.SILU: native_model.NativeActivation.SILU,
+    Activation.GELU_TANH: native_model.NativeActivation.GELU,
+}
 
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -67,7 +70,7 @@ class NativeDecoderModel:
         packed = PackedWeights(projection_shapes(config, shard), embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.lm_head(embed)
-        model = native.NativeModel(
+        model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
@@ -162,7 +165,7 @@ class NativeDecoderModel:
 
 def layer_values(
     layers: Sequence[LayerSpec], positions: int, layout: PageLayout | None = None
-) -> list[native.LayerValues]:
+) -> list[native_model.LayerValues]:
     """How the library computes layers, with the angles of that many positions; layers with the same rope share them.
 
     layout: where their KV is; by default all layers' in each page.
@@ -181,9 +184,9 @@ def layer_values(
     return found
 
 
-def _delta_values(layer: LayerSpec, state_layer: int) -> native.LayerValues:
+def _delta_values(layer: LayerSpec, state_layer: int) -> native_model.LayerValues:
     """Of a layer with Gated DeltaNet."""
-    return native.LayerValues(
+    return native_model.LayerValues(
         1.0,
         parallel=layer.norms is Norms.PARALLEL,
         page_layer=0,
@@ -193,10 +196,10 @@ def _delta_values(layer: LayerSpec, state_layer: int) -> native.LayerValues:
     )
 
 
-def _native_delta(delta: GatedDeltaSpec | None, layout: PageLayout) -> native.NativeDelta | None:
+def _native_delta(delta: GatedDeltaSpec | None, layout: PageLayout) -> native_model.NativeDelta | None:
     if delta is None or (places := layout.states) is None:
         return None
-    return native.NativeDelta(
+    return native_model.NativeDelta(
         k_heads=delta.num_k_heads,
         v_heads=delta.num_v_heads,
         k_dim=delta.k_dim,
@@ -217,8 +220,8 @@ def _layer_values(
     page_group: int,
     page_layer: int,
     positions: int,
-) -> native.LayerValues:
-    return native.LayerValues(
+) -> native_model.LayerValues:
+    return native_model.LayerValues(
         _score_scale(mixer),
         cos,
         sin,
@@ -255,14 +258,14 @@ class PackedWeights:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
-        count = sum(math.prod(native.packed_shape(*shape, dtype)) for shape in shapes)
+        count = sum(math.prod(native_model.packed_shape(*shape, dtype)) for shape in shapes)
         self._free = hugepages.zeros((count,), dtype)
 
     def add(self, weight: torch.Tensor) -> torch.Tensor:
         rows, columns = weight.shape
-        shape = native.packed_shape(rows, columns, weight.dtype)
+        shape = native_model.packed_shape(rows, columns, weight.dtype)
         here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
-        return native.pack(weight, here.view(shape))
+        return native_model.pack(weight, here.view(shape))
 
 
 def projection_shapes(config: ModelConfig, shard: Shard = WHOLE) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import dense_projections
-from chorus.ops import native, native_library
+from chorus.ops import native, native_library, native_model
 from chorus.ops.elementwise import rotary_table
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
@@ -59,7 +59,7 @@ class Row:
 class World:
     """A model with its adapters, requests and pages."""
 
-    model: native.NativeModel
+    model: native_model.NativeModel
     layout: PageLayout
     adapters: list[list[AdapterRows]]
     requests: list[Request]
@@ -105,10 +105,10 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         LayerWeights(
             attention_norm=vector(hidden),
             mlp_norm=vector(hidden),
-            qkv=native.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
-            o=native.pack(weights(hidden, q, scale=q**-0.5)),
-            gate_up=native.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),
-            down=native.pack(weights(hidden, ffn, scale=ffn**-0.5)),
+            qkv=native_model.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
+            o=native_model.pack(weights(hidden, q, scale=q**-0.5)),
+            gate_up=native_model.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),
+            down=native_model.pack(weights(hidden, ffn, scale=ffn**-0.5)),
             qkv_bias=bias(q + 2 * kv),
             q_norm=vector(head_dim, own),
             k_norm=vector(head_dim, own),
@@ -146,7 +146,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         _place_norms(rng, layer, own, vector)
         if layer.q_norm is not None and rng.random() < 0.3:
             own.norms_all_heads, layer.q_norm, layer.k_norm = True, vector(q), vector(kv)
-    model = native.NativeModel(
+    model = native_model.NativeModel(
         hidden=hidden,
         ffn=ffn,
         heads=heads,
@@ -161,7 +161,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         product_of=table.product_of,
         positions=requests_end,
         embed=weights(vocab, hidden),
-        lm_head=native.pack(weights(vocab, hidden)),
+        lm_head=native_model.pack(weights(vocab, hidden)),
         norm=vector(hidden),
         arena=arena,
         centered=rng.random() < 0.2,
@@ -172,11 +172,11 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     return World(model, layout, adapters, requests, [[free.pop() for _ in range(n)] for n in needed])
 
 
-def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerValues:
+def _values(rng: random.Random, head_dim: int, positions: int) -> native_model.LayerValues:
     """How a layer computes: a plain one, or with some features of other families."""
     dim = rng.choice((head_dim, head_dim, head_dim // 4 * 2, 0))
     cos, sin = rotary_table(1e4 ** (-torch.arange(0, dim, 2) / max(dim, 1)), positions) if dim else (None, None)
-    return native.LayerValues(
+    return native_model.LayerValues(
         head_dim**-0.5,
         cos,
         sin,
@@ -185,11 +185,11 @@ def _values(rng: random.Random, head_dim: int, positions: int) -> native.LayerVa
         softcap=rng.choice((0.0, 0.0, 2.0)),
         parallel=rng.random() < 0.2,
         residual_multiplier=rng.choice((1.0, 1.0, 0.3)),
-        activation=rng.choice(list(native.NativeActivation)),
+        activation=rng.choice(list(native_model.NativeActivation)),
     )
 
 
-def _place_norms(rng: random.Random, layer: LayerWeights, values: native.LayerValues, vector: Any) -> None:
+def _place_norms(rng: random.Random, layer: LayerWeights, values: native_model.LayerValues, vector: Any) -> None:
     """Have norms before the layer's parts, after them or both."""
     assert layer.attention_norm is not None
     hidden = len(layer.attention_norm)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.projections import dense_projections
-from chorus.ops import native
+from chorus.ops import native, native_model
 from chorus.ops.sgmv import AdapterRows
 
 from .invariance import Request, Row, Tally, World, build, cancel, compare, compute, schedule
@@ -100,6 +100,6 @@ def one_adapter(rank: int, tokens: int) -> World:
     cancel(model.arena, rows)
     ids = torch.randint(0, model.vocab, (tokens,), generator=generator).tolist()
     angles = torch.rand(tokens, model.head_dim, generator=generator)
-    model.values = [native.LayerValues(model.head_dim**-0.5, angles.cos(), angles.sin())] * len(model.layers)
+    model.values = [native_model.LayerValues(model.head_dim**-0.5, angles.cos(), angles.sin())] * len(model.layers)
     model.positions = tokens
     return World(model, layout, [[rows]], [Request(ids, [0])], [list(range(1, 1 + kv_pages))])

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from chorus.ops import native
+from chorus.ops import native_model
 
 
-def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **changes: Any) -> native.NativeModel:
+def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **changes: Any) -> native_model.NativeModel:
     """Its logits are the products of `head` [vocab, hidden] with the normalised row of `embed` of a token.
 
     `changes` replace fields of the model.
@@ -28,7 +28,7 @@ def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **cha
         "eps": 1e-6,
         "layers": [],
         "embed": embed,
-        "lm_head": native.pack(head),
+        "lm_head": native_model.pack(head),
         "norm": torch.ones(hidden),
         "values": [],
         "products": [],
@@ -36,4 +36,4 @@ def layerless_model(head: torch.Tensor, embed: torch.Tensor | None = None, **cha
         "positions": 1,
         "arena": torch.zeros(2, 64, dtype=head.dtype),
     }
-    return native.NativeModel(**fields | changes)
+    return native_model.NativeModel(**fields | changes)

@@ -16,7 +16,7 @@ from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections, attention_projections, gated_projections
-from chorus.ops import native
+from chorus.ops import native, native_model
 from chorus.ops.sgmv import AdapterRows, Segments
 
 from ..tables import LLAMA
@@ -107,7 +107,7 @@ class Weights:
     def packed(self) -> LayerWeights:
         parts = dict(vars(self))
         for name in ("qkv", "o", "gate_up", "down"):
-            parts[name] = native.pack(parts[name])
+            parts[name] = native_model.pack(parts[name])
         return LayerWeights(**parts)
 
 
@@ -141,9 +141,9 @@ class Model:
         self.rows: list[list[AdapterRows]] = []
         """Of each adapter's parts."""
 
-    def native(self, positions: int) -> native.NativeModel:
+    def native(self, positions: int) -> native_model.NativeModel:
         kind = self.kind
-        return native.NativeModel(
+        return native_model.NativeModel(
             hidden=kind.hidden,
             ffn=kind.ffn,
             heads=kind.heads,
@@ -158,7 +158,7 @@ class Model:
             product_of=self.table.product_of,
             positions=positions,
             embed=self.embed,
-            lm_head=native.pack(self.head),
+            lm_head=native_model.pack(self.head),
             norm=self.norm,
             arena=self.arena,
             centered=kind.centered,
@@ -390,7 +390,7 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]:
+def shares(model: Model, ranks: int, positions: int) -> list[native_model.NativeModel]:
     """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
     head_dim = kind.head_dim
@@ -431,7 +431,7 @@ def shares(model: Model, ranks: int, positions: int) -> list[native.NativeModel]
                 products=kind.table(ranks).products,
                 vocab=end - first,
                 layers=layers,
-                lm_head=native.pack(model.head[first:end]),
+                lm_head=native_model.pack(model.head[first:end]),
                 arena=arena,
             )
         )

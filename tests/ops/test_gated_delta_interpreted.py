@@ -13,38 +13,14 @@ import torch
 
 from chorus.ops import gated_delta as torch_path
 from chorus.ops import gated_delta_triton as kernels
-from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
+from chorus.ops.gated_delta import DeltaState, gated_delta
+
+from .delta_layers import DeltaLayer, copy
 
 #: heads of keys and of values, their widths, and what the convolution sees
 SHAPES = [(1, 2, 16, 16, 4), (2, 2, 24, 40, 3), (1, 3, 32, 64, 2)]
 EPS = 1e-6
 TOLERANCE = {"rtol": 5e-4, "atol": 5e-5}
-
-
-class Layer:
-    """Random weights, states and rows."""
-
-    def __init__(self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> None:
-        self._random = torch.Generator().manual_seed(0)
-        self.channels = 2 * k_heads * k_dim + v_heads * v_dim
-        self.shapes = (conv_size - 1, self.channels), (v_heads, k_dim, v_dim)
-        self.width = self.channels + v_heads * v_dim + 2 * v_heads
-        self.weights = DeltaWeights(
-            self.normal(conv_size, self.channels),
-            self.normal(v_heads),
-            self.normal(v_heads),
-            1 + 0.2 * self.normal(v_dim),
-        )
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._random)
-
-    def state(self, sequences: int) -> DeltaState:
-        return DeltaState(*(self.normal(sequences, *shape) for shape in self.shapes))
-
-
-def copy(state: DeltaState) -> DeltaState:
-    return DeltaState(state.conv.clone(), state.recurrent.clone())
 
 
 def assert_close(one: DeltaState, other: DeltaState) -> None:
@@ -53,8 +29,8 @@ def assert_close(one: DeltaState, other: DeltaState) -> None:
 
 
 @pytest.fixture(params=SHAPES, ids=str)
-def layer(request) -> Layer:
-    return Layer(*request.param)
+def layer(request) -> DeltaLayer:
+    return DeltaLayer(*request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from chorus.ops import native_library
-from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
+from chorus.ops.gated_delta import DeltaState, gated_delta
 from chorus.ops.native_delta import run_delta
+
+from .delta_layers import DeltaLayer, copy
 
 pytestmark = [
     pytest.mark.native,
@@ -22,30 +24,7 @@ SHAPES = [(2, 4, 16, 24, 4), (1, 1, 8, 8, 2), (3, 3, 40, 80, 3), (2, 6, 128, 128
 EPS = 1e-6
 
 
-class Layer:
-    """Random weights."""
-
-    def __init__(self, k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> None:
-        self._random = torch.Generator().manual_seed(0)
-        self.channels = 2 * k_heads * k_dim + v_heads * v_dim
-        self.width = self.channels + v_heads * v_dim + 2 * v_heads
-        self.conv_shape, self.recurrent_shape = (conv_size - 1, self.channels), (v_heads, k_dim, v_dim)
-        self.weights = DeltaWeights(
-            self.normal(conv_size, self.channels),
-            self.normal(v_heads),
-            self.normal(v_heads),
-            1 + 0.2 * self.normal(v_dim),
-        )
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._random)
-
-    def state(self, sequences: int) -> DeltaState:
-        return DeltaState(self.normal(sequences, *self.conv_shape), self.normal(sequences, *self.recurrent_shape))
-
-    def rows(self, lengths: Sequence[int]) -> list[torch.Tensor]:
-        return [self.normal(length, self.width) for length in lengths]
-
+class Layer(DeltaLayer):
     def run(self, rows: Sequence[torch.Tensor], state: DeltaState, threads: int = 1) -> list[torch.Tensor]:
         """One step of sequences with these rows."""
         lengths = [len(each) for each in rows]
@@ -53,10 +32,6 @@ class Layer:
         return list(
             run_delta(torch.cat(list(rows)), self.weights, state, indptr, EPS, threads=threads)[0].split(lengths)
         )
-
-
-def copy(state: DeltaState) -> DeltaState:
-    return DeltaState(state.conv.clone(), state.recurrent.clone())
 
 
 def assert_same(one: DeltaState, other: DeltaState) -> None:

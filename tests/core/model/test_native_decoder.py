@@ -18,7 +18,7 @@ from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections
-from chorus.ops import native, native_library
+from chorus.ops import native_library, native_model
 from chorus.ops.elementwise import rotary_table
 
 from ...ops.native_layers import BLOCK, LAYERS, VOCAB, Kind, Model, reference
@@ -121,7 +121,7 @@ class TestValues:
             feed_forward=GatedSpec(80, Activation.GELU_TANH),
         )
         assert layer_values([layer], 1) == [
-            native.LayerValues(
+            native_model.LayerValues(
                 0.25,
                 window=7,
                 softcap=3.0,
@@ -129,7 +129,7 @@ class TestValues:
                 parallel=True,
                 page_layer=0,
                 residual_multiplier=0.3,
-                activation=native.NativeActivation.GELU,
+                activation=native_model.NativeActivation.GELU,
             )
         ]
 

@@ -338,13 +338,13 @@ from pathlib import Path
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.native_decoder import PackedWeights, _native_layer, projection_shapes
 from chorus.core.model.open_weights import open_weights
-from chorus.ops import native
+from chorus.ops import native_model
 
 def status(name):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
 
 def measure(dtype, packed):
-    native.pack(torch.ones(64, 64, dtype=dtype)).float().to(torch.bfloat16)
+    native_model.pack(torch.ones(64, 64, dtype=dtype)).float().to(torch.bfloat16)
     open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     before = status("VmRSS:")
     with open_weights(path, config, dtype) as weights:

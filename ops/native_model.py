@@ -1,0 +1,146 @@
+"""What the native library is told of a model: shapes, packed weights, and how each layer computes.
+
+Tests: tests/ops/test_native.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .native_descriptors import NativeActivation, ProductShape
+
+PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
+
+
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Reorder a weight `[n, k]` into panels `[⌈n/32⌉, k/pair, 32, pair]`; pair is 2 in bf16, 1 in float32.
+
+    out: optional output, with the shape of `packed_shape` and the weight's dtype.
+    """
+    n, k = weight.shape
+    shape = packed_shape(n, k, weight.dtype)
+    out = torch.empty(shape, dtype=weight.dtype) if out is None else out
+    whole = n // PANEL
+    out[:whole] = weight[: whole * PANEL].view(whole, PANEL, shape[1], shape[3]).transpose(1, 2)
+    if rest := n - whole * PANEL:
+        out[whole] = 0
+        out[whole, :, :rest] = weight[whole * PANEL :].view(rest, shape[1], shape[3]).transpose(0, 1)
+    return out
+
+
+def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    pair = 4 // dtype.itemsize
+    if k % pair:
+        raise ValueError(f"the reduction dimension is {k}; it must be a multiple of {pair} in {dtype}")
+    return -(-n // PANEL), k // pair, PANEL, pair
+
+
+@dataclass(slots=True)
+class LayerValues:
+    """How a layer computes, whatever its weights are."""
+
+    scale: float
+    """Factor of the scores q · k."""
+
+    cos: torch.Tensor | None = None
+    """`[positions, rotary_dim]` float32: of each rotated element, times the attention factor. None: none is rotated."""
+
+    sin: torch.Tensor | None = None
+
+    interleaved: bool = False
+    """Elements 2i and 2i + 1 are rotated together, rather than i and i + rotary_dim / 2."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included; 0: all before it."""
+
+    softcap: float = 0.0
+    """Scores s become `softcap · tanh(s / softcap)`; 0: they stay."""
+
+    norms_all_heads: bool = False
+    """q_norm `[heads · head_dim]` and k_norm `[kv_heads · head_dim]` are norms of all heads at once."""
+
+    parallel: bool = False
+    """The feed-forward part has attention's input, and there is no mlp_norm."""
+
+    page_group: int = 0
+    """The page group whose pages have its keys and values."""
+
+    query_factors: torch.Tensor | None = None
+    """`[positions]` float32, factors of queries; None: none."""
+
+    page_layer: int | None = None
+    """Its place among the layers in these pages; None: its index."""
+
+    residual_multiplier: float = 1.0
+    activation: NativeActivation = NativeActivation.SILU
+
+    state_layer: int = 0
+    """Of a layer with Gated DeltaNet: its place among such layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDelta:
+    """Shapes of a model's Gated DeltaNet, and where states are in their pages: see `memory.pages.states`."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_size: int
+    delta_eps: float
+    convs_per_page: int
+    heads_per_page: int
+    conv_pages: int
+
+
+@dataclass(slots=True)
+class NativeModel:
+    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm float32; arena `[pages, elems]`.
+
+    layers: a tensor, or None where there is none, for each name in `LAYER_WEIGHTS`: packed projections in the model's
+    dtype, everything else float32. A layer without attention_norm or mlp_norm takes the residual stream as it is.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    block_tokens: int
+    eps: float
+    layers: Sequence[Any]
+    values: Sequence[LayerValues]
+    products: Sequence[ProductShape]
+    """The different products of the layers."""
+    product_of: Sequence[Sequence[int]]
+    """Indices in `products`, by layer and group."""
+    positions: int
+    embed: torch.Tensor
+    """`[vocab, hidden]`."""
+    lm_head: torch.Tensor
+    """Packed."""
+    norm: torch.Tensor
+    arena: torch.Tensor
+    """`[pages, elems]`."""
+
+    centered: bool = False
+    """Norms subtract the mean: LayerNorm without bias."""
+
+    embedding_multiplier: float = 1.0
+    logits_scale: float = 1.0
+
+    logits_softcap: float = 0.0
+    """Logits x become `softcap · tanh(x / softcap)`; 0: they stay."""
+
+    page_groups: int = 1
+
+    output_gate: bool = False
+    """Each head's query is followed by a gate of its output."""
+
+    delta: NativeDelta | None = None
+    """None: no layer has Gated DeltaNet."""
