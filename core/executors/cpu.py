@@ -191,7 +191,10 @@ class CpuSteps(ABC, Generic[A]):
 
     @abstractmethod
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
-        """Compute a step of which the first rank samples. kept: entries whose logits it wants whole."""
+        """Compute a step; the first rank samples its tokens.
+
+        kept: entries whose logits of the whole vocabulary it needs, not of its share alone.
+        """
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits of a step's entries."""

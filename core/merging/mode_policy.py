@@ -5,6 +5,7 @@ Tests: tests/core/merging/test_dlora.py, tests/core/merging/test_fastest_mode.py
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -64,7 +65,7 @@ class ModeChoice(NamedTuple):
         return cls(adapter, frozenset((adapter,)))
 
 
-class ModePolicy:
+class ModePolicy(ABC):
     """Chooses between unmerged mode and merged mode with one adapter, and may exclude other requests from steps.
 
     An adapter is served unmerged, together with all others, if it can't be merged or until its merged weights are made.
@@ -73,9 +74,9 @@ class ModePolicy:
     prices: ModePrices | None = None
     """The costs by which it compares modes; they learn from steps. None if it compares none."""
 
+    @abstractmethod
     def choose(self, state: ModeState) -> ModeChoice:
         """Return the mode of the next step."""
-        raise NotImplementedError
 
     def credit(self, adapter: Adapter | None) -> float | None:
         """Return the credit of an adapter, or of the base model; None if the policy keeps no credits."""

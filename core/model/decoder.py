@@ -39,19 +39,19 @@ class Flow:
     """The residual stream `[tokens, hidden]`."""
 
     q: torch.Tensor
-    """`[tokens, heads, head_dim]`: what attention is given."""
+    """`[tokens, heads, head_dim]`: the queries."""
 
     attended: torch.Tensor
-    """What attention gives, of q's shape."""
+    """The output of attention, of q's shape."""
 
     gates: torch.Tensor
     """`[tokens, heads · head_dim]`: of attention's output; no columns where it has none."""
 
     delta_in: torch.Tensor
-    """`[tokens, in]`: what Gated DeltaNet is given; no columns where no layer has it."""
+    """`[tokens, in]`: the input of Gated DeltaNet; no columns if no layer has it."""
 
     delta_out: torch.Tensor
-    """`[tokens, v]`: what it gives."""
+    """`[tokens, v]`: the output of Gated DeltaNet."""
 
     def of(self, tokens: int) -> Flow:
         """Of the first tokens alone, in the same memory."""
@@ -367,7 +367,7 @@ def kv_index(config: ModelConfig) -> list[int]:
 
 
 def _kept(device: torch.device, *, packs: bool) -> Pack | None:
-    """What is done with a projection that was read; None: it is kept as it is."""
+    """The function that converts each projection after it was read; None: projections stay as they were read."""
     if packs:
         return lambda weight: pack(weight.float())
     return None if device.type == "cpu" else lambda weight: weight.to(device)  # a GPU's are read into the same memory
@@ -381,7 +381,7 @@ def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.
 
 def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     """How a layer's attention makes weights of scores; PLAIN where it does what most models do, or has no attention. A
-    window that no request can leave is none.
+    window that no request can leave counts as none.
     """
     if mixer is None:
         return PLAIN

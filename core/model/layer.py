@@ -63,7 +63,7 @@ class Layer:
         x += o(mixer(qkv(x)))
         x += down(gate_up(x))
 
-    qkv and gate_up take the residual stream and begin with its norm; o and down give what is to be added to it.
+    qkv and gate_up read the residual stream `x` through a norm; the outputs of o and down are added to it.
     """
 
     __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")

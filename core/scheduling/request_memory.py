@@ -63,7 +63,7 @@ class RequestMemory:
             return []
         blocks = self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
         if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
-            return []  # beside a checkpoint there is no room for the request's own states
+            return []  # the pages of the checkpoint and of the request's own states don't fit at the same time
         return blocks
 
     def scope(self, request: Request) -> tuple[str, str]:
@@ -147,8 +147,10 @@ class RequestMemory:
         return min(count, self._next_checkpoint(request, computed) - computed)
 
     def _next_checkpoint(self, request: Request, computed: int) -> int:
-        """The number of computed tokens at which the state is kept next: at the end of the prompt's blocks, of which
-        the last leaves a token to compute, or after another `checkpoint_tokens`.
+        """The number of computed tokens at which the next checkpoint is due.
+
+        That is every multiple of `checkpoint_tokens`, and the end of the prompt's last full block, or of the one before
+        it if no token of the prompt is left to compute after it.
         """
         every, block = self.checkpoint_tokens, self.block_tokens
         prompt = (request.num_prompt_tokens - 1) // block * block

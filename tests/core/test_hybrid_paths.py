@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
 from chorus.core.executors.base import ModelExecutor
 from chorus.graphs.runner import StepMode
 
+from . import test_family_paths
 from .merging.test_merged import merge
 from .tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
 
 
-def answers(it, driver, count, seed, lengths=(5, 70), tokens=8):
-    """Have requests of the base model answered; what transformers answers."""
-    rng, want = random.Random(seed), {}
-    for index in range(count):
-        prompt, want[f"{seed}.{index}"] = it.case(None, rng.randint(*lengths), seed=index, count=tokens)
-        driver.add(f"{seed}.{index}", None, prompt, max_tokens=tokens)
-    return want
-
-
-def told(driver, want):
-    answered = driver.drain()
-    return {name: answered[name].tokens for name in want}
+answers = partial(test_family_paths.answers, adapters=(None,))
+told = test_family_paths.told
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

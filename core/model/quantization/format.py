@@ -1,4 +1,4 @@
-"""What the loader asks of a format of quantised weights."""
+"""Interface of formats of quantised weights: which tensors a projection is stored in, and how they become weights."""
 
 from __future__ import annotations
 

@@ -216,11 +216,9 @@ def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     check(driver, ask(driver, tiny, ("r5-o-down", 3, 2)))
 
 
-def test_swapped_requests_come_back(drive, tiny, monkeypatch):  # noqa: F811
+@pytest.mark.usefixtures("crowded")
+def test_swapped_requests_come_back(drive, tiny):  # noqa: F811
     """KV of all ranks goes to host memory and returns; an adapter's pages are taken and filled again."""
-    monkeypatch.setattr(
-        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
-    )
     driver = drive(adapters=["r1-qv"], num_pages=22, memory_bytes=None, preemption="swap", prefix_cache=False)
     check(driver, ask(driver, tiny, (None, 9, 16), ("r1-qv", 9, 16), (None, 10, 16), ("r1-qv", 11, 16)))
     assert driver.engine.stats().num_swaps_in > 0
@@ -234,11 +232,9 @@ def four(tmp_path_factory) -> Subject:
     return saved(tmp_path_factory.mktemp("four"), replace(SPEC, layers=1, heads=4, kv_heads=2))
 
 
-def test_four_ranks_swap_go_ahead_and_merge(drive, four, monkeypatch):
+@pytest.mark.usefixtures("crowded")
+def test_four_ranks_swap_go_ahead_and_merge(drive, four):
     """While a request is aborted; then mixed steps with one adapter in the weights."""
-    monkeypatch.setattr(
-        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
-    )
     driver = drive(
         adapters=["r1-qv", "r5-o-down"],
         it=four,

@@ -72,45 +72,31 @@ def test_mixed_adapters_give_the_reference_tokens(subject, drive, model, size, k
     assert max(plan.num_adapters for plan in driver.plans) == 8
 
 
-def test_shared_beginnings_and_swapped_requests(subject, drive, kernels, monkeypatch):
-    monkeypatch.setattr(
-        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
-    )
-    it = subject("gqa")
-    names = ["r1-all", "r16-down", None]
-    driver = drive(
-        it,
-        tensor_parallel_size=2,
-        adapters={name: it.adapters[name] for name in names if name},
-        block_tokens=8,
-        max_num_batched_tokens=48,
-        num_pages=60,
-        preemption="swap",
-    )
+SWAPPING = {
+    "tensor_parallel_size": 2,
+    "block_tokens": 8,
+    "max_num_batched_tokens": 48,
+    "num_pages": 60,
+    "preemption": "swap",
+}
+
+
+@pytest.mark.usefixtures("crowded")
+def test_shared_beginnings_and_swapped_requests(subject, drive, kernels):
+    it, names = subject("gqa"), ["r1-all", "r16-down", None]
+    driver = drive(it, adapters={name: it.adapters[name] for name in names if name}, **SWAPPING)
     arrive(driver, make_families(it, adapters=names, stems=(40,), seed=7, tokens=(16, 24)), seed=1)
     stats = driver.engine.stats()
     assert stats.num_prefix_hit_tokens > 30
     assert stats.num_swaps_in > 0
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("model", ["gqa", "tied"])
-def test_async_steps_on_ranks(subject, drive, kernels, model, monkeypatch):
+def test_async_steps_on_ranks(subject, drive, kernels, model):
     """Plans of async steps go to the ranks in rank 0's order, also while requests are swapped."""
-    monkeypatch.setattr(
-        "chorus.core.scheduling.output_lengths.OutputLengths.final_lengths", lambda self, them: [0] * len(them)
-    )
-    it = subject(model)
-    names = ["r1-all", "r16-down", None]
-    driver = drive(
-        it,
-        tensor_parallel_size=2,
-        adapters={name: it.adapters[name] for name in names if name},
-        block_tokens=8,
-        max_num_batched_tokens=48,
-        num_pages=60,
-        preemption="swap",
-        is_async=True,
-    )
+    it, names = subject(model), ["r1-all", "r16-down", None]
+    driver = drive(it, adapters={name: it.adapters[name] for name in names if name}, is_async=True, **SWAPPING)
     cases = make_cases(it, 12, adapters=names, seed=11, tokens=(16, 24))
     add_all(driver, cases)
     check(driver, cases)
