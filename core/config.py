@@ -52,6 +52,15 @@ class EngineConfig(BaseModel):
         description="auto: the checkpoint's weights; dummy: random weights, to measure a model from its "
         "config.json alone",
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        default=None,
+        description="quantise the projections of layers while the checkpoint is read, each weight to the nearest of 256 "
+        "or 16 values: int8: one scale per row; int4: one per row and group of 128 inputs. Adapters and the KV cache "
+        "keep dtype. Default: weights stay as they are",
+    )
+    quantize_lm_head: bool = Field(
+        default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"
+    )
     device: str = Field(
         default="auto",
         description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU if "
@@ -259,6 +268,22 @@ class EngineConfig(BaseModel):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ValueError("it may be auto, cpu, cuda, or cuda: and the number of a GPU, such as cuda:1")
         return device
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _quantization_is_of_integers(cls, name: object) -> object:
+        if name == "fp8":
+            raise ValueError(
+                "fp8 is no form that weights are quantised to; use int8, which takes as many bytes, or serve a "
+                "checkpoint that is stored as FP8"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _lm_head_is_quantised_with_the_rest(self) -> EngineConfig:
+        if self.quantize_lm_head and self.quantization is None:
+            raise ValueError("quantize_lm_head needs quantization: set it to int8 or int4, or leave quantize_lm_head")
+        return self
 
     @field_validator("weights")
     @classmethod

@@ -20,10 +20,13 @@ import torch
 from .lora_offload import Offloading, OffloadTables, described
 from .native_descriptors import (
     ELEMENT_OF,
+    HEAD_NORMS,
     LAYER_WEIGHTS,
     LOGPROB_ROW,
+    PROJECTIONS,
     SAMPLE_ROW,
     AdapterDescriptor,
+    IntegersDescriptor,
     LayerDescriptor,
     MergeDescriptor,
     ModelDescriptor,
@@ -31,6 +34,7 @@ from .native_descriptors import (
     StepDescriptor,
     described_products,
 )
+from .native_integers import IntegerPanels
 from .native_library import library
 from .native_model import NativeModel
 from .ranks import Ranks
@@ -140,7 +144,7 @@ class NativeDecoder:
             centered=model.centered, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             products=described_products(model.products),
-            embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
+            embed=_pointer(model.embed), lm_head=_data_of(model.lm_head), lm_head_integers=_integers_of(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
             **({} if model.delta is None else asdict(model.delta)),
@@ -256,15 +260,22 @@ class NativeDecoder:
         return logits
 
     def merge(
-        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
+        self,
+        layer: int,
+        group: int,
+        rows: Sequence[AdapterRows],
+        origin: torch.Tensor | IntegerPanels,
+        out: torch.Tensor,
     ) -> float:
-        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed alike; not during a step.
+        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed in the model's dtype; not during
+        a step.
 
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
         merge = MergeDescriptor(
-            origin=_pointer(origin),
+            origin=_data_of(origin),
+            integers=_integers_of(origin),
             to=_pointer(out),
             product=self._model.product_of[layer][group],
             layer=layer,
@@ -384,8 +395,10 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
     """Descriptors of layers; what they point to must live as long."""
     descriptors = (LayerDescriptor * len(layers))()
     for index, (descriptor, layer, own) in enumerate(zip(descriptors, layers, model.values, strict=True)):
-        for name in LAYER_WEIGHTS:
-            setattr(descriptor, name, _pointer_or_null(getattr(layer, name)))
+        for name in (*LAYER_WEIGHTS, *HEAD_NORMS):
+            setattr(descriptor, name, _data_of(getattr(layer, name)))
+        for place, name in enumerate(PROJECTIONS):
+            descriptor.integers[place] = _integers_of(getattr(layer, name))
         for field in fields(own):
             if field.name not in ("cos", "sin", "query_factors", "page_layer"):
                 setattr(descriptor, field.name, getattr(own, field.name))
@@ -398,6 +411,17 @@ def _described_layers(layers: Sequence[Any], model: NativeModel) -> Any:
         descriptor.page_layer = index if own.page_layer is None else own.page_layer
         descriptor.rotary_dim = 0 if own.cos is None else own.cos.shape[1]
     return descriptors
+
+
+def _data_of(weights: torch.Tensor | IntegerPanels | None) -> int | None:
+    return _pointer_or_null(weights.data if isinstance(weights, IntegerPanels) else weights)
+
+
+def _integers_of(weights: torch.Tensor | IntegerPanels) -> IntegersDescriptor:
+    if not isinstance(weights, IntegerPanels):
+        return IntegersDescriptor()
+    zeros = _pointer_or_null(weights.zeros)
+    return IntegersDescriptor(_pointer(weights.scales), zeros, weights.bits, weights.group)
 
 
 def _pointer_or_null(tensor: torch.Tensor | None) -> int | None:

@@ -83,30 +83,38 @@ class NativeActivation(IntEnum):
     """By tanh, as torch's `gelu(approximate="tanh")`."""
 
 
+class IntegersDescriptor(Structure):
+    """How a projection's weights are whole numbers: see `native/integers.h`. Without bits, they are not."""
+
+    _fields_ = [("scales", c_void_p), ("zeros", c_void_p), ("bits", c_int32), ("group", c_int32)]
+
+
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+"""A layer's projections, by group."""
+
 LAYER_WEIGHTS = (
     "attention_norm",
     "attention_out_norm",
     "mlp_norm",
     "mlp_out_norm",
-    "qkv",
-    "o",
-    "gate_up",
-    "down",
+    *PROJECTIONS,
     "qkv_bias",
     "o_bias",
     "gate_up_bias",
     "down_bias",
-    "q_norm",
-    "k_norm",
 )
 """A layer's weights, null where it has none."""
+
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class LayerDescriptor(Structure):
     """A layer's weights, and how it computes."""
 
     _fields_ = [
-        *((name, c_void_p) for name in (*LAYER_WEIGHTS, "cos", "sin", "query_factors")),
+        *((name, c_void_p) for name in LAYER_WEIGHTS),
+        ("integers", IntegersDescriptor * len(PROJECTIONS)),
+        *((name, c_void_p) for name in (*HEAD_NORMS, "cos", "sin", "query_factors")),
         *((name, c_float) for name in ("scale", "softcap", "residual_multiplier")),
         *(
             (name, c_int32)
@@ -137,7 +145,8 @@ class ModelDescriptor(Structure):
         ("eps", c_float), ("centered", c_int32),
         *((name, c_float) for name in ("embedding_multiplier", "logits_scale", "logits_softcap")),
         ("layer", POINTER(LayerDescriptor)), ("products", POINTER(ProductDescriptor)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "arena")),
+        *((name, c_void_p) for name in ("embed", "lm_head")),
+        ("lm_head_integers", IntegersDescriptor), ("norm", c_void_p), ("arena", c_void_p),
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
@@ -199,6 +208,7 @@ class MergeDescriptor(Structure):
 
     _fields_ = [
         ("origin", c_void_p),
+        ("integers", IntegersDescriptor),
         ("to", c_void_p),
         ("product", c_int32),
         ("layer", c_int32),
@@ -285,6 +295,7 @@ SPAN = _numbers("start", "end")
 #: The library's structures, by their names there.
 _STRUCTURES: dict[str, type[Structure] | np.dtype] = {
     "Adapter": AdapterDescriptor,
+    "Integers": IntegersDescriptor,
     "LayerDesc": LayerDescriptor,
     "ProductDesc": ProductDescriptor,
     "ModelDesc": ModelDescriptor,

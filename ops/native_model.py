@@ -102,7 +102,7 @@ class NativeModel:
     """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm float32; arena `[pages, elems]`.
 
     layers: a tensor, or None where there is none, for each name in `LAYER_WEIGHTS`: packed projections in the model's
-    dtype, everything else float32. A layer without attention_norm or mlp_norm takes the residual stream as it is.
+    dtype or as `IntegerPanels`, everything else float32. A layer without attention_norm or mlp_norm takes the residual stream as it is.
     """
 
     hidden: int
@@ -122,8 +122,8 @@ class NativeModel:
     positions: int
     embed: torch.Tensor
     """`[vocab, hidden]`."""
-    lm_head: torch.Tensor
-    """Packed."""
+    lm_head: Any
+    """Packed: a tensor or `IntegerPanels`."""
     norm: torch.Tensor
     arena: torch.Tensor
     """`[pages, elems]`."""

@@ -20,6 +20,7 @@ from ..cold_start import ColdStarts
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.layers import GatedDeltaSpec
+from ..model.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
 from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+NOT_SMALLER = "quantization %s: %s the dequantised weights, which take as much memory as without it; the native decoder takes less"
+"""Logged where quantised weights are kept dequantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,7 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
+        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         limit = max_model_len_of(config, model, within_window=self.within_window)

@@ -5,6 +5,7 @@ Tests: tests/core/executors/test_cpu_executor.py, tests/core/test_parity.py.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -38,13 +39,15 @@ from ..model.sampler import (
 )
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
-from ..model.weights import num_weights
+from ..model.weights import kept_bytes
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
-from .base import ModelExecutor
+from .base import NOT_SMALLER, ModelExecutor
 from .cpu_setup import cpu_pages, cpu_threads, torch_gemms, use_native
 from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
+
+logger = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=RowPlan)
 
@@ -63,7 +66,7 @@ class CpuExecutor(ModelExecutor):
         native = use_native(config, self.config, dtype)
         products = dtype if native else torch_gemms(config, self.whole, dtype)
         shard, ranks = self.shard, None if rank_context is None else rank_context.ranks
-        self.weight_bytes = num_weights(self.whole, shard) * products.itemsize
+        self.weight_bytes = kept_bytes(self.whole, products.itemsize, shard, self.quantiser if native else None)
         self.num_pages = (
             cpu_pages(config, self, self.layout, self.weight_bytes) if rank_context is None else rank_context.num_pages
         )
@@ -84,7 +87,11 @@ class CpuExecutor(ModelExecutor):
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
         self.steps: CpuSteps
-        with open_weights(config.model, self.whole, dtype, load_format=config.load_format, shard=shard) as weights:
+        if self.quantiser is not None and not native:
+            logger.warning(NOT_SMALLER, config.quantization, "PyTorch's operators multiply")
+        with open_weights(
+            config.model, self.whole, dtype, load_format=config.load_format, shard=shard, quantiser=self.quantiser
+        ) as weights:
             if native:
                 self.decoder = decoder = NativeDecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, threads=threads, ranks=ranks

@@ -27,11 +27,11 @@ from ..model.decoder import DecoderModel, scores_of
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE
-from ..model.weights import num_weights
+from ..model.weights import kept_bytes
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
-from .base import ModelExecutor
+from .base import NOT_SMALLER, ModelExecutor
 from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
 from .cuda_merged import CudaShadow
 from .cuda_rank_memory import DeviceRankContext
@@ -92,7 +92,7 @@ class CudaExecutor(ModelExecutor):
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
         self._watched = partial(watched, self._device)
-        self.weight_bytes = num_weights(self.whole, self.shard) * self._dtype.itemsize
+        self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard)
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()
@@ -226,8 +226,16 @@ class CudaExecutor(ModelExecutor):
         config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
+        if self.quantiser is not None:
+            logger.warning(NOT_SMALLER, config.quantization, "a GPU multiplies")
         with open_weights(
-            config.model, self.whole, self._dtype, load_format=config.load_format, device=where, shard=self.shard
+            config.model,
+            self.whole,
+            self._dtype,
+            load_format=config.load_format,
+            device=where,
+            shard=self.shard,
+            quantiser=self.quantiser,
         ) as weights:
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             return DecoderModel(self.config, weights, arena, self.model.max_model_len)

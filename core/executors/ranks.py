@@ -28,7 +28,7 @@ from ..model.config import ModelConfig, UnsupportedModel
 from ..model.sampler import needs_logits
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
-from ..model.weights import num_weights
+from ..model.weights import kept_bytes
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ExecutorBase, ModelExecutor
@@ -135,7 +135,9 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks need the native library: {reason}")
         super().__init__(config, patience)
         shapes, one = self.shapes, self.shapes.layout
-        weights = sum(num_weights(shapes.whole, Shard(rank, size)) for rank in range(size)) * one.itemsize
+        weights = sum(
+            kept_bytes(shapes.whole, one.itemsize, Shard(rank, size), shapes.quantiser) for rank in range(size)
+        )
         self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
         floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
         layout = MemoryLayout(size, floats, CpuRankContext.COUNT_BYTES, size * arena_bytes(one, num_pages))

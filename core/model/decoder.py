@@ -24,8 +24,9 @@ from .layer import HEAD, Layer, Residual, multiply
 from .layers import AttentionSpec, NormSpec
 from .nvtx_spans import span
 from .paged_states import PagedStates
+from .quantization.groups import plain
 from .rope_config import RopeConfig
-from .weights import LayerWeights, Pack, Weights
+from .weights import MATRICES, LayerWeights, Pack, Weights
 
 #: A step's batch in the form that this decoder takes.
 Batch = StepBatch[GroupedAttention, StepLora]
@@ -87,15 +88,15 @@ class DecoderModel:
         self._kv_index = kv_index(config)
         device = arena.pages.device
         embed = weights.embed()
-        head = weights.lm_head(embed)
+        head = weights.kept_lm_head(embed)
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        kept = _kept(device, packs=packs)
+        kept = _kept(device, embed.dtype, packs=packs)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
-            self._lm_head = head if kept is None else kept(head)
+            self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
         self.layers = [_moved(layer, config.norm, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
@@ -264,6 +265,11 @@ class DecoderModel:
         """A step's angles for each rope of the model."""
         return {None: None, **{rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}}
 
+    def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
+        """See `MergeableModel.merged_form`."""
+        origin = getattr(self.layers[layer], MATRICES[group])
+        return origin.shape, origin.dtype
+
     def merge(
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
@@ -366,11 +372,13 @@ def kv_index(config: ModelConfig) -> list[int]:
     return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
 
 
-def _kept(device: torch.device, *, packs: bool) -> Pack | None:
+def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | None:
     """The function that converts each projection after it was read; None: projections stay as they were read."""
     if packs:
-        return lambda weight: pack(weight.float())
-    return None if device.type == "cpu" else lambda weight: weight.to(device)  # a GPU's are read into the same memory
+        return lambda weight: pack(plain(weight, dtype).float())
+    return (
+        None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
+    )  # a GPU's are read into the same memory
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:

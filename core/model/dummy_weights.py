@@ -31,12 +31,14 @@ class DummyWeights(Weights):
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def _read(self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _read(
+        self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None, whole: bool = False
+    ) -> torch.Tensor:
         """Every rank makes the whole tensors, of which it keeps its share."""
         shapes = [self._shapes[name] for name in names]
         shape = torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         made = self._make(names[0], shape, dtype or self._dtype)
-        if self._shard.size == 1:
+        if self._shard.size == 1 or whole:
             return made
         parts = zip(names, made.split([shape[0] for shape in shapes]), strict=True)
         return torch.cat([part[self._part(name) or ...] for name, part in parts])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ import torch
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageGroup, PageLayout
-from ...ops import native, native_library, native_model
+from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
@@ -23,9 +25,14 @@ from .batch import LoraState, StepBatch
 from .config import ModelConfig
 from .layers import Activation, AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .paged_states import PagedStates
+from .quantization.group_scaled import GroupScaled
+from .quantization.groups import evenly_grouped, plain, signed
 from .rope_config import RopeConfig
-from .shard import WHOLE, Shard
 from .weights import LayerWeights, Weights
+
+logger = logging.getLogger(__name__)
+
+_LINE_BYTES, _PIECE_BYTES = 64, 64 << 20
 
 _ACTIVATIONS = {
     Activation.SILU: native_model.NativeActivation.SILU,
@@ -66,13 +73,12 @@ class NativeDecoderModel:
         self.config = config
         self._ranks = ranks
         embed = weights.embed()
-        shard = WHOLE if ranks is None else Shard(ranks.rank, ranks.size)
-        packed = PackedWeights(projection_shapes(config, shard), embed.dtype)
+        packed = PackedWeights(embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
-        head = weights.lm_head(embed)
+        head = weights.kept_lm_head(embed)
         model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
-            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head),
+            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head.values if isinstance(head, GroupScaled) else head),
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
             layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout),
             products=config.projections.products, product_of=config.projections.product_of,
@@ -145,9 +151,13 @@ class NativeDecoderModel:
         )  # fmt: skip
         return self._gathered(logits)
 
-    def merge(
-        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
-    ) -> float:
+    def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
+        """See `MergeableModel.merged_form`."""
+        projection = self.config.projections.products[self.config.projections.product_of[layer][group]]
+        dtype = self._arena.pages.dtype
+        return torch.Size(native_model.packed_shape(projection.outputs, projection.inputs, dtype)), dtype
+
+    def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor) -> float:
         """See `MergeableModel.merge`."""
         return self._decoder.merge(layer, group, rows, origin, out)
 
@@ -252,27 +262,35 @@ def _score_scale(mixer: AttentionSpec) -> float:
 
 
 class PackedWeights:
-    """One buffer for all packed projections of a model, so that even small ones lie on huge pages.
+    """Memory for a model's packed projections, taken in large pieces so that even small ones lie on huge pages."""
 
-    shapes: (out, in) features of each.
-    """
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._free = torch.empty(0, dtype=torch.uint8)
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
-        count = sum(math.prod(native_model.packed_shape(*shape, dtype)) for shape in shapes)
-        self._free = hugepages.zeros((count,), dtype)
+    def add(self, weight: torch.Tensor | GroupScaled) -> torch.Tensor | native_integers.IntegerPanels:
+        """Pack a projection: whole numbers as they are, if they can be multiplied so."""
+        if not isinstance(weight, GroupScaled):
+            shape = native_model.packed_shape(*weight.shape, weight.dtype)
+            return native_model.pack(weight, self._take(shape, weight.dtype))
+        even, group = evenly_grouped(signed(weight))
+        rows, inputs = even.values.shape
+        if even.bits not in native_integers.BITS or (group < inputs and group % native_integers.MULTIPLE):
+            logger.info("weights of %d bits in groups of %d are kept as %s", even.bits, group, self._dtype)
+            return self.add(plain(weight, self._dtype))
+        data, scales = native_integers.integer_sizes(rows, inputs, even.bits, group)
+        return native_integers.pack_integers(
+            even.values, even.scales, even.zeros, bits=even.bits, group=group,
+            out=(self._take(data, torch.uint8), self._take(scales, torch.float32)),
+        )  # fmt: skip
 
-    def add(self, weight: torch.Tensor) -> torch.Tensor:
-        rows, columns = weight.shape
-        shape = native_model.packed_shape(rows, columns, weight.dtype)
-        here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
-        return native_model.pack(weight, here.view(shape))
-
-
-def projection_shapes(config: ModelConfig, shard: Shard = WHOLE) -> list[tuple[int, int]]:
-    """(out, in) features of a rank's packed projections: of every layer, and of the head."""
-    projections, tokens = config.projections, shard.of_vocab(config)
-    products = [projections.products[index] for layer in projections.product_of for index in layer]
-    return [*((each.outputs, each.inputs) for each in products), (tokens.stop - tokens.start, config.hidden_size)]
+    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        room = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        if len(self._free) < room:  # what is left of the piece before has no memory from the system
+            self._free = hugepages.zeros((max(room, _PIECE_BYTES),), torch.uint8)
+        here, self._free = self._free[:num_bytes], self._free[room:]
+        return here.view(dtype).view(*shape)
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:

@@ -11,6 +11,7 @@ import torch
 from .config import ModelConfig
 from .dummy_weights import DummyWeights
 from .load_progress import progress
+from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Shard
 from .weights import WeightLoader, Weights
 
@@ -24,15 +25,20 @@ def open_weights(
     load_format: str = "auto",
     device: torch.device | str = "cpu",
     shard: Shard = WHOLE,
+    quantiser: RoundToNearest | None = None,
 ) -> Iterator[Weights]:
     """Yield a loader of a rank's share. While the context lasts it shows progress, if standard error is a terminal.
 
+    quantiser: quantises the projections while they are read.
     load_format: `auto` reads the checkpoint on the host; `dummy` needs none and makes random weights on `device`.
     """
     if load_format == "dummy":
-        yield DummyWeights(config, dtype, device, shard=shard)
+        dummy = DummyWeights(config, dtype, device, shard=shard)
+        dummy.quantiser = quantiser
+        yield dummy
         return
     loader = WeightLoader(directory, config, dtype, shard=shard)
+    loader.quantiser = quantiser
     if shard.rank:
         yield loader  # the first rank shows the progress
         return

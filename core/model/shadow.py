@@ -11,7 +11,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,10 +20,7 @@ from ...memory.pages.arena import Arena
 from ...ops.sgmv import AdapterRows
 from ..requests.types import CannotMerge
 from .batch import LoraState
-from .weights import LayerWeights
-
-#: Names of a layer's matrices, in the order of the groups of projections.
-MATRICES = ("qkv", "o", "gate_up", "down")
+from .weights import MATRICES, LayerWeights
 
 #: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
 #: error proportional to it, which affects sequences of the base model and of other adapters. In 16 bits the error may
@@ -43,10 +40,12 @@ class MergeableModel(Protocol):
     @property
     def layers(self) -> Sequence[LayerWeights]: ...
 
-    def merge(
-        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor, /
-    ) -> float:
-        """Write a matrix with an adapter's parts added to out, in origin's layout; the sums are float32.
+    def merged_form(self, layer: int, group: int, /) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of a merged matrix, which is not quantised."""
+        ...
+
+    def merge(self, layer: int, group: int, rows: Sequence[AdapterRows], origin: Any, out: torch.Tensor, /) -> float:
+        """Write a matrix with an adapter's parts added to out, of `merged_form`; the sums are float32.
 
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """
@@ -107,8 +106,8 @@ class ShadowWeights:
     def sizes(self, adapter: Adapter) -> list[int]:
         """Pages of each run that an adapter's merged weights take, one run for each matrix that it changes."""
         page = self._arena.layout.page_bytes
-        origins = [self._origin(*at) for at in self._targets(adapter)]
-        return [-(-origin.numel() * origin.itemsize // page) for origin in origins]
+        forms = [self._model.merged_form(*at) for at in self._targets(adapter)]
+        return [-(-shape.numel() * dtype.itemsize // page) for shape, dtype in forms]
 
     def wished_runs(self, adapter: Adapter) -> list[range] | None:
         """Return the runs in which another adapter of the same matrices was, if steps are captured for them."""
@@ -130,8 +129,8 @@ class ShadowWeights:
         if self._captured is not None:
             self._captured.use(tuple((*at, run) for at, run in zip(targets, runs, strict=True)))
         for (layer, group), run in zip(targets, runs, strict=True):
-            origin = self._origin(layer, group)
-            place = elems[run.start * page :].view(origin.dtype)[: origin.numel()].view(origin.shape)
+            shape, dtype = self._model.merged_form(layer, group)
+            place = elems[run.start * page :].view(dtype)[: shape.numel()].view(shape)
             self._left.append((layer, group, place))
             self._layers[layer] = replace(self._layers[layer], **{MATRICES[group]: place})
         self._left.reverse()
@@ -233,7 +232,7 @@ class ShadowWeights:
             if any(_changes(part, layer, self._lora.modules(layer, group)) for part in parts)
         ]
 
-    def _origin(self, layer: int, group: int) -> torch.Tensor:
+    def _origin(self, layer: int, group: int) -> Any:
         return getattr(self._model.layers[layer], MATRICES[group])
 
 

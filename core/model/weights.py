@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,17 +17,23 @@ from ...ops.gated_delta import DeltaWeights
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .quantization.group_scaled import GroupScaled
+from .quantization.groups import part_of, stacked
+from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
 
-#: Makes what is kept of a projection's weight `[out, in]`; the argument is overwritten by the next one.
-Pack = Callable[[torch.Tensor], torch.Tensor]
+#: Makes what is kept of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
+Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, _LAYER = "model.", "model.layers.{}."
 _IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|dt_bias|A_log)$")
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+
+#: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
+MATRICES = ("qkv", "o", "gate_up", "down")
 
 #: Norms that a layer may have, by where they stand.
 _NORMS = {
@@ -168,6 +174,22 @@ def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
     )
 
 
+def kept_bytes(
+    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
+) -> int:
+    """Bytes of a rank's weights, of `itemsize` each or quantised."""
+    num_bytes = itemsize * num_weights(config, shard)
+    if quantiser is None:
+        return num_bytes
+    tokens = shard.of_vocab(config)
+    head = (tokens.stop - tokens.start, config.hidden_size)
+    found = [(each.outputs, each.inputs) for layer in shard.config(config).projections.layers for each in layer]
+    if quantiser.lm_head:
+        num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
+        found.append(head)
+    return num_bytes + sum(quantiser.num_bytes(*each) - itemsize * math.prod(each) for each in found)
+
+
 def _shard_shape(shape: Sequence[int], of: Sequence[slice]) -> torch.Size:
     """Shape of these slices of a tensor; further dimensions are whole."""
     lengths = [len(range(*part.indices(length))) for part, length in zip(of, shape, strict=False)]
@@ -175,7 +197,12 @@ def _shard_shape(shape: Sequence[int], of: Sequence[slice]) -> torch.Size:
 
 
 class Weights(ABC):
-    """Hands out a rank's share of a model's weights part by part, in `dtype`. config: the whole model's."""
+    """Hands out a rank's share of a model's weights part by part, in `dtype`. config: the whole model's.
+
+    With a `quantiser`, projections are quantised: whole, so that ranks have parts of the same weights.
+    """
+
+    quantiser: RoundToNearest | None = None
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         self._config = config
@@ -206,6 +233,11 @@ class Weights(ABC):
         """The rank's rows of the output projection `[vocab, hidden]`; where the two are tied, of `embed`."""
         return self._read(LM_HEAD) if LM_HEAD in self._shapes else self._tied(embed)
 
+    def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor | GroupScaled:
+        """The output projection, quantised if the quantiser's setting says so."""
+        head = self.lm_head(embed)
+        return self.quantiser(head) if self.quantiser is not None and self.quantiser.lm_head else head
+
     def _tied(self, embed: torch.Tensor) -> torch.Tensor:
         return embed if self._shard.size == 1 else embed[self._shard.of_vocab(self._config)]
 
@@ -224,8 +256,11 @@ class Weights(ABC):
         """Ranks add up the outputs of o and down: the first has their biases."""
         at, spec = _LAYER.format(index), self._config.layers[index]
 
-        def projection(*names: str) -> torch.Tensor:
+        def projection(*names: str) -> Any:
             names = tuple(f"{at}{name}.weight" for name in names)
+            if self.quantiser is not None:
+                found = self._quantised_shares(self.quantiser, names)
+                return found.dequantised().to(self._dtype) if pack is None else pack(found)
             return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
 
         def norm(name: str) -> torch.Tensor | None:
@@ -258,6 +293,18 @@ class Weights(ABC):
             mlp_out_norm=norm("mlp_out_norm"),
         )
 
+    def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
+        """The rank's shares of projections, one below the other."""
+        whole, shares, first = quantiser(self._read(*names, reuse=True, whole=True)), [], 0
+        if self._shard.size == 1:
+            return whole
+        for name in names:
+            rows, columns = self._part(name) or (slice(None), slice(None))
+            start, stop, _ = rows.indices(self._shapes[name][0])
+            shares.append(part_of(whole, slice(first + start, first + stop), columns))
+            first += self._shapes[name][0]
+        return stacked(shares)
+
     def _delta(self, at: str) -> DeltaWeights:
         """What Gated DeltaNet has besides its projections, in float32 whatever the model's dtype."""
         conv, dt_bias, a_log, norm = (
@@ -269,15 +316,17 @@ class Weights(ABC):
         """The rank's share of a tensor, by dimension; embeddings are whole, whatever their name."""
         return () if name == self._embed_name else self._shard.of_tensor(name, self._config)
 
-    def _shape(self, names: Sequence[str]) -> torch.Size:
+    def _shape(self, names: Sequence[str], whole: bool = False) -> torch.Size:
         """Shape of the rank's shares of tensors, stacked along their first dimension."""
-        shapes = [_shard_shape(self._shapes[name], self._part(name)) for name in names]
+        shapes = [_shard_shape(self._shapes[name], () if whole else self._part(name)) for name in names]
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
-    def _read(self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _read(
+        self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None, whole: bool = False
+    ) -> torch.Tensor:
         """The rank's shares of tensors, stacked along their first dimension. reuse: the memory may be that of the last
-        tensor so read. dtype: None: the model's.
+        tensor so read. dtype: None: the model's. whole: all ranks' shares.
         """
 
 
@@ -369,9 +418,11 @@ class WeightLoader(Weights):
             logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
         return head
 
-    def _read(self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _read(
+        self, *names: str, reuse: bool = False, dtype: torch.dtype | None = None, whole: bool = False
+    ) -> torch.Tensor:
         """Each is read straight into its place."""
-        shape = self._shape(names)
+        shape = self._shape(names, whole)
         if reuse:
             if self._scratch.numel() < shape.numel():
                 self._scratch = torch.empty(0, dtype=self._dtype)  # gone before its successor comes
@@ -379,9 +430,9 @@ class WeightLoader(Weights):
             target = self._scratch[: shape.numel()].view(shape)
         else:
             target = torch.empty(shape, dtype=dtype or self._dtype)
-        for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
+        for name, part in zip(names, target.split([self._shape([name], whole)[0] for name in names]), strict=True):
             source = self._sources[name]
-            self._read_part(part, source.name, self._rows(name, source))
+            self._read_part(part, source.name, self._rows(name, source, whole))
             self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
         return target
 
@@ -392,9 +443,9 @@ class WeightLoader(Weights):
         else:
             self._checkpoint.read_into(target, name, part)
 
-    def _rows(self, name: str, source: Source) -> tuple[slice, ...]:
-        """The rank's share of a part, as slices of the tensor that the checkpoint has it in."""
-        share, rows = self._part(name), self._shapes[name][0]
+    def _rows(self, name: str, source: Source, whole: bool = False) -> tuple[slice, ...]:
+        """The rank's share of a part, or the whole, as slices of the tensor that the checkpoint has it in."""
+        share, rows = () if whole else self._part(name), self._shapes[name][0]
         if rows == self._checkpoint[source.name].shape[0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)

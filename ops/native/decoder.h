@@ -192,7 +192,7 @@ class Decoder final : public AnyDecoder {
     // y = x · wᵀ + bias of a group in layer l, with the step's LoRA products.
     LoraTask<T> task(const StepDesc& step, const LayerDesc& w, int l, Group g, Rows<const X> x, Rows<float> y) const {
         const int inputs = projections_.products().inputs(w.product[g]);
-        const Weights<T> weights{(const T*)w.weights[g], w.bias[g], outputs(w, g), inputs};
+        const Weights<T> weights{w.weights[g], w.bias[g], outputs(w, g), inputs, w.integers[g]};
         return {step, w.product[g], l, weights, x, y, false};
     }
 

@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "gated_delta.h"
 #include "panels.h"
+#include "product.h"
 #include "sgmv.h"
 
 namespace chorus {
@@ -30,6 +31,7 @@ struct LayerDesc {
     const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // [hidden]; null where there is none
     const void* weights[kGroups];  // packed panels
     const float* bias[kGroups];  // [outputs]; null where there is none
+    Integers integers[kGroups];  // how weights are whole numbers
     const float *q_norm, *k_norm;  // [head_dim], or of all heads; null where there is none
     const float *cos, *sin;  // [positions, rotary_dim]: of each element; with the attention factor
     const float* query_factors;  // [positions]; null: queries have none
@@ -57,6 +59,7 @@ struct ModelDesc {
     const LayerDesc* layer;
     const ProductDesc* products;
     const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
+    Integers lm_head_integers;
     const float* norm;  // [hidden]
     void* arena;
     int64_t page_elems, page_bytes;
@@ -123,6 +126,7 @@ struct StepDesc {
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.
 struct MergeDesc {
     const void* origin;  // the group's weights, in packed panels
+    Integers integers;  // how they are whole numbers
     void* to;  // the same with the adapters: written
     int32_t product;
     int32_t layer;

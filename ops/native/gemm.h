@@ -4,10 +4,8 @@
 // stays in L2 while tiles of rows pass by).
 #pragma once
 #include <algorithm>
-#include <vector>
 #include "operands.h"
 #include "simd.h"
-#include "tiles.h"
 
 namespace chorus {
 
@@ -180,79 +178,5 @@ inline void panel_product(Rows<const Act<T>> x, int rows, Panel<T> w, Outputs ou
         rows -= height, x = x.from(height), out = out.from(height), here.x = here.x.from(height);
     }
 }
-
-// `panel_product` of the model's weights, in bf16 by tiles where the level has them. What is `extra`, an adapter's, is added
-// as where it comes by itself.
-template <class T>
-inline void weights_product(Rows<const Act<T>> x, int rows, Panel<T> w, const Outputs& out,
-                            const Extra<Act<T>>* extra = nullptr, bool more = false) {
-#ifdef CHORUS_AMX
-    if constexpr (std::is_same_v<T, bf16>) {
-        tiles_product<AmxTiles>(x, rows, w, out, kPrefetchBytes);
-        if (extra) panel_product<bf16>(extra->x, rows, extra->w, {out.y, out.columns, true, nullptr});
-        return;
-    }
-#endif
-    panel_product<T>(x, rows, w, out, extra, more);
-}
-
-// All weights that rows are multiplied with at once: of a projection, or of some side by side.
-//
-//   w                [⌈outputs / kPanel⌉] panels
-//   bias             [outputs] float32; null: none
-//   outputs, inputs  columns of y, and of x
-template <class T>
-struct Weights {
-    const T* w;
-    const float* bias;
-    int outputs, inputs;
-
-    int panels() const { return (outputs + kPanel - 1) / kPanel; }
-    // Panel of outputs from `column` on, a multiple of kPanel.
-    Panel<T> panel(int column) const { return {w + (long)column / kPanel * panel_elems<T>(inputs), inputs}; }
-    // Columns of y that the panel gives.
-    int columns(int column) const { return outputs - column < kPanel ? outputs - column : kPanel; }
-};
-
-struct Tile {
-    int row, rows, column, columns;
-};
-
-// y (+)= x · wᵀ + bias as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
-//
-//   x           [rows, inputs]
-//   y           [rows, outputs]
-//   accumulate  true: the product is added to y
-//   cuts        where the row chunks begin and the last ends; null: every kRowChunk rows
-template <class T>
-struct Product {
-    Rows<const Act<T>> x;
-    int rows;
-    Weights<T> w;
-    Rows<float> y;
-    bool accumulate = false;
-    const std::vector<int>* cuts = nullptr;
-
-    int chunks() const { return cuts ? (int)cuts->size() - 1 : (rows + kRowChunk - 1) / kRowChunk; }
-    int units() const { return chunks() * w.panels(); }
-    Tile tile_of(int unit) const {
-        const int panels = w.panels(), chunk = unit / panels, column = unit % panels * kPanel;
-        const int row = cuts ? (*cuts)[chunk] : chunk * kRowChunk,
-                  end = cuts ? (*cuts)[chunk + 1] : std::min(rows, row + kRowChunk);
-        return {row, end - row, column, w.columns(column)};
-    }
-    // A unit, to y. more: the next unit runs on the same thread.
-    void run(int unit, bool more = false) const {
-        const Tile t = tile_of(unit);
-        const Rows<float> out = y.from(t.row, t.column);
-        if (accumulate && more) fetch_outputs(out.from(0, kPanel), std::min(t.rows, kRows));
-        run(t, out, nullptr, more);
-    }
-    // A tile, or some of one's rows, to `out`. extra, more: see panel_product.
-    void run(const Tile& t, Rows<float> out, const Extra<Act<T>>* extra = nullptr, bool more = false) const {
-        weights_product<T>(x.from(t.row), t.rows, w.panel(t.column),
-                           {out, t.columns, accumulate, w.bias ? w.bias + t.column : nullptr}, extra, more);
-    }
-};
 
 }  // namespace chorus

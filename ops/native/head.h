@@ -6,6 +6,7 @@
 #include "buffer.h"
 #include "descriptors.h"
 #include "elementwise.h"
+#include "product.h"
 #include "shares.h"
 
 namespace chorus {
@@ -16,7 +17,7 @@ class OutputHead {
 
    public:
     OutputHead(const ModelDesc& model, Team& team)
-        : weights_{(const T*)model.lm_head, nullptr, model.vocab, model.hidden},
+        : weights_{model.lm_head, nullptr, model.vocab, model.hidden, model.lm_head_integers},
           scale_(model.logits_scale),
           softcap_(model.logits_softcap),
           team_(team),
@@ -52,7 +53,7 @@ class OutputHead {
         const bool direct = to.logits && !to.kept;
         Best* best = best_.data() + (long)me.thread * to.count;
         std::fill(best, best + to.count, Best{});
-        const Product<T> head{x, to.count, weights_, {to.logits, vocab}};
+        const Product<T> head{x, to.count, weights_, {to.logits, vocab}, scratch_[me.thread].fixed.begin()};
         each_part(team_, me, head.units(), [&](int i, bool more) {
             const Tile t = head.tile_of(i);
             const Rows<float> y =
@@ -92,8 +93,8 @@ class OutputHead {
                 const int column = panel * kPanel;
                 if (kept >= 0) return step.logits + (long)kept * weights_.outputs + column;
                 float* y = scratch_[thread].logits.data();
-                weights_product<T>(x.from(row), 1, weights_.panel(column),
-                                   {{y, kPanel}, weights_.columns(column), false, nullptr});
+                weights_product<T>({x, row, 1, row, 1}, weights_, column,
+                                   {{y, kPanel}, weights_.columns(column), false, nullptr}, scratch_[thread].fixed);
                 finish(y, weights_.columns(column));
                 return y;
             });
@@ -102,6 +103,7 @@ class OutputHead {
    private:
     struct Scratch {
         std::vector<float> logits;  // of one panel
+        FixedScratch<T> fixed;
         Candidates candidates;
     };
 

@@ -90,6 +90,7 @@ class Merge {
         std::vector<Part> parts;
         std::vector<const T*> rows;
         std::vector<T> spare;
+        Buffer<float> wide;  // a panel
         std::vector<int> used;  // parts that change the panel
         float growth = 0;
     };
@@ -114,17 +115,37 @@ class Merge {
                        target.column + here.first - column, own, part);
                 own.used.push_back(index);
             }
-        const T* from = (const T*)desc.origin + (long)p * panel_elems<T>(inputs);
+        const Weights<T> origin{desc.origin, nullptr, task.outputs, inputs, desc.integers};
         T* to = (T*)desc.to + (long)p * panel_elems<T>(inputs);
+        if (desc.integers.bits) {
+            grow(own.wide, (size_t)inputs * kPanel);
+            widen_panel(origin.integer_panel(column), own.wide.data());
+            return add(task, own, (const float*)own.wide.data(), to, columns);
+        }
+        const T* from = origin.panel(column).data;
         if (own.used.empty()) return (void)memcpy(to, from, panel_elems<T>(inputs) * sizeof(T));
+        add(task, own, from, to, columns);
+    }
+
+    // Write a panel with the used parts in it.
+    //
+    //   task     the matrix
+    //   own      the thread's, with the parts
+    //   from     the panel's weights, as T or float32
+    //   to       written
+    //   columns  of the panel
+    template <class F>
+    void add(const Task& task, Scratch& own, const F* from, T* to, int columns) {
+        const MergeDesc& desc = task.desc;
+        const int modules = (int)task.group.size(), inputs = task.inputs;
         for (int half = 0; half < 2; half += kHalves) {
             Floats before[kHalves], after[kHalves];  // squares
             for (int h = 0; h < kHalves; h++) before[h] = after[h] = floats(0);
             for (int k = 0; k < inputs; k += kInputs) {
                 const int count = std::min(kInputs, inputs - k);
-                const long at = (long)k * kPanel + half * kLanes * Kind<T>::pair;
+                const long at = (long)k * kPanel;
                 Floats v[kInputs][kHalves];
-                load_inputs(from + at, count, v);
+                load_inputs(from + at + half * kLanes * Kind<F>::pair, count, v);
                 for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
                     for (int i = 0; i < kInputs; i++) before[h] = fma(v[i][h], v[i][h], before[h]);
@@ -147,7 +168,7 @@ class Merge {
                 for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
                     for (int i = 0; i < kInputs; i++) after[h] = fma(v[i][h], v[i][h], after[h]);
-                store_inputs(to + at, count, v);
+                store_inputs(to + at + half * kLanes * Kind<T>::pair, count, v);
             }
             for (int h = 0; h < kHalves; h++) {
                 const Head here = head(std::max(0, columns - (half + h) * kLanes));

@@ -6,6 +6,7 @@
 #include "chunks.h"
 #include "descriptors.h"
 #include "elementwise.h"
+#include "product.h"
 #include "rank_shrinks.h"
 #include "shares.h"
 
@@ -81,7 +82,8 @@ class Projections {
     //   task  the product
     void run(Team::Member& me, const LoraTask<T>& task) {
         const int p = task.product;
-        const Product<T> product{task.x, task.step.tokens, task.w, task.y, task.accumulate, &chunks_.cuts()};
+        const Product<T> product{task.x,          task.step.tokens, task.w, task.y, scratch_[me.thread].fixed.begin(),
+                                 task.accumulate, &chunks_.cuts()};
         auto run_base = [&](int i, bool more) { product.run(i, more); };
         auto shrink_into = [&](Rows<X> h) {
             return [&, h](const LoraUnit& u, const LoraUnit* next) { run_shrink(me, task, h, u, next); };
@@ -118,7 +120,7 @@ class Projections {
     //   activation  of the gate
     //   act         [tokens, ffn]
     void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, Rows<X> act) {
-        const Product<T> product{task.x, task.step.tokens, task.w, {}, false, &chunks_.cuts()};
+        const Product<T> product{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(), false, &chunks_.cuts()};
         const int panels = m_.ffn / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);
@@ -136,6 +138,7 @@ class Projections {
    private:
     struct Scratch {
         LoraScratch<T> lora;
+        FixedScratch<T> fixed;
         std::vector<float> gated;  // a tile of the gate and one of up, side by side
     };
 

@@ -60,6 +60,13 @@ inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) {
 inline Floats8 fms(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmsub_ps(a, b, c); }  // a·b - c
 inline Floats8 fnma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a·b
 inline Doubles4 fma(Doubles4 a, Doubles4 b, Doubles4 c) { return _mm256_fmadd_pd(a, b, c); }
+// Whole numbers of 32 bits as float32, and float32 rounded to them, ties to even.
+inline Floats8 from_ints(Words8 v) { return _mm256_cvtepi32_ps((__m256i)v); }
+inline Words8 to_ints(Floats8 v) { return (Words8)_mm256_cvtps_epi32(v); }
+// acc + the products of both pairs of 16-bit whole numbers in each lane.
+inline Words8 mac16(Words8 acc, Words8 a, Words8 b) {
+    return acc + (Words8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
 // Of a pair with a NaN, the second.
 inline Floats8 max(Floats8 a, Floats8 b) { return _mm256_max_ps(a, b); }
 inline Floats8 min(Floats8 a, Floats8 b) { return _mm256_min_ps(a, b); }

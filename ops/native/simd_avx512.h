@@ -66,6 +66,17 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c
 inline Floats fms(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }    // a·b - c
 inline Floats fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a·b
 inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
+// Whole numbers of 32 bits as float32, and float32 rounded to them, ties to even.
+inline Floats from_ints(Words v) { return _mm512_cvtepi32_ps((__m512i)v); }
+inline Words to_ints(Floats v) { return (Words)_mm512_cvtps_epi32(v); }
+// acc + the products of both pairs of 16-bit whole numbers in each lane.
+inline Words mac16(Words acc, Words a, Words b) {
+#ifdef CHORUS_BF16
+    return (Words)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#else
+    return acc + (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+}
 // Of a pair with a NaN, the second.
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }

@@ -38,6 +38,15 @@ inline Floats4 fma(Floats4 a, Floats4 b, Floats4 c) { return vfmaq_f32(c, a, b);
 inline Floats4 fms(Floats4 a, Floats4 b, Floats4 c) { return vfmaq_f32(vnegq_f32(c), a, b); }  // a·b - c
 inline Floats4 fnma(Floats4 a, Floats4 b, Floats4 c) { return vfmsq_f32(c, a, b); }            // c - a·b
 inline Doubles2 fma(Doubles2 a, Doubles2 b, Doubles2 c) { return vfmaq_f64(c, a, b); }
+// Whole numbers of 32 bits as float32, and float32 rounded to them, ties to even.
+inline Floats4 from_ints(Words4 v) { return vcvtq_f32_s32(vreinterpretq_s32_u32(v)); }
+inline Words4 to_ints(Floats4 v) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(v)); }
+// acc + the products of both pairs of 16-bit whole numbers in each lane.
+inline Words4 mac16(Words4 acc, Words4 a, Words4 b) {
+    const int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);
+    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return acc + vreinterpretq_u32_s32(vpaddq_s32(low, high));
+}
 // Of a pair with a NaN, the second.
 inline Floats4 max(Floats4 a, Floats4 b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline Floats4 min(Floats4 a, Floats4 b) { return vbslq_f32(vcltq_f32(a, b), a, b); }

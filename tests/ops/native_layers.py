@@ -20,6 +20,7 @@ from chorus.ops import native, native_model
 from chorus.ops.sgmv import AdapterRows, Segments
 
 from ..tables import LLAMA
+from .whole_numbers import WholeNumbers
 
 VOCAB, BLOCK, LAYERS = 97, 16, 3
 
@@ -103,11 +104,13 @@ class Weights:
     down_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    whole: dict[str, WholeNumbers] = field(default_factory=dict)
+    """Projections that are packed as whole numbers."""
 
     def packed(self) -> LayerWeights:
-        parts = dict(vars(self))
+        parts = {name: part for name, part in vars(self).items() if name != "whole"}
         for name in ("qkv", "o", "gate_up", "down"):
-            parts[name] = native_model.pack(parts[name])
+            parts[name] = self.whole[name].packed() if self.whole else native_model.pack(parts[name])
         return LayerWeights(**parts)
 
 
@@ -140,6 +143,13 @@ class Model:
         self._free = list(range(1, self.pages))
         self.rows: list[list[AdapterRows]] = []
         """Of each adapter's parts."""
+
+    def quantise(self, bits: int, group: int, zeros: bool = False) -> None:
+        """Make every projection of layers whole numbers with scales."""
+        for layer in self.weights:
+            for name in ("qkv", "o", "gate_up", "down"):
+                layer.whole[name] = WholeNumbers.of(getattr(layer, name).float(), bits, group, zeros)
+                setattr(layer, name, layer.whole[name].weight)
 
     def native(self, positions: int) -> native_model.NativeModel:
         kind = self.kind

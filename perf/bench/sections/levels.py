@@ -65,10 +65,10 @@ def run(context: Context) -> dict[str, Any]:
             with context.row(found, case):
                 for name in engines:  # in rotation with the steps
                     with _used(name, builds.get(name)):
-                        now = _rates(context, threads)
+                        now = rates(context, threads)
                     found["rates"][name] = {what: max(now[what], found["rates"].get(name, now)[what]) for what in now}
                 chosen: list[str | None] = list(adapters) if ranks else [None] * rows
-                step = _prefill if is_prefill else _decode
+                step = prefill if is_prefill else decode
                 work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
                 tokens = (prompt, 0) if is_prefill else (1, prompt)
                 num_bytes, flops = context.size.geometry.step(context.dtype.itemsize, rows, *tokens, ranks)
@@ -96,7 +96,7 @@ def _used(level: str, build: Path | None) -> AbstractContextManager[Any]:
     return patch.object(native, "library", lambda: library)
 
 
-def _rates(context: Context, threads: int) -> dict[str, float]:
+def rates(context: Context, threads: int) -> dict[str, float]:
     """Bytes and operations per second, the best of a few."""
     library, num_bytes = native.library(), context.pick(1 << 20, 512 << 20, 512 << 20)
     assert library is not None
@@ -107,11 +107,11 @@ def _rates(context: Context, threads: int) -> dict[str, float]:
     return {"read": max(reads), "products": max(products)}
 
 
-def _decode(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+def decode(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
     return min(engine.decode_seconds(adapters, prompt, steps))
 
 
-def _prefill(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
+def prefill(engine: Subject, adapters: list[str | None], prompt: int, steps: int) -> float:
     for adapter in adapters:
         engine.add(prompt, 1, adapter)
     return engine.finish()

@@ -28,10 +28,11 @@ SECTIONS = {
     "peers": "(r) rates over HTTP compared with other servers, and with the machine's limits",
     "ranks": "(o) decode steps of several ranks of one thread, and of one rank with as many threads",
     "levels": "(s) steps at each ISA level, compared with the machine's limits",
+    "quantization": "(q) steps with quantised weights, compared with bf16 and with the machine's limits",
 }
 
 _OF_KERNELS = {"equality", "sgmv", "products", "attention"}
-_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels"}
+_OF_CPUS = {"swapping", "tenants", "peers", "ranks", "levels", "quantization"}
 
 
 def sections_of(device: str, smoke: bool) -> dict[str, str]:

@@ -1,0 +1,78 @@
+"""Parts of quantised matrices, and matrices one below the other, without a change of any weight.
+
+Tests: tests/core/model/test_groups.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .group_scaled import GroupScaled
+
+
+def part_of(matrix: GroupScaled, rows: slice, columns: slice) -> GroupScaled:
+    """Some rows and columns of a matrix."""
+    group_of = matrix.group_of[columns]
+    kept, group_of = group_of.unique(return_inverse=True)
+    zeros = None if matrix.zeros is None else matrix.zeros[rows][:, kept]
+    values, scales = matrix.values[rows, columns], matrix.scales[rows][:, kept]
+    return replace(matrix, values=values, scales=scales, zeros=zeros, group_of=group_of)
+
+
+def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
+    """Matrices with the same inputs and bits, one below the other."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    if len(bits := {matrix.bits for matrix in matrices}) > 1:
+        raise ValueError(f"matrices of {' and '.join(map(str, sorted(bits)))} bits can't be stacked")
+    if any(not torch.equal(matrix.group_of, first.group_of) for matrix in matrices):
+        groups = torch.stack([matrix.group_of for matrix in matrices])
+        _, group_of = groups.unique(dim=1, return_inverse=True)
+        matrices = [_with_groups(matrix, group_of) for matrix in matrices]
+    zeros = None
+    if any(matrix.zeros is not None for matrix in matrices):
+        each = (torch.zeros_like(it.scales, dtype=torch.int16) if it.zeros is None else it.zeros for it in matrices)
+        zeros = torch.cat(list(each))
+    values, scales = torch.cat([it.values for it in matrices]), torch.cat([it.scales for it in matrices])
+    return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of)
+
+
+def _with_groups(matrix: GroupScaled, group_of: torch.Tensor) -> GroupScaled:
+    """The same weights with finer groups, each of which lies in one of the matrix's."""
+    first = torch.empty(int(group_of.max()) + 1, dtype=torch.long)
+    first[group_of] = matrix.group_of
+    zeros = None if matrix.zeros is None else matrix.zeros[:, first]
+    return replace(matrix, scales=matrix.scales[:, first], zeros=zeros, group_of=group_of)
+
+
+def evenly_grouped(matrix: GroupScaled) -> tuple[GroupScaled, int]:
+    """The same weights in groups of as many consecutive inputs each, the last one perhaps of fewer, and that number.
+
+    It is the number of inputs if all are one group, and 1 if groups are in no order.
+    """
+    inputs = len(matrix.group_of)
+    ends = torch.nonzero(matrix.group_of[1:] != matrix.group_of[:-1]).flatten() + 1
+    size = math.gcd(*ends.tolist()) if len(ends) else inputs
+    group_of = torch.arange(inputs) // size
+    if torch.equal(group_of, matrix.group_of):
+        return matrix, size
+    return _with_groups(matrix, group_of), size
+
+
+def signed(matrix: GroupScaled) -> GroupScaled:
+    """The same weights with values from -2^(bits-1) to 2^(bits-1) - 1."""
+    half = 1 << (matrix.bits - 1)
+    if not matrix.values.numel() or int(matrix.values.max()) < half:
+        return matrix
+    zeros = torch.zeros_like(matrix.scales, dtype=torch.int16) if matrix.zeros is None else matrix.zeros
+    return replace(matrix, values=matrix.values - half, zeros=zeros - half)
+
+
+def plain(weight: torch.Tensor | GroupScaled, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as a tensor: one that is quantised, multiplied in float32 and rounded to `dtype`."""
+    return weight.dequantised().to(dtype) if isinstance(weight, GroupScaled) else weight

@@ -1,0 +1,80 @@
+"""Quantises weights while they are read: each is rounded to the nearest whole number times its group's scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ..config import ModelConfig, UnsupportedModel
+from .group_scaled import GroupScaled, row_chunks
+
+if TYPE_CHECKING:
+    import torch
+
+Name = Literal["int8", "int4"]
+
+GROUP = 128
+"""Inputs of a group of 4-bit weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundToNearest:
+    """`int8`: one scale per row; `int4`: one per row and group of 128 inputs. Symmetric: there are no zero points.
+
+    A scale is the largest weight's size divided by (2^bits - 1) / 2, as in compressed-tensors, and rounded to bfloat16,
+    which is what a quantised checkpoint stores.
+    """
+
+    name: Name
+    lm_head: bool = False
+    """The output projection is quantised, too."""
+
+    @property
+    def bits(self) -> int:
+        return {"int8": 8, "int4": 4}[self.name]
+
+    def group_of(self, inputs: int) -> int:
+        """Inputs of a group."""
+        return inputs if self.bits == 8 else GROUP
+
+    def __call__(self, weight: torch.Tensor) -> GroupScaled:
+        """Quantise a weight `[out, in]`."""
+        import torch
+
+        rows, inputs = weight.shape
+        group = self.group_of(inputs)
+        values = torch.empty(rows, inputs, dtype=torch.int8)
+        scales = torch.empty(rows, -(-inputs // group))
+        for some in row_chunks(weight):
+            values[some], scales[some] = self._rounded(weight[some], group)
+        return GroupScaled(values, self.bits, scales, None, torch.arange(inputs) // group)
+
+    def _rounded(self, weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of some rows."""
+        import torch
+
+        rows, inputs = weight.shape
+        half, groups = 1 << (self.bits - 1), -(-inputs // group)
+        padded = torch.zeros(rows, groups * group)
+        padded[:, :inputs] = weight
+        padded = padded.view(rows, groups, group)
+        scales = (padded.abs().amax(-1) / (half - 0.5)).bfloat16().float()
+        inverse = torch.where(scales > 0, 1 / scales, 0)
+        whole = padded.mul_(inverse[..., None]).round_().clamp_(-half, half - 1).to(torch.int8)
+        return whole.view(rows, -1)[:, :inputs], scales
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a packed weight `[out, in]`: its numbers, and float32 scales."""
+        return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
+
+
+def quantiser_of(name: Name | None, lm_head: bool, model: ModelConfig) -> RoundToNearest | None:
+    """The quantiser that settings name; None: none. Raises UnsupportedModel for a checkpoint that is quantised."""
+    if name is None:
+        return None
+    if model.weight_format is not None:
+        raise UnsupportedModel(
+            f"quantization is {name!r}, but the checkpoint is quantised already; leave quantization, or use the "
+            "original checkpoint"
+        )
+    return RoundToNearest(name, lm_head)

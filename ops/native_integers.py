@@ -1,0 +1,91 @@
+"""Weights that are small whole numbers, in the panels that the native library multiplies.
+
+Tests: tests/ops/test_native_integers.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .native_model import PANEL
+
+BITS = (4, 8)
+"""Bits of a weight that the library multiplies."""
+
+MULTIPLE = 8
+"""A group's inputs must be a multiple of it."""
+
+#: Inputs of a word by the byte that holds them: of four bits, in the byte's lower and upper half.
+_BYTES = {8: ((0, 2, 1, 3),), 4: ((0, 4, 1, 5), (2, 6, 3, 7))}
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerPanels:
+    """A projection's weights as whole numbers with scales, in panels of 32 outputs: see `native/integers.h`."""
+
+    data: torch.Tensor
+    """`[panels, words, 32, 4]` uint8."""
+
+    scales: torch.Tensor
+    """`[panels, groups, 32]` float32."""
+
+    zeros: torch.Tensor | None
+    """`[panels, groups, 32]` bfloat16; None: all are 0."""
+
+    bits: int
+    group: int
+    """Inputs that share a scale."""
+
+    outputs: int
+    inputs: int
+
+
+def integer_sizes(outputs: int, inputs: int, bits: int, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a projection's `IntegerPanels.data` and `IntegerPanels.scales`. Raises ValueError if it can't be
+    packed.
+    """
+    if bits not in BITS:
+        raise ValueError(f"weights of {bits} bits can't be packed; {' or '.join(map(str, BITS))} bits can")
+    if group < 1 or (group < inputs and group % MULTIPLE):
+        raise ValueError(f"groups of {group} inputs can't be packed; their size must be a multiple of {MULTIPLE}")
+    panels, eights = -(-outputs // PANEL), -(-inputs // 8)
+    return (panels, eights * bits // 4, PANEL, 4), (panels, -(-inputs // group), PANEL)
+
+
+def pack_integers(
+    integers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    bits: int,
+    group: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> IntegerPanels:
+    """Pack weights `(integers - zeros) · scales`.
+
+    integers: `[out, in]` int8 from -2^(bits-1) to 2^(bits-1) - 1. scales, zeros: `[out, groups]`. out: optional memory
+    for data and scales, of `integer_sizes`.
+    """
+    rows, inputs = integers.shape
+    group = -(-inputs // MULTIPLE) * MULTIPLE if group >= inputs else group
+    shape, scales_shape = integer_sizes(rows, inputs, bits, group)
+    data, packed_scales = out or (torch.empty(shape, dtype=torch.uint8), torch.empty(scales_shape))
+    panels, words = shape[:2]
+    stored = torch.zeros(panels * PANEL, words * 32 // bits, dtype=torch.uint8)
+    stored[:rows, :inputs] = integers.view(torch.uint8) + (1 << (bits - 1)) & (1 << bits) - 1
+    by_word = stored.view(panels, PANEL, words, 32 // bits).transpose(1, 2)
+    low, *high = (by_word[..., list(inputs)] for inputs in _BYTES[bits])
+    data.copy_(low | high[0] << 4 if high else low)
+    packed_scales.copy_(_by_panel(scales.float(), panels))
+    packed_zeros = None if zeros is None else _by_panel(zeros.to(torch.bfloat16), panels).contiguous()
+    return IntegerPanels(data, packed_scales, packed_zeros, bits, group, rows, inputs)
+
+
+def _by_panel(values: torch.Tensor, panels: int) -> torch.Tensor:
+    """`[out, groups]` as `[panels, groups, 32]`, with zeros for outputs that there are none of."""
+    rows, groups = values.shape
+    padded = torch.zeros(panels * PANEL, groups, dtype=values.dtype)
+    padded[:rows] = values
+    return padded.view(panels, PANEL, groups).transpose(1, 2)

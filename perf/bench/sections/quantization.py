@@ -1,0 +1,92 @@
+"""Engines with bf16, int8 and int4 weights on the native decoder, in rotation: the output projection is quantised, too.
+
+A step is compared with the same step in bf16, and with the time in which the machine reads its bytes. `CHORUS_CPU_ISA`
+names the ISA level.
+
+Tests: tests/perf/bench/test_sections.py
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....core.model.quantization.round_to_nearest import RoundToNearest
+from ....ops import native_library
+from ...report.table import Table
+from ..context import Context
+from ..subject import Subject
+from ..timer import in_turns, ratio
+from .levels import CASES, RANKS, decode, prefill, rates
+from .registry import rows_table
+
+PLAIN = "bf16"
+FORMS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "int8": {"quantization": "int8", "quantize_lm_head": True},
+    "int4": {"quantization": "int4", "quantize_lm_head": True},
+}
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Milliseconds of whole engine steps, the shortest; the rate of bf16 that they have; and the time to read a step's
+    bytes as a share of them.
+    """
+    prompt, steps, rounds = context.pick((8, 2, 1), (128, 16, 4), (128, 16, 20))
+    threads = context.pick(1, torch.get_num_threads(), torch.get_num_threads())
+    adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+    size = {"max_seqs": 8, "max_batched": 8 * prompt, "max_len": prompt + steps + 24, "threads": threads}
+    found: dict[str, Any] = {"prompt_tokens": prompt, "level": native_library.level(), "read": 0.0, "rows": []}
+    with ExitStack() as stack:
+        engines: dict[str, Subject] = {}
+        for name, fields in FORMS.items():
+            engine = Subject(context, adapters, inline_reads=True, cpu_kernels="native", **size, **fields)
+            engines[name] = stack.enter_context(engine)
+            engine.load(list(adapters))
+        for case, (rows, is_prefill, ranks) in CASES.items():
+            with context.row(found, case):
+                found["read"] = max(found["read"], rates(context, threads)["read"])
+                chosen: list[str | None] = list(adapters) if ranks else [None] * rows
+                step = prefill if is_prefill else decode
+                work = {name: partial(step, each, chosen, prompt, steps) for name, each in engines.items()}
+                seconds = in_turns(work, rounds)
+                tokens = (prompt, 0) if is_prefill else (1, prompt)
+                for name, its in seconds.items():
+                    num_bytes = _step_bytes(context, name, rows, tokens, ranks)
+                    row = {"weights": name, "case": case, "ms": min(its) * 1e3, "megabytes": num_bytes / 1e6}
+                    row |= {"share": num_bytes / found["read"] / min(its), "of_plain": min(seconds[PLAIN]) / min(its)}
+                    found["rows"].append(row | {"pairs": 1 / ratio(seconds, name, PLAIN)})
+    return found
+
+
+def _step_bytes(context: Context, name: str, rows: int, tokens: tuple[int, int], ranks: tuple[int, ...]) -> int:
+    """Bytes that a step reads, each once."""
+    geometry, itemsize = context.size.geometry, context.dtype.itemsize
+    num_bytes = geometry.step(itemsize, rows, *tokens, ranks)[0]
+    if name == PLAIN:
+        return num_bytes
+    quantiser = RoundToNearest(FORMS[name]["quantization"])
+    shapes = [(each.outputs, each.inputs) for layer in geometry.projections.layers for each in layer]
+    shapes.append((geometry.vocab, geometry.hidden))
+    plain = itemsize * (geometry.layer_params + geometry.head_params)
+    return num_bytes - plain + sum(quantiser.num_bytes(*shape) for shape in shapes)
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    columns: dict[str, Any] = {
+        "weights": "weights",
+        "case": "case",
+        "ms": "ms",
+        "MB read": "megabytes",
+        "share of read limit": "share",
+        f"rate over {PLAIN}": "of_plain",
+        "in pairs": "pairs",
+    }
+    title = (
+        f"(q) steps with quantised weights, level {values['level']}, {values['prompt_tokens']} tokens before, "
+        f"{values['read'] / 1e9:.1f} GB/s read"
+    )
+    return [rows_table(title, columns, values["rows"])]

@@ -1,0 +1,47 @@
+"""Random weights as small whole numbers with scales, packed and in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chorus.ops.native_integers import IntegerPanels, pack_integers
+
+
+@dataclass
+class WholeNumbers:
+    """`(integers - zeros) · scales`, with a scale and perhaps a zero point for each row and `group` inputs."""
+
+    integers: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int
+    group: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bits: int, group: int, zeros: bool = False) -> WholeNumbers:
+        """Weights near a matrix, with random zero points where `zeros`."""
+        rows, inputs = weight.shape
+        half, groups = 1 << (bits - 1), -(-inputs // group)
+        padded = torch.zeros(rows, groups * group)
+        padded[:, :inputs] = weight
+        padded = padded.view(rows, groups, group)
+        scales = padded.abs().amax(-1).clamp_min(1e-6) / (half - 0.5)
+        shift = torch.zeros_like(scales)
+        if zeros:
+            generator = torch.Generator().manual_seed(rows)
+            shift = torch.randint(-half // 2, half // 2, scales.shape, generator=generator).float()
+        whole = (padded / scales[..., None] + shift[..., None]).round().clamp(-half, half - 1)
+        integers = whole.view(rows, -1)[:, :inputs].to(torch.int8)
+        return cls(integers, scales, shift.to(torch.int16) if zeros else None, bits, group)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """In float64."""
+        spread = torch.arange(self.integers.shape[1]) // self.group
+        zeros = 0 if self.zeros is None else self.zeros.double()[:, spread]
+        return (self.integers.double() - zeros) * self.scales.double()[:, spread]
+
+    def packed(self) -> IntegerPanels:
+        return pack_integers(self.integers, self.scales, self.zeros, bits=self.bits, group=self.group)
