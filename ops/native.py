@@ -144,7 +144,8 @@ class NativeDecoder:
             centered=model.centered, embedding_multiplier=model.embedding_multiplier,
             logits_scale=model.logits_scale, logits_softcap=model.logits_softcap, layer=layers,
             products=described_products(model.products),
-            embed=_pointer(model.embed), lm_head=_data_of(model.lm_head), lm_head_integers=_integers_of(model.lm_head), norm=_pointer(model.norm),
+            embed=_pointer(model.embed), lm_head=_data_of(model.lm_head),
+            lm_head_integers=_integers_of(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
             **({} if model.delta is None else asdict(model.delta)),
@@ -267,8 +268,8 @@ class NativeDecoder:
         origin: torch.Tensor | IntegerPanels,
         out: torch.Tensor,
     ) -> float:
-        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed in the model's dtype; not during
-        a step.
+        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed in the model's dtype; not
+        during a step.
 
         Returns the largest factor by which the norm of a row grows; infinity if a sum is not finite.
         """

@@ -102,7 +102,8 @@ class NativeModel:
     """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm float32; arena `[pages, elems]`.
 
     layers: a tensor, or None where there is none, for each name in `LAYER_WEIGHTS`: packed projections in the model's
-    dtype or as `IntegerPanels`, everything else float32. A layer without attention_norm or mlp_norm takes the residual stream as it is.
+    dtype or as `IntegerPanels`, everything else float32. A layer without attention_norm or mlp_norm takes the residual
+    stream as it is.
     """
 
     hidden: int

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_SMALLER = "quantization %s: %s the dequantised weights, which take as much memory as without it; the native decoder takes less"
+NOT_SMALLER = (
+    "quantization is %s, but %s dequantised weights: they take as much memory as the checkpoint's own; the native CPU "
+    "decoder keeps them quantised"
+)
 """Logged where quantised weights are kept dequantised."""
 
 
@@ -181,7 +184,7 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
-        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole)
+        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         limit = max_model_len_of(config, model, within_window=self.within_window)

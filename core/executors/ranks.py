@@ -84,6 +84,10 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
         join.
         """
         weights = [self.first.weight_bytes, *self._processes.join()]
+        if self.shapes.quantiser is not None:
+            each = " + ".join(f"{num_bytes / _MIB:.2f}" for num_bytes in weights)
+            logger.info("%d ranks: weights of %s MiB, quantised to %s", self._size, each, self._config.quantization)
+            return
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
             "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
@@ -135,9 +139,8 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and ranks need the native library: {reason}")
         super().__init__(config, patience)
         shapes, one = self.shapes, self.shapes.layout
-        weights = sum(
-            kept_bytes(shapes.whole, one.itemsize, Shard(rank, size), shapes.quantiser) for rank in range(size)
-        )
+        each = partial(kept_bytes, shapes.whole, one.itemsize, quantiser=shapes.quantiser)
+        weights = sum(each(shard=Shard(rank, size)) for rank in range(size))
         self.num_pages = num_pages = cpu_pages(config, shapes, self.layout, weights)
         floats = max(config.max_num_batched_tokens * (shapes.whole.hidden_size + _ROW_ROOM), shapes.whole.vocab_size)
         layout = MemoryLayout(size, floats, CpuRankContext.COUNT_BYTES, size * arena_bytes(one, num_pages))

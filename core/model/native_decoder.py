@@ -76,9 +76,10 @@ class NativeDecoderModel:
         packed = PackedWeights(embed.dtype)
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.kept_lm_head(embed)
+        vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
-            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=len(head.values if isinstance(head, GroupScaled) else head),
+            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
             block_tokens=arena.layout.block_tokens, eps=config.norm.eps, centered=config.norm.centered,
             layers=self.layers, values=layer_values(config.layers, max_model_len, arena.layout),
             products=config.projections.products, product_of=config.projections.product_of,

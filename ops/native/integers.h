@@ -47,8 +47,11 @@ inline size_t integer_panel_bytes(int k, int bits) { return (size_t)((k + 7) / 8
 template <int BITS> struct WholeWord {
     static constexpr int inputs = 32 / BITS, pairs = inputs / 2, center = 1 << (BITS - 1);
     static constexpr uint32_t mask = (1u << BITS) - 1;
-    // Both weights of pair p.
-    CHORUS_INLINE static Words pair(Words w, int p) { return (p ? w >> BITS * p : w) & words(mask << 16 | mask); }
+    // Both weights of pair P.
+    template <int P> CHORUS_INLINE static Words pair(Words w) {
+        if constexpr (P == pairs - 1) return down16<BITS * P>(w);
+        else return (P ? w >> BITS * P : w) & words(mask << 16 | mask);
+    }
     // The weight of input i alone, without the center.
     CHORUS_INLINE static int one(uint32_t word, int i) {
         return (int)(word >> (16 * (i % 2) + BITS * (i / 2)) & mask) - center;
@@ -69,7 +72,7 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
     using S = WholeWord<BITS>;
     constexpr int parts = kParts<T>, tile = ROWS * HALVES, word = kPanel * 4;
     // Whole numbers may be added in any order: few rows have several sums each, as each waits for the one before.
-    constexpr int chains = tile * parts * S::pairs <= kTileVectors ? S::pairs : 1;
+    constexpr int chains = 3 * tile * parts * S::pairs <= 2 * kTileVectors ? S::pairs : 1;
     Head heads[HALVES];
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, out.columns - h * kLanes));
@@ -106,11 +109,11 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
             Words weights[HALVES];
 #pragma GCC unroll 2
             for (int h = 0; h < HALVES; h++) weights[h] = load_words(panel + h * kLanes * 4);
-#pragma GCC unroll 4
-            for (int q = 0; q < S::pairs; q++) {
+const auto add_pair = [&](auto number) CHORUS_INLINED {
+                constexpr int q = number();
                 Words pair[HALVES];
 #pragma GCC unroll 2
-                for (int h = 0; h < HALVES; h++) pair[h] = S::pair(weights[h], q);
+                for (int h = 0; h < HALVES; h++) pair[h] = S::template pair<q>(weights[h]);
 #pragma GCC unroll 2
                 for (int p = 0; p < parts; p++)
 #pragma GCC unroll 12
@@ -122,8 +125,20 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
                             sum = mac16(sum, pair[h], values);
                         }
                     }
+            };
+            add_pair(std::integral_constant<int, 0>{});
+            add_pair(std::integral_constant<int, 1>{});
+            if constexpr (S::pairs > 2) {
+                add_pair(std::integral_constant<int, 2>{});
+                add_pair(std::integral_constant<int, 3>{});
             }
         }
+#pragma GCC unroll 2
+        for (int p = 0; p < parts; p++)
+#pragma GCC unroll 24
+            for (int i = 0; i < tile; i++)
+#pragma GCC unroll 4
+                for (int c = 0; c < chains; c++) in_register(sums[p][i][c]);
         const long group = (long)(first / w.group) * kPanel;
         Floats scales[HALVES], zeros[HALVES];
 #pragma GCC unroll 2

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #define CHORUS_INLINE inline __attribute__((always_inline))
+#define CHORUS_INLINED __attribute__((always_inline))  // of a lambda
 
 namespace chorus {
 

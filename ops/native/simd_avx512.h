@@ -69,6 +69,10 @@ inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, 
 // Whole numbers of 32 bits as float32, and float32 rounded to them, ties to even.
 inline Floats from_ints(Words v) { return _mm512_cvtepi32_ps((__m512i)v); }
 inline Words to_ints(Floats v) { return (Words)_mm512_cvtps_epi32(v); }
+// Each half of a lane moved down by BITS.
+template <int BITS> inline Words down16(Words v) { return (Words)_mm512_srli_epi16((__m512i)v, BITS); }
+// v is in a register here: the compiler stores it neither before nor while it changes.
+inline void in_register(Words& v) { asm("" : "+v"(v)); }
 // acc + the products of both pairs of 16-bit whole numbers in each lane.
 inline Words mac16(Words acc, Words a, Words b) {
 #ifdef CHORUS_BF16

@@ -41,6 +41,12 @@ inline Doubles2 fma(Doubles2 a, Doubles2 b, Doubles2 c) { return vfmaq_f64(c, a,
 // Whole numbers of 32 bits as float32, and float32 rounded to them, ties to even.
 inline Floats4 from_ints(Words4 v) { return vcvtq_f32_s32(vreinterpretq_s32_u32(v)); }
 inline Words4 to_ints(Floats4 v) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(v)); }
+// Each half of a lane moved down by BITS.
+template <int BITS> inline Words4 down16(Words4 v) {
+    return vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(v), BITS));
+}
+// v is in a register here: the compiler stores it neither before nor while it changes.
+inline void in_register(Words4& v) { asm("" : "+w"(v)); }
 // acc + the products of both pairs of 16-bit whole numbers in each lane.
 inline Words4 mac16(Words4 acc, Words4 a, Words4 b) {
     const int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);

@@ -70,6 +70,11 @@ CHORUS_THREE(scale2)
 #undef CHORUS_TWO
 #undef CHORUS_THREE
 
+template <int BITS, class H> CHORUS_INLINE Pair<H> down16(const Pair<H>& v) {
+    return {down16<BITS>(v.low), down16<BITS>(v.high)};
+}
+template <class H> CHORUS_INLINE void in_register(Pair<H>& v) { in_register(v.low), in_register(v.high); }
+
 template <class V> constexpr int lanes_of(const V&) { return sizeof(V) / 4; }
 template <class V> constexpr int doubles_of(const V&) { return sizeof(V) / 8; }
 

@@ -80,7 +80,8 @@ class ModelIdentity(Told):
 def identity_of(engine: Engine) -> ModelIdentity:
     """The identity of an engine that has a model."""
     config = engine.config
-    model = model_hash(config.model, dummy=config.load_format == "dummy")
+    form = f"{config.quantization}{' with lm_head' * config.quantize_lm_head}" if config.quantization else ""
+    model = model_hash(config.model, dummy=config.load_format == "dummy", form=form)
     dtype = read_model_config(config.model).dtype if config.dtype == "auto" else config.dtype
     return ModelIdentity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
 
@@ -96,11 +97,14 @@ def _level(cpu_kernels: str, device: str) -> str:
     return "torch" if cpu_kernels == "torch" else native_library.level() or "torch"
 
 
-def model_hash(directory: Path, *, dummy: bool = False) -> str:
-    """Hash of a checkpoint: its configuration, and the names, sizes and bytes of its weights. dummy: without
-    weights.
+def model_hash(directory: Path, *, dummy: bool = False, form: str = "") -> str:
+    """Hash of a checkpoint: its configuration, and the names, sizes and bytes of its weights.
+
+    dummy: without weights. form: what weights are quantised to while they are read; empty: nothing.
     """
     digest = hashlib.sha256(b"chorus model 1\n")
+    if form:
+        digest.update(f"quantised to {form}\n".encode())
     patterns = ("config.json",) if dummy else ("config.json", "*.safetensors")
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
         size = path.stat().st_size

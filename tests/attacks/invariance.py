@@ -29,6 +29,7 @@ from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.perf.report.command import conclude, parser
 from chorus.perf.report.table import Table
 
+from ..ops.whole_numbers import WholeNumbers
 from ..tables import LLAMA
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
@@ -98,6 +99,12 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
     def vector(width: int, wanted: bool = True, centre: float = 1.0) -> Any:
         return centre + 0.1 * torch.randn(width, generator=generator) if wanted else None
 
+    form = rng.choice((None, None, (8, 1 << 20, False), (4, 128, False), (4, 32, True), (8, 64, True)))
+
+    def packed(outputs: int, inputs: int) -> Any:
+        weight = weights(outputs, inputs, scale=inputs**-0.5)
+        return native_model.pack(weight) if form is None else WholeNumbers.of(weight.float(), *form).packed()
+
     def bias(width: int) -> torch.Tensor | None:
         return vector(width, biased, 0.0)
 
@@ -105,10 +112,10 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         LayerWeights(
             attention_norm=vector(hidden),
             mlp_norm=vector(hidden),
-            qkv=native_model.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
-            o=native_model.pack(weights(hidden, q, scale=q**-0.5)),
-            gate_up=native_model.pack(weights(2 * ffn, hidden, scale=hidden**-0.5)),
-            down=native_model.pack(weights(hidden, ffn, scale=ffn**-0.5)),
+            qkv=packed(q + 2 * kv, hidden),
+            o=packed(hidden, q),
+            gate_up=packed(2 * ffn, hidden),
+            down=packed(hidden, ffn),
             qkv_bias=bias(q + 2 * kv),
             q_norm=vector(head_dim, own),
             k_norm=vector(head_dim, own),

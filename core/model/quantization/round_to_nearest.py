@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..config import ModelConfig, UnsupportedModel
+from ..config_json import UnsupportedModel
+from .format import WeightFormat
 from .group_scaled import GroupScaled, row_chunks
 
 if TYPE_CHECKING:
@@ -68,11 +69,14 @@ class RoundToNearest:
         return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
 
 
-def quantiser_of(name: Name | None, lm_head: bool, model: ModelConfig) -> RoundToNearest | None:
-    """The quantiser that settings name; None: none. Raises UnsupportedModel for a checkpoint that is quantised."""
+def quantiser_of(name: Name | None, lm_head: bool, stored: WeightFormat | None) -> RoundToNearest | None:
+    """The quantiser that settings name; None: none.
+
+    stored: the form of the checkpoint's own weights. Raises UnsupportedModel if they are quantised already.
+    """
     if name is None:
         return None
-    if model.weight_format is not None:
+    if stored is not None:
         raise UnsupportedModel(
             f"quantization is {name!r}, but the checkpoint is quantised already; leave quantization, or use the "
             "original checkpoint"

@@ -1,0 +1,155 @@
+"""Weights that are quantised while they are read: bits, bounds, ranks, merged mode, memory, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from chorus.core.config import EngineConfig
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import Shard
+from chorus.core.model.weights import kept_bytes
+from chorus.perf.bench import random_model
+from chorus.perf.bench.sizes import Geometry
+from chorus.server.cluster.report import model_hash
+
+from .executors.thread_ranks import ThreadProcess
+from .merging.test_merged import merge
+from .model.test_quantization import twins  # noqa: F401
+from .test_families import executor_of, logits_of
+from .test_parity import add_all, make_cases
+
+GEOMETRY = Geometry(hidden=288, ffn=352, layers=2, heads=4, kv_heads=2, vocab=512)
+PROMPTS = [[3, 7, 11, 4, 5, 9], [9, 2], list(range(20, 60))]
+NAMES = ("int8", "int4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return random_model.checkpoint(random_model.RandomModel(GEOMETRY), tmp_path_factory.mktemp("model"))
+
+
+def twin_of(model: Path, name: str, path: Path, *, lm_head: bool = False) -> Path:
+    """A float32 checkpoint of the dequantised weights, computed weight by weight from the definition."""
+    shutil.copytree(model, path)
+    tensors = load_file(path / "model.safetensors")
+    half = {"int8": 128, "int4": 8}[name]
+    for key, tensor in tensors.items():
+        if not (key.endswith("_proj.weight") or (lm_head and key == "lm_head.weight")):
+            continue
+        weight = tensor.float()
+        group = weight.shape[1] if name == "int8" else 128
+        for first in range(0, weight.shape[1], group):
+            part = weight[:, first : first + group]
+            scale = (part.abs().amax(1, keepdim=True) / (half - 0.5)).bfloat16().float()
+            weight[:, first : first + group] = (part * (1 / scale)).round().clamp(-half, half - 1) * scale
+        tensors[key] = weight
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lm_head", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_computes_the_bits_of_the_dequantised_twin(model, tmp_path, name, lm_head, dtype):
+    twin = twin_of(model, name, tmp_path / "twin", lm_head=lm_head)
+    options = {"dtype": dtype, "cpu_kernels": "torch"}
+    quantised = executor_of(model, quantization=name, quantize_lm_head=lm_head, **options)
+    found, want = logits_of(quantised, PROMPTS), logits_of(executor_of(twin, **options), PROMPTS)
+    assert torch.equal(found, want)
+    plain = logits_of(executor_of(model, **options), PROMPTS)
+    assert 0.001 < ((found - plain).norm() / plain.norm()).item() < (0.05 if name == "int8" else 0.6)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-5), ("bfloat16", 0.02)])
+def test_native_logits_are_the_twins_within_the_bound(model, tmp_path, name, dtype, bound):
+    twin = twin_of(model, name, tmp_path / "twin", lm_head=True)
+    want = logits_of(executor_of(twin, dtype="float32", cpu_kernels="torch"), PROMPTS)
+    executor = executor_of(model, dtype=dtype, cpu_kernels="native", quantization=name, quantize_lm_head=True)
+    found = logits_of(executor, PROMPTS)
+    assert ((found - want).norm(dim=-1) / want.norm(dim=-1)).max() < bound
+
+
+def answers(driver, cases):
+    add_all(driver, cases)
+    return {key: answer.tokens for key, answer in driver.drain().items()}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_and_merged_mode_give_the_tokens_of_one_rank(subject, drive, monkeypatch, name):
+    """In float32. Ranks have parts of the same weights: o and down are quantised whole, then cut."""
+    monkeypatch.setattr("chorus.core.executors.worker_processes.Popen", ThreadProcess)
+    it = subject("gqa")
+    cases = make_cases(it, 12, seed=3, longest=60, tokens=(8, 12))
+    want = answers(drive(it, quantization=name, cpu_kernels="torch", tensor_parallel_size=1), cases)
+    assert want == answers(drive(it, quantization=name, tensor_parallel_size=1), cases)
+    assert want == answers(drive(it, quantization=name, tensor_parallel_size=2, memory_bytes=16 << 20), cases)
+    driver = drive(it, quantization=name)
+    merge(driver, "r8-attention")
+    driver.answers.clear()
+    assert want == answers(driver, cases)
+    assert driver.engine.stats().merged_adapter == "r8-attention"
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_the_weights_are_those_that_are_kept(model, name):
+    executor = executor_of(model, cpu_kernels="native", quantization=name, quantize_lm_head=True)
+    config = executor.whole
+    layers = executor.decoder.layers
+    packed = [getattr(layer, each) for layer in layers for each in ("qkv", "o", "gate_up", "down")]
+    in_layers = sum(it.data.nbytes + it.scales.nbytes for it in packed)
+    bits = {"int8": 8, "int4": 4}[name]
+    head = config.vocab_size * (config.hidden_size * bits // 8 + 4 * (1 if bits == 8 else 3))
+    others = 2 * (config.vocab_size * config.hidden_size + 5 * config.hidden_size)
+    assert executor.weight_bytes == in_layers + head + others
+    plain = kept_bytes(config, 2)
+    assert executor.weight_bytes < plain * (0.7 if name == "int8" else 0.55)
+    quantiser = RoundToNearest(name)
+    shares = [kept_bytes(config, 2, Shard(rank, 2), quantiser) for rank in range(2)]
+    assert shares[0] == shares[1] < kept_bytes(config, 2, quantiser=quantiser)
+
+
+def test_what_keeps_dequantised_weights_says_so(model, caplog):
+    with caplog.at_level(logging.WARNING, "chorus"):
+        executor_of(model, cpu_kernels="torch", quantization="int4")
+    assert "quantization is int4, but PyTorch's operators multiply dequantised weights" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"quantization": "fp8"}, "fp8 is no form that weights are quantised to; use int8"),
+        ({"quantization": "int3"}, "'int8' or 'int4'"),
+        ({"quantize_lm_head": True}, "quantize_lm_head needs quantization"),
+    ],
+)
+def test_other_forms_are_refused(fields, why):
+    with pytest.raises(ValidationError, match=why):
+        EngineConfig(model=Path("any"), **fields)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(twins):  # noqa: F811
+    quantised, _ = twins()
+    with pytest.raises(UnsupportedModel, match="quantization is 'int8', but the checkpoint is quantised already"):
+        CpuExecutor(EngineConfig(model=quantised, quantization="int8", device="cpu", threads=1))
+
+
+def test_replicas_with_other_weights_are_other_models(model):
+    hashes = {model_hash(model, form=form) for form in ("", "int8", "int4", "int4 with lm_head")}
+    assert len(hashes) == 4
+    assert model_hash(model) == model_hash(model, form="")
+    assert read_model_config(model).weight_format is None
