@@ -152,6 +152,7 @@ SIZES = {
             "135m": Geometry(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, vocab=49152),
             "360m": Geometry(hidden=960, ffn=2560, layers=32, heads=15, kv_heads=5),
             "500m": Geometry(hidden=896, ffn=4864, layers=24, heads=14, kv_heads=2, vocab=151936),
+            "1b": Geometry(hidden=2048, ffn=8192, layers=16, heads=32, kv_heads=8),
             "wide": Geometry(hidden=2048, ffn=5632, layers=8, heads=32, kv_heads=4),
         }.items()
     },

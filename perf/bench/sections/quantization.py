@@ -24,6 +24,7 @@ from .levels import CASES, RANKS, decode, prefill, rates
 from .registry import rows_table
 
 PLAIN = "bf16"
+"""Weights as they are: float32 in a smoke run."""
 FORMS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "int8": {"quantization": "int8", "quantize_lm_head": True},

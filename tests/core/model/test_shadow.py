@@ -29,7 +29,12 @@ class Slow(ShadowWeights):
         self.pages = torch.full((sum(-(-size // PIECE_BYTES) for size in pieces), PIECE_BYTES // 4), 7.0)
         self.origins = [torch.empty(1, size // 4) for size in pieces]
         layer = SimpleNamespace(**dict.fromkeys(shadow.MATRICES))
-        model = SimpleNamespace(layers=[layer], merge=self.make, use_merged=lambda layers: None)
+        model = SimpleNamespace(
+            layers=[layer],
+            merge=self.make,
+            merged_form=lambda layer, group: (self.origins[group].shape, torch.float32),
+            use_merged=lambda layers: None,
+        )
         layout = SimpleNamespace(page_elems=PIECE_BYTES // 4)
         lora = SimpleNamespace(rows_of=lambda adapter: [], modules=lambda layer, group: [])
         super().__init__(model, SimpleNamespace(pages=self.pages, layout=layout), lora)

@@ -336,7 +336,7 @@ PEAK = """
 import os, sys, torch
 from pathlib import Path
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.native_decoder import PackedWeights, _native_layer, projection_shapes
+from chorus.core.model.native_decoder import PackedWeights, _native_layer
 from chorus.core.model.open_weights import open_weights
 from chorus.ops import native_model
 
@@ -349,7 +349,7 @@ def measure(dtype, packed):
     before = status("VmRSS:")
     with open_weights(path, config, dtype) as weights:
         embed = weights.embed()
-        pack = PackedWeights(projection_shapes(config), dtype).add if packed else None
+        pack = PackedWeights(dtype).add if packed else None
         layers = [_native_layer(l) for l in weights.layers(pack)] if packed else list(weights.layers())
         head = pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
     print(status("VmHWM:") - before, flush=True)

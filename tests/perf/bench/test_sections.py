@@ -23,7 +23,7 @@ from chorus.perf.bench.context import Context
 from chorus.perf.bench.environment import describe
 from chorus.perf.bench.options import Options
 from chorus.perf.bench.report import SMOKE, digest, report
-from chorus.perf.bench.sections import decode, equality, http, levels, mixes
+from chorus.perf.bench.sections import decode, equality, http, levels, mixes, quantization
 from chorus.perf.bench.sections.registry import SECTIONS, section
 from chorus.perf.bench.store import RESULT, ResultStore
 from chorus.perf.bench.subject import Subject
@@ -205,6 +205,16 @@ def test_levels(context):
 
 
 @pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
+def test_quantization(context):
+    values = run(context, "quantization")
+    cases = [(form, case) for case in levels.CASES for form in quantization.FORMS]
+    assert [(row["weights"], row["case"]) for row in values["rows"]] == cases
+    assert all(row["share"] > 0 and row["of_plain"] > 0 for row in values["rows"])
+    one_row = {row["weights"]: row["megabytes"] for row in values["rows"] if row["case"] == "decode, 1 row"}
+    assert one_row["bf16"] > one_row["int8"] > one_row["int4"]
+
+
+@pytest.mark.skipif(not native_library.available(torch.float32), reason="no native library")
 def test_another_build_runs_beside_ours(context, tmp_path):
     """A copy of our library stands for it."""
     (ours,) = Path(native_library.__file__).parent.glob(f"_native_{native_library.level()}.*so")
@@ -241,7 +251,7 @@ def test_a_cpu_that_is_measured_has_sections_and_bars_of_its_own(tmp_path, capsy
 
 def test_a_gpu_leaves_out_what_is_of_cpus(tmp_path):
     known = Options.parse(["--quick", "--out", str(tmp_path)]).known
-    assert set(SECTIONS) - set(known) == {"swapping", "tenants", "peers", "ranks", "levels"}
+    assert set(SECTIONS) - set(known) == {"swapping", "tenants", "peers", "ranks", "levels", "quantization"}
 
 
 def test_equality(context):
