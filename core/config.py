@@ -55,8 +55,8 @@ class EngineConfig(BaseModel):
     quantization: Literal["int8", "int4"] | None = Field(
         default=None,
         description="quantise the projections of layers while the checkpoint is read, each weight to the nearest of "
-        "256 or 16 values. int8: one scale per row; int4: one per row and group of 128 inputs. Adapters and KV cache "
-        "keep dtype. Default: weights stay as they are",
+        "256 or 16 values. int8: one scale per row; int4: one per row and group of 128 inputs (64 or 32 where 128 "
+        "does not divide the row). Adapters and KV cache keep dtype. Default: weights stay as they are",
     )
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"

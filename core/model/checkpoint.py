@@ -83,10 +83,14 @@ class Checkpoint:
 
         The file is opened anew, so that its pages leave memory with the tensor.
         """
+        target.copy_(self.read(name, part))
+
+    def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
+        """Return `part` of tensor `name` in the dtype that it is stored in."""
         path = self._entries[name].path
         try:
             with safe_open(path, framework="pt") as file:
-                target.copy_(file.get_slice(name)[tuple(part)] if part else file.get_tensor(name))
+                return file.get_slice(name)[tuple(part)] if part else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UnsupportedModel(f"{path}: tensor {name} cannot be read: {error}") from error
 

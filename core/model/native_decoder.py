@@ -26,7 +26,7 @@ from .config import ModelConfig
 from .layers import Activation, AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import evenly_grouped, plain, signed
+from .quantization.groups import evenly_grouped, plain, with_signed_values
 from .rope_config import RopeConfig
 from .weights import LayerWeights, Weights
 
@@ -274,14 +274,14 @@ class PackedWeights:
         if not isinstance(weight, GroupScaled):
             shape = native_model.packed_shape(*weight.shape, weight.dtype)
             return native_model.pack(weight, self._take(shape, weight.dtype))
-        even, group = evenly_grouped(signed(weight))
+        even, group = evenly_grouped(with_signed_values(weight))
         rows, inputs = even.values.shape
         if even.bits not in native_integers.BITS or (group < inputs and group % native_integers.MULTIPLE):
             logger.info("weights of %d bits in groups of %d are kept as %s", even.bits, group, self._dtype)
             return self.add(plain(weight, self._dtype))
         data, scales = native_integers.integer_sizes(rows, inputs, even.bits, group)
         return native_integers.pack_integers(
-            even.values, even.scales, even.zeros, bits=even.bits, group=group,
+            even.values, even.scales * even.factor, even.zeros, bits=even.bits, group=group,
             out=(self._take(data, torch.uint8), self._take(scales, torch.float32)),
         )  # fmt: skip
 

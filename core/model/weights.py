@@ -165,6 +165,12 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     return found
 
 
+def matrices(config: ModelConfig, names: Container[str]) -> set[str]:
+    """The names that a checkpoint with tensors of these names has for the projections of layers."""
+    found, shapes = sources(config, names), tensor_shapes(config)
+    return {found[part].name for part, shape in shapes.items() if _IN_LAYER.match(part) and len(shape) == 2}
+
+
 def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
     """Elements that a rank keeps of all tensors of `tensor_shapes`; the biases of o and down are the first rank's."""
     return sum(
@@ -365,11 +371,11 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        matrices = {self._sources[part].name for part in self._shapes if _IN_LAYER.match(part)}
+        layers = matrices(self._config, self._checkpoint)
         return {
             name: how.check(self._checkpoint, name, shape)
             for name, shape in stored.items()
-            if name in matrices and len(shape) == 2 and how.covers(name)
+            if name in layers and how.covers(name)
         }
 
     def _stored(self) -> dict[str, tuple[int, ...]]:

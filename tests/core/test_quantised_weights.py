@@ -47,7 +47,8 @@ def twin_of(model: Path, name: str, path: Path, *, lm_head: bool = False) -> Pat
         if not (key.endswith("_proj.weight") or (lm_head and key == "lm_head.weight")):
             continue
         weight = tensor.float()
-        group = weight.shape[1] if name == "int8" else 128
+        inputs = weight.shape[1]
+        group = inputs if name == "int8" else {288: 32, 352: 32}[inputs]
         for first in range(0, weight.shape[1], group):
             part = weight[:, first : first + group]
             scale = (part.abs().amax(1, keepdim=True) / (half - 0.5)).bfloat16().float()
@@ -113,7 +114,7 @@ def test_bytes_of_the_weights_are_those_that_are_kept(model, name):
     packed = [getattr(layer, each) for layer in layers for each in ("qkv", "o", "gate_up", "down")]
     in_layers = sum(it.data.nbytes + it.scales.nbytes for it in packed)
     bits = {"int8": 8, "int4": 4}[name]
-    head = config.vocab_size * (config.hidden_size * bits // 8 + 4 * (1 if bits == 8 else 3))
+    head = config.vocab_size * (config.hidden_size * bits // 8 + 4 * (1 if bits == 8 else 9))
     others = 2 * (config.vocab_size * config.hidden_size + 5 * config.hidden_size)
     assert executor.weight_bytes == in_layers + head + others
     plain = kept_bytes(config, 2)

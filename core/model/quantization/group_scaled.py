@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_CHUNK = 1 << 20  # elements that are dequantised at a time
+_CHUNK = 1 << 20  # elements that are dequantised at a time, which stay in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScaled:
-    """`weight[i, j] = (values[i, j] - zeros[i, g]) · scales[i, g]` for group `g = group_of[j]`."""
+    """`weight[i, j] = (values[i, j] - zeros[i, g]) · scales[i, g] · factor` for group `g = group_of[j]`."""
 
     values: torch.Tensor
     """int8 `[out, in]`."""
@@ -30,6 +30,9 @@ class GroupScaled:
 
     group_of: torch.Tensor
     """int64 `[in]`: each column's group. Groups of consecutive columns ascend; with act order they are in any order."""
+
+    factor: float = 1.0
+    """Multiplies every product in float32."""
 
     def dequantised(self) -> torch.Tensor:
         """Return the weight in float32."""
@@ -49,11 +52,40 @@ class GroupScaled:
                 weight -= zeros if one else zeros[:, self.group_of]
             scales = self.scales[rows]
             weight *= scales if one else scales[:, self.group_of]
+            if self.factor != 1:
+                weight *= self.factor
             target[rows].copy_(weight)
 
 
-def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
-    """Runs of a matrix's rows that are small enough to stay in a processor's cache."""
+def row_chunks(matrix: torch.Tensor, size: int = _CHUNK, multiple: int = 1) -> Iterator[slice]:
+    """Runs of a multiple of `multiple` rows of a matrix, of about `size` elements."""
     rows, columns = matrix.shape
-    step = max(1, _CHUNK // max(1, columns))
+    step = max(1, size // max(1, columns) // multiple) * multiple
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def groups_of(columns: slice, size: int | None) -> tuple[slice, torch.Tensor]:
+    """The groups of consecutive columns that `columns` are in, and each column's place among them.
+
+    size: columns per group. None: a row is one group.
+    """
+    import torch
+
+    if size is None:
+        return slice(0, 1), torch.zeros(columns.stop - columns.start, dtype=torch.int64)
+    first = columns.start // size
+    return slice(first, -(-columns.stop // size)), torch.arange(columns.start, columns.stop) // size - first
+
+
+def signed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned integers (uint8) as int8: of 8 bits, 128 less."""
+    import torch
+
+    return (values ^ 0x80 if bits == 8 else values).view(torch.int8)
+
+
+def signed_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Zero points of integers that `signed` made, as int16."""
+    import torch
+
+    return zeros.to(torch.int16) - (128 if bits == 8 else 0)

@@ -64,7 +64,7 @@ def evenly_grouped(matrix: GroupScaled) -> tuple[GroupScaled, int]:
     return _with_groups(matrix, group_of), size
 
 
-def signed(matrix: GroupScaled) -> GroupScaled:
+def with_signed_values(matrix: GroupScaled) -> GroupScaled:
     """The same weights with values from -2^(bits-1) to 2^(bits-1) - 1."""
     half = 1 << (matrix.bits - 1)
     if not matrix.values.numel() or int(matrix.values.max()) < half:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 Name = Literal["int8", "int4"]
 
-GROUP = 128
-"""Inputs of a group of 4-bit weights."""
+GROUPS = (128, 64, 32)
+"""Inputs of a group of 4-bit weights: the first that divides a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundToNearest:
-    """`int8`: one scale per row; `int4`: one per row and group of 128 inputs. Symmetric: there are no zero points.
+    """`int8`: one scale per row; `int4`: one per row and group of 128 inputs, or of 64 or 32 where 128 does not
+    divide the row. Symmetric: there are no zero points.
 
     A scale is the largest weight's size divided by (2^bits - 1) / 2, as in compressed-tensors, and rounded to bfloat16,
     which is what a quantised checkpoint stores.
@@ -35,8 +36,10 @@ class RoundToNearest:
         return {"int8": 8, "int4": 4}[self.name]
 
     def group_of(self, inputs: int) -> int:
-        """Inputs of a group."""
-        return inputs if self.bits == 8 else GROUP
+        """Inputs of a group; the last one is shorter where no size divides the row."""
+        if self.bits == 8:
+            return inputs
+        return next((group for group in GROUPS if not inputs % group), GROUPS[0])
 
     def __call__(self, weight: torch.Tensor) -> GroupScaled:
         """Quantise a weight `[out, in]`."""

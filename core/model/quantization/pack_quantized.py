@@ -1,0 +1,87 @@
+"""Checkpoints in the form `pack-quantized` of compressed-tensors, which vLLM and transformers read, too.
+
+Tests: tests/server/cli/test_quantize.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..config_json import UnsupportedModel
+from .round_to_nearest import RoundToNearest
+
+if TYPE_CHECKING:
+    import torch
+
+
+def packed_tensors(weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str, torch.Tensor]:
+    """The tensors of a weight `[out, in]`, by the end of their names.
+
+    `weight_packed` int32 `[out, ⌈in · bits / 32⌉]`: values plus 2^(bits-1), the first in the lowest bits.
+    `weight_scale` bfloat16 `[out, groups]`. `weight_shape` int64 `[2]`.
+    """
+    import torch
+
+    matrix = quantiser(weight)
+    rows, inputs = matrix.values.shape
+    bits, each = matrix.bits, 32 // matrix.bits
+    stored = torch.zeros(rows, -(-inputs // each) * each, dtype=torch.int64)
+    stored[:, :inputs] = matrix.values.long() + (1 << (bits - 1))
+    words = (stored.view(rows, -1, each) << (bits * torch.arange(each))).sum(-1)
+    return {
+        "weight_packed": torch.where(words < 1 << 31, words, words - (1 << 32)).int(),
+        "weight_scale": matrix.scales.bfloat16(),
+        "weight_shape": torch.tensor([rows, inputs]),
+    }
+
+
+def quantization_config(quantiser: RoundToNearest, inputs: Mapping[str, int]) -> dict[str, Any]:
+    """`quantization_config` of config.json. inputs: of each quantised module, by its name.
+
+    Raises UnsupportedModel for rows that no group size divides, and for modules of one name with several sizes.
+    """
+    by_name: dict[str, int] = {}
+    for module, count in inputs.items():
+        group = quantiser.group_of(count)
+        if count % group:
+            raise UnsupportedModel(
+                f"{module} has rows of {count} weights, which no group of 128, 64 or 32 divides; quantise to int8"
+            )
+        name = module.rpartition(".")[2]
+        if by_name.setdefault(name, group) != group:
+            raise UnsupportedModel(f"{module} has other groups than other modules called {name}; quantise to int8")
+    per_row = quantiser.bits == 8
+    sizes = [None] if per_row else sorted(set(by_name.values()), reverse=True)
+    groups = {
+        f"group_{index}": {
+            "targets": ["Linear"]
+            if len(sizes) == 1
+            else [f"re:.*\\.{name}$" for name in sorted(by_name) if by_name[name] == size],
+            "weights": _weights(quantiser.bits, size),
+            "input_activations": None,
+            "output_activations": None,
+        }
+        for index, size in enumerate(sizes)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [] if "lm_head" in by_name else ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def _weights(bits: int, group: int | None) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+    }

@@ -1,0 +1,113 @@
+"""`chorus quantize`: writes a checkpoint with int8 or int4 weights, rounded to the nearest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoints.pull import resolve_model
+from .adapters import CommandError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...core.model.checkpoint import Checkpoint
+    from ...core.model.quantization.round_to_nearest import RoundToNearest
+
+_CONFIG = "config.json"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pth")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="directory or name of a model that is not quantised")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new directory")
+    parser.add_argument(
+        "--quantization",
+        choices=("int8", "int4"),
+        default="int4",
+        help="int8: one scale per row; int4: one per row and group of 128 inputs, or of 64 or 32 where 128 does not "
+        "divide the row",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return the exit code. Raises CommandError."""
+    from ...core.model.config import UnsupportedModel
+
+    try:
+        return _quantise(arguments)
+    except UnsupportedModel as error:
+        raise CommandError(str(error)) from None
+
+
+def _quantise(arguments: argparse.Namespace) -> int:
+    from ...core.model.checkpoint import INDEX, Checkpoint
+    from ...core.model.quantization.pack_quantized import quantization_config
+    from ...core.model.quantization.round_to_nearest import quantiser_of
+    from ...core.model.read_config import read_model_config
+    from ...core.model.weights import matrices
+
+    source, out = resolve_model(arguments.model), arguments.out
+    if out.exists():
+        raise CommandError(f"{out} exists already; name a new directory")
+    model = read_model_config(source)
+    quantiser = quantiser_of(arguments.quantization, False, model.weight_format)
+    assert quantiser is not None
+    checkpoint = Checkpoint(source)
+    names = matrices(model, checkpoint)
+    inputs = {name.removesuffix(".weight"): checkpoint[name].shape[1] for name in names}
+    section = quantization_config(quantiser, inputs)
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        index = _write_weights(checkpoint, names, quantiser, part)
+        if len(set(index.values())) > 1:
+            size = sum(file.stat().st_size for file in part.iterdir())
+            (part / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1))
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name != _CONFIG:
+                shutil.copyfile(file, part / file.name)
+        config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+        (part / _CONFIG).write_text(json.dumps({**config, "quantization_config": section}, indent=1), encoding="utf-8")
+        part.rename(out)
+    except OSError as error:
+        raise CommandError(f"{out}: can't be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    print(f"wrote {out}: {len(names)} matrices as {arguments.quantization}")
+    return 0
+
+
+def _write_weights(checkpoint: Checkpoint, names: set[str], quantiser: RoundToNearest, out: Path) -> dict[str, str]:
+    """Write each file of the checkpoint with its matrices quantised; return each tensor's file."""
+    from safetensors.torch import save_file
+
+    by_file: dict[Path, list[str]] = {}
+    for name in checkpoint.names():
+        by_file.setdefault(checkpoint[name].path, []).append(name)
+    index: dict[str, str] = {}
+    for path, own in sorted(by_file.items()):
+        tensors = dict(_tensors(checkpoint, own, names, quantiser))
+        save_file(tensors, out / path.name, {"format": "pt"})
+        index |= dict.fromkeys(tensors, path.name)
+    return index
+
+
+def _tensors(
+    checkpoint: Checkpoint, own: list[str], names: set[str], quantiser: RoundToNearest
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file, by name."""
+    from ...core.model.quantization.pack_quantized import packed_tensors
+
+    for name in own:
+        tensor = checkpoint.read(name)
+        if name in names:
+            module = name.removesuffix("weight")
+            yield from ((module + end, each) for end, each in packed_tensors(tensor, quantiser).items())
+        else:
+            yield name, tensor

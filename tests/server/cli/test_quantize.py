@@ -1,0 +1,119 @@
+"""`chorus quantize`: checkpoints that compressed-tensors reads, with the weights of `--quantization`."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.perf.bench import random_model
+from chorus.perf.bench.sizes import Geometry
+from chorus.server.cli.command import main
+
+GEOMETRY = Geometry(hidden=128, ffn=192, layers=2, heads=4, kv_heads=2, vocab=320)
+DOWN = "model.layers.1.mlp.down_proj."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_model.checkpoint(random_model.RandomModel(GEOMETRY), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["int8", "int4"])
+def quantised(request, model, tmp_path):
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--quantization", request.param]) == 0
+    return request.param, tmp_path / "out"
+
+
+def unpacked(packed, bits, shape):
+    """The values, word by word."""
+    values = torch.empty(shape, dtype=torch.int8)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            word = int(packed[row, column * bits // 32]) & 0xFFFFFFFF
+            stored = word >> (column * bits % 32) & (1 << bits) - 1
+            values[row, column] = stored - (1 << (bits - 1))
+    return values
+
+
+def test_tensors_hold_the_weights_of_the_setting(model, quantised):
+    name, out = quantised
+    plain, found = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
+    want = RoundToNearest(name)(plain[DOWN + "weight"])
+    assert DOWN + "weight" not in found
+    assert found[DOWN + "weight_shape"].tolist() == [128, 192]
+    assert torch.equal(unpacked(found[DOWN + "weight_packed"], want.bits, (128, 192)), want.values)
+    assert torch.equal(found[DOWN + "weight_scale"].float(), want.scales)
+    kept = {key for key in plain if not key.endswith("_proj.weight")}
+    assert kept == found.keys() & plain.keys()
+    assert all(torch.equal(found[key], plain[key]) for key in kept)
+    assert {file.name for file in model.iterdir()} == {file.name for file in out.iterdir()}
+
+
+def test_the_configuration_describes_them(quantised):
+    name, out = quantised
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (section["quant_method"], section["format"]) == ("compressed-tensors", "pack-quantized")
+    assert section["ignore"] == ["lm_head"]
+    groups = [(group["targets"], group["weights"]["group_size"]) for group in section["config_groups"].values()]
+    by_name = {each: 64 if each == "down_proj" else 128 for each in ("q_proj", "down_proj")}
+    if name == "int8":
+        assert groups == [(["Linear"], None)]
+    else:
+        for each, size in by_name.items():
+            assert [f"re:.*\\.{each}$" in targets for targets, _ in groups] == [size == it for _, it in groups]
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
+def test_compressed_tensors_reads_the_same_weights(quantised):
+    from compressed_tensors.compressors.pack_quantized import unpack_from_int32
+    from compressed_tensors.quantization import QuantizationConfig
+
+    name, out = quantised
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    scheme = list(QuantizationConfig.model_validate(section).config_groups.values())[-1]
+    bits = {"int8": 8, "int4": 4}[name]
+    assert (scheme.weights.num_bits, scheme.weights.symmetric) == (bits, True)
+    found = load_file(out / "model.safetensors")
+    packed = found[DOWN + "weight_packed"]
+    values = unpack_from_int32(packed, bits, torch.Size(found[DOWN + "weight_shape"].tolist()))
+    assert torch.equal(values, unpacked(packed, bits, (128, 192)))
+
+
+def test_shards_keep_their_index(model, tmp_path):
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    files = {key: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, key in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({key: tensors[key] for key in tensors if files[key] == file}, sharded / file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (sharded / "config.json").write_bytes((model / "config.json").read_bytes())
+    assert main(["quantize", str(sharded), str(tmp_path / "out")]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index[DOWN + "weight_packed"] == index[DOWN + "weight_scale"] == files[DOWN + "weight"]
+    for key, file in index.items():
+        assert key in load_file(tmp_path / "out" / file)
+
+
+def test_refusals(model, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    assert main(["quantize", str(model), str(tmp_path / "there")]) == 1
+    assert "exists already; name a new directory" in capsys.readouterr().err
+    shape = Geometry(hidden=48, ffn=64, layers=1, heads=2, kv_heads=1, vocab=300)
+    odd = random_model.checkpoint(random_model.RandomModel(shape), tmp_path)
+    assert main(["quantize", str(odd), str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert "has rows of 48 weights, which no group of 128, 64 or 32 divides; quantise to int8" in told
+    assert not (tmp_path / "out").exists()
+    assert main(["quantize", str(odd), str(tmp_path / "out"), "--quantization", "int8"]) == 0
+    config = json.loads((model / "config.json").read_text())
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert main(["quantize", str(stored), str(tmp_path / "again")]) == 1
+    assert "the checkpoint is quantised already" in capsys.readouterr().err
