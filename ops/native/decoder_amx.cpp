@@ -14,7 +14,8 @@ static bool permitted() { return !syscall(SYS_arch_prctl, 0x1023, 18); }
 CHORUS_SUPPORTED(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                  __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-                 __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && chorus::permitted() && chorus::tiles_work())
+                 __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && chorus::permitted() &&
+                 chorus::tiles_work())
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,avx2,fma,bmi2")
 #define CHORUS_BF16

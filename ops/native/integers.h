@@ -68,7 +68,8 @@ CHORUS_INLINE Words both_of(const int16_t* p) {
 //
 //   x  its first row is the tile's
 template <class T, int BITS, int ROWS, int HALVES>
-__attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPanel& w, const Outputs& out, Ahead ahead) {
+__attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPanel& w, const Outputs& out,
+                                            Ahead ahead) {
     using S = WholeWord<BITS>;
     constexpr int parts = kParts<T>, tile = ROWS * HALVES, word = kPanel * 4;
     // Whole numbers may be added in any order: few rows have several sums each, as each waits for the one before.
@@ -109,7 +110,7 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
             Words weights[HALVES];
 #pragma GCC unroll 2
             for (int h = 0; h < HALVES; h++) weights[h] = load_words(panel + h * kLanes * 4);
-const auto add_pair = [&](auto number) CHORUS_INLINED {
+            const auto add_pair = [&](auto number) CHORUS_INLINED {
                 constexpr int q = number();
                 Words pair[HALVES];
 #pragma GCC unroll 2
@@ -160,8 +161,7 @@ const auto add_pair = [&](auto number) CHORUS_INLINED {
                 inputs = p ? fma(inputs, floats(1 << kPartBits), x_own) : x_own;
             }
             if (w.zeros) all = fnma(zeros[h], inputs, all);
-            store16(acc + i * kLanes,
-                    fma(all * floats(x.factors[r][b]), scales[h], load16(acc + i * kLanes)));
+            store16(acc + i * kLanes, fma(all * floats(x.factors[r][b]), scales[h], load16(acc + i * kLanes)));
         }
     }
 #pragma GCC unroll 24

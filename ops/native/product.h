@@ -115,8 +115,8 @@ struct Product {
     }
     // A tile, or some of one's rows, to `out`. extra, more: see panel_product.
     void run(const Tile& t, Rows<float> out, const Extra<Act<T>>* extra = nullptr, bool more = false) const {
-        const int chunk = cuts ? int(std::upper_bound(cuts->begin(), cuts->end() - 1, t.row) - cuts->begin()) - 1
-                               : t.row / kRowChunk;
+        const int chunk =
+            cuts ? int(std::upper_bound(cuts->begin(), cuts->end() - 1, t.row) - cuts->begin()) - 1 : t.row / kRowChunk;
         weights_product<T>({x, begin(chunk), end(chunk) - begin(chunk), t.row, t.rows}, w, t.column,
                            {out, t.columns, accumulate, w.bias ? w.bias + t.column : nullptr}, *fixed, extra, more);
     }

@@ -120,7 +120,8 @@ class Projections {
     //   activation  of the gate
     //   act         [tokens, ffn]
     void run_gated(Team::Member& me, const LoraTask<T>& task, Activation activation, Rows<X> act) {
-        const Product<T> product{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(), false, &chunks_.cuts()};
+        const Product<T> product{task.x, task.step.tokens, task.w, {}, scratch_[me.thread].fixed.begin(),
+                                 false,  &chunks_.cuts()};
         const int panels = m_.ffn / kPanel;
         chunks_.each_tile(team_, me, panels, [&](int i, bool) {
             shrink_chunk(me, task, i / panels);

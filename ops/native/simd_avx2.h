@@ -68,9 +68,7 @@ template <int BITS> inline Words8 down16(Words8 v) { return (Words8)_mm256_srli_
 // v is in a register here: the compiler stores it neither before nor while it changes.
 inline void in_register(Words8& v) { asm("" : "+x"(v)); }
 // acc + the products of both pairs of 16-bit whole numbers in each lane.
-inline Words8 mac16(Words8 acc, Words8 a, Words8 b) {
-    return acc + (Words8)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-}
+inline Words8 mac16(Words8 acc, Words8 a, Words8 b) { return acc + (Words8)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 // Of a pair with a NaN, the second.
 inline Floats8 max(Floats8 a, Floats8 b) { return _mm256_max_ps(a, b); }
 inline Floats8 min(Floats8 a, Floats8 b) { return _mm256_min_ps(a, b); }
