@@ -38,7 +38,8 @@ uint64_t hash(const void* data, size_t bytes) {  // of words of 32 bits, by FNV-
 }
 
 // kFfn: not a multiple of a panel, or one, by which gate and up get panels of their own. kinds: layers differ from Llama's.
-template <class T, int kFfn> void run(bool kinds) {
+// bits: of whole-number weights, in groups of 24 with zero points; 0: none are.
+template <class T, int kFfn> void run(bool kinds, int bits = 0) {
     std::vector<std::vector<T>> weights;
     std::vector<std::vector<float>> vectors;
     auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
@@ -56,6 +57,21 @@ template <class T, int kFfn> void run(bool kinds) {
         layer.weights[kQkv] = weight(kQ + 2 * kKv, kHidden), layer.weights[kO] = weight(kHidden, kQ);
         layer.weights[kGateUp] = weight(2 * kFfn, kHidden), layer.weights[kDown] = weight(kHidden, kFfn);
     }
+    const int inputs[] = {kHidden, kQ, kHidden, kFfn}, outputs[] = {kQ + 2 * kKv, kHidden, 2 * kFfn, kHidden};
+    std::vector<std::vector<uint8_t>> whole;
+    std::vector<std::vector<bf16>> zeros;
+    for (LayerDesc& layer : layers)
+        for (const Group group : kEveryGroup) {
+            if (!bits) continue;
+            const int panels = (outputs[group] + kPanel - 1) / kPanel, groups = (inputs[group] + 23) / 24;
+            whole.emplace_back(panels * integer_panel_bytes(inputs[group], bits));
+            for (uint8_t& each : whole.back()) each = (uint8_t)(255 * (random_number() + 0.5f));
+            zeros.push_back(numbers<bf16>((size_t)panels * groups * kPanel, 0));
+            for (bf16& zero : zeros.back()) zero = as<bf16>((float)(int)(8 * random_number()));
+            const float* scales = vector(panels * groups * kPanel, 0.02f * (16 >> bits / 2), 0);
+            layer.weights[group] = whole.back().data();
+            layer.integers[group] = {scales, zeros.back().data(), bits, 24};
+        }
     layers[1].bias[kQkv] = vector(kQ + 2 * kKv, 0.3f, 0);
     layers[1].q_norm = vector(kHeadDim, 0.3f, 1), layers[1].k_norm = vector(kHeadDim, 0.3f, 1);
     const auto embed = numbers<T>(kVocab * kHidden, 2);
@@ -67,25 +83,21 @@ template <class T, int kFfn> void run(bool kinds) {
         layer.cos = cos, layer.sin = sin, layer.rotary_dim = kHeadDim;
         layer.scale = 1.0f / std::sqrt((float)kHeadDim), layer.residual_multiplier = 1;
     }
-    ModelDesc model{kHidden,
-                    kFfn,
-                    kLayers,
-                    kHeads,
-                    kKvHeads,
-                    kHeadDim,
-                    kVocab,
-                    kBlock,
-                    1e-5f,
-                    0,
-                    1,
-                    1,
-                    0,
-                    layers,
-                    embed.data(),
-                    weight(kVocab, kHidden),
-                    norm,
-                    arena.data(),
-                    page_elems};
+    const ProductDesc products[kGroups] = {{kQkv, kHidden, 3, {{0, 0, kQ}, {1, kQ, kKv}, {2, kQ + kKv, kKv}}},
+                                           {kO, kQ, 1, {{3, 0, kHidden}}},
+                                           {kGateUp, kHidden, 2, {{4, 0, kFfn}, {5, kFfn, kFfn}}},
+                                           {kDown, kFfn, 1, {{6, 0, kHidden}}}};
+    for (int l = 0; l < kLayers; l++) {
+        layers[l].page_layer = l;
+        for (const Group group : kEveryGroup) layers[l].product[group] = group;
+    }
+    ModelDesc model{};
+    model.hidden = kHidden, model.ffn = kFfn, model.layers = kLayers, model.heads = kHeads, model.kv_heads = kKvHeads;
+    model.head_dim = kHeadDim, model.vocab = kVocab, model.block_tokens = kBlock, model.page_groups = 1;
+    model.num_products = kGroups, model.eps = 1e-5f, model.embedding_multiplier = model.logits_scale = 1;
+    model.layer = layers, model.products = products, model.embed = embed.data(), model.lm_head = weight(kVocab, kHidden);
+    model.norm = norm, model.arena = arena.data(), model.page_elems = page_elems;
+    model.page_bytes = page_elems * sizeof(T);
     if (kinds) {
         layers[0].window = 33, layers[0].softcap = 0.7f, layers[0].residual_multiplier = 0.3f;
         layers[0].rotary_dim = 12, layers[0].interleaved = 1, layers[0].activation = kGelu;
@@ -100,7 +112,8 @@ template <class T, int kFfn> void run(bool kinds) {
     Adapter adapter{};
     const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn},
               out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden};
-    for (int m = 0; m < kModules; m++) {
+    for (int m = 0; m < kModules; m++) adapter.a_offset[m] = adapter.b_offset[m] = -1;
+    for (int m = 0; m < 7; m++) {
         adapter.a_offset[m] = (int)adapter.slab_elems, adapter.b_offset[m] = (int)adapter.slab_elems + in[m];
         adapter.slab_elems += in[m] + out[m];
     }
@@ -156,9 +169,9 @@ template <class T, int kFfn> void run(bool kinds) {
         step({60, 5}, {76, 36}, segments);
     }
     for (const Group group : kEveryGroup) {
-        const int inputs[] = {kHidden, kQ, kHidden, kFfn}, outputs[] = {kQ + 2 * kKv, kHidden, 2 * kFfn, kHidden};
         std::vector<T> out((size_t)(outputs[group] + kPanel - 1) / kPanel * kPanel * inputs[group]);
-        const MergeDesc desc{layers[1].weights[group], out.data(), group, 1, adapters + 1, 2};
+        const MergeDesc desc{
+            layers[1].weights[group], layers[1].integers[group], out.data(), group, 1, adapters + 1, 2};
         const float growth = decoder.merge(desc);
         printf("merge %d: %016llx, %a\n", group, (unsigned long long)hash(out.data(), out.size() * sizeof(T)), growth);
     }
@@ -172,5 +185,9 @@ int main() {
         run<bf16, 136>(kinds);
         run<float, 160>(kinds);
         run<bf16, 160>(kinds);
+    }
+    for (const int bits : {8, 4}) {
+        run<float, 136>(false, bits);
+        run<bf16, 160>(false, bits);
     }
 }
