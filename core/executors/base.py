@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_SMALLER = (
-    "quantization is %s, but %s dequantised weights: they take as much memory as the checkpoint's own; the native CPU "
-    "decoder keeps them quantised"
-)
-"""Logged where quantised weights are kept dequantised."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -200,6 +194,16 @@ class ModelExecutor(ExecutorBase):
             state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
             windows=tuple(mixer.window_within(limit) for mixer in model.attention_layers),
         )
+
+    def warn_if_dequantised(self, who: str) -> None:
+        """Say that quantised weights are kept dequantised, if there are any. who: what multiplies them."""
+        if self.quantiser is not None:
+            logger.warning(
+                "quantization is %s, but %s dequantised weights: they take as much memory as the checkpoint's own; the "
+                "native CPU decoder keeps them quantised",
+                self.quantiser.name,
+                who,
+            )
 
 
 def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | None:

@@ -5,7 +5,6 @@ Tests: tests/core/executors/test_cpu_executor.py, tests/core/test_parity.py.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -42,12 +41,10 @@ from ..model.shard import WHOLE, Shard
 from ..model.weights import kept_bytes
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
-from .base import NOT_SMALLER, ModelExecutor
+from .base import ModelExecutor
 from .cpu_setup import cpu_pages, cpu_threads, torch_gemms, use_native
 from .lora_offload import LoraOffload, OffloadAdapters
 from .swaps import PageSwaps
-
-logger = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=RowPlan)
 
@@ -87,8 +84,6 @@ class CpuExecutor(ModelExecutor):
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
         self.steps: CpuSteps
-        if self.quantiser is not None and not native:
-            logger.warning(NOT_SMALLER, config.quantization, "PyTorch's operators multiply")
         with open_weights(
             config.model, self.whole, dtype, load_format=config.load_format, shard=shard, quantiser=self.quantiser
         ) as weights:
@@ -102,6 +97,7 @@ class CpuExecutor(ModelExecutor):
                     self.cold_starts = self._offload.starts
                 self.steps = NativeSteps(decoder, *setup, samples=shard.size == 1, offload=self._offload)
             else:
+                self.warn_if_dequantised("PyTorch's operators multiply")
                 self.decoder = decoder = DecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks
                 )

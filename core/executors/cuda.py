@@ -31,7 +31,7 @@ from ..model.weights import kept_bytes
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
-from .base import NOT_SMALLER, ModelExecutor
+from .base import ModelExecutor
 from .cuda_lora_offload import CudaLoraOffload, CudaOffloadAdapters
 from .cuda_merged import CudaShadow
 from .cuda_rank_memory import DeviceRankContext
@@ -226,8 +226,7 @@ class CudaExecutor(ModelExecutor):
         config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
-        if self.quantiser is not None:
-            logger.warning(NOT_SMALLER, config.quantization, "a GPU multiplies")
+        self.warn_if_dequantised("a GPU multiplies")
         with open_weights(
             config.model,
             self.whole,

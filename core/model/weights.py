@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import part_of, stacked
+from .quantization.groups import part_of, plain, stacked
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Shard
 
@@ -263,11 +263,7 @@ class Weights(ABC):
         at, spec = _LAYER.format(index), self._config.layers[index]
 
         def projection(*names: str) -> Any:
-            names = tuple(f"{at}{name}.weight" for name in names)
-            if self.quantiser is not None:
-                found = self._quantised_shares(self.quantiser, names)
-                return found.dequantised().to(self._dtype) if pack is None else pack(found)
-            return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
+            return self._projection([f"{at}{name}.weight" for name in names], pack)
 
         def norm(name: str) -> torch.Tensor | None:
             return self._norm(f"{at}{name}.weight") if f"{at}{name}.weight" in self._shapes else None
@@ -298,6 +294,13 @@ class Weights(ABC):
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
         )
+
+    def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
+        """The rank's shares of projections, one below the other, as they are kept."""
+        if self.quantiser is None:
+            return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
+        found = self._quantised_shares(self.quantiser, names)
+        return plain(found, self._dtype) if pack is None else pack(found)
 
     def _quantised_shares(self, quantiser: RoundToNearest, names: Sequence[str]) -> GroupScaled:
         """The rank's shares of projections, one below the other."""

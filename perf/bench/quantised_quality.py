@@ -67,7 +67,8 @@ def measured(llm: LLM, tokenizer: Tokenizer, files: Sequence[Path], count: int, 
         total, number = 0.0, 0
         answers = llm.generate([{"prompt_token_ids": prompt + answer} for prompt, answer in texts], scored)
         for (_, answer), done in zip(texts, answers, strict=True):
-            total -= sum(each.logprob for each in done.prompt_logprobs[-len(answer) :])
+            scores = (done.prompt_logprobs or ())[-len(answer) :]
+            total -= sum(each.logprob for each in scores if each is not None)
             number += len(answer)
         quality.perplexity[path.stem] = math.exp(total / number)
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

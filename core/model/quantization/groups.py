@@ -34,12 +34,14 @@ def stacked(matrices: Sequence[GroupScaled]) -> GroupScaled:
         groups = torch.stack([matrix.group_of for matrix in matrices])
         _, group_of = groups.unique(dim=1, return_inverse=True)
         matrices = [_with_groups(matrix, group_of) for matrix in matrices]
-    zeros = None
-    if any(matrix.zeros is not None for matrix in matrices):
-        each = (torch.zeros_like(it.scales, dtype=torch.int16) if it.zeros is None else it.zeros for it in matrices)
-        zeros = torch.cat(list(each))
-    values, scales = torch.cat([it.values for it in matrices]), torch.cat([it.scales for it in matrices])
+    values, scales = torch.cat([it.values for it in matrices]), torch.cat([it.scales * it.factor for it in matrices])
+    has_zeros = any(matrix.zeros is not None for matrix in matrices)
+    zeros = torch.cat([_zeros_of(matrix) for matrix in matrices]) if has_zeros else None
     return GroupScaled(values, first.bits, scales, zeros, matrices[0].group_of)
+
+
+def _zeros_of(matrix: GroupScaled) -> torch.Tensor:
+    return torch.zeros_like(matrix.scales, dtype=torch.int16) if matrix.zeros is None else matrix.zeros
 
 
 def _with_groups(matrix: GroupScaled, group_of: torch.Tensor) -> GroupScaled:
@@ -69,8 +71,7 @@ def with_signed_values(matrix: GroupScaled) -> GroupScaled:
     half = 1 << (matrix.bits - 1)
     if not matrix.values.numel() or int(matrix.values.max()) < half:
         return matrix
-    zeros = torch.zeros_like(matrix.scales, dtype=torch.int16) if matrix.zeros is None else matrix.zeros
-    return replace(matrix, values=matrix.values - half, zeros=zeros - half)
+    return replace(matrix, values=matrix.values - half, zeros=_zeros_of(matrix) - half)
 
 
 def plain(weight: torch.Tensor | GroupScaled, dtype: torch.dtype) -> torch.Tensor:

@@ -21,9 +21,7 @@ def matrix(rows=6, group_of=None, zeros=False, bits=4, low=-8):
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(
-    "columns", [slice(0, 16), slice(16, 48), slice(24, 48), slice(5, 19), slice(None)]
-)
+@pytest.mark.parametrize("columns", [slice(0, 16), slice(16, 48), slice(24, 48), slice(5, 19), slice(None)])
 def test_a_part_has_its_weights(zeros, columns):
     whole = matrix(zeros=zeros)
     part = part_of(whole, slice(1, 4), columns)
