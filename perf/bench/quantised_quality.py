@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.forms:
         with LLM(args.model, device="cpu", **FORMS[name]) as llm:
             found[name] = measured(llm, tokenizer, args.texts, args.count, args.tokens)
-        say(f"{name}: done")
+        say(f"{name}: perplexity {found[name].perplexity}")
     first = next(iter(found.values()))
     columns = [f"perplexity, {name}" for name in first.perplexity]
     table = Table("quality", ["weights", *columns, "outputs the same", "tokens before a difference"])
