@@ -133,7 +133,8 @@ class ModelConfig:
             for path, parts in self.tensors.fused.items()
         )
         renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
-        return ModulePaths(self.projections, tuple(renamed), tuple(fused), self.tensors.left_out)
+        left_out = self.tensors.left_out
+        return ModulePaths(self.projections, tuple(renamed), tuple(fused), left_out, self.vocab_size)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""

@@ -11,7 +11,7 @@ from .grammar import Grammar
 from .sampling_params import SamplingParams
 from .types import ScheduledSequence, StepPlan
 
-VERSION = 6
+VERSION = 7
 
 _PARAMS = tuple(one.name for one in fields(SamplingParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -58,6 +58,7 @@ def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
     return {
         "request_id": sequence.request_id,
         "lora_index": sequence.lora_index,
+        "lora_from": sequence.lora_from,
         "tokens": list(sequence.tokens),
         "start": sequence.start,
         "pages": list(sequence.pages),

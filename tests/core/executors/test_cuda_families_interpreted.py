@@ -13,6 +13,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
+from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
 
 #: Scale, multipliers, norms around, a partial and interleaved rope, a soft cap, and layers side by side.
@@ -67,6 +68,13 @@ def test_windows(tiny, drive, family):
     driver = drive(it, ["r3-all"])
     assert driver.engine.executor.layout.has_windows
     check(it, driver, (None, 60, 4), ("r3-all", 40, 4))
+
+
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
+    it = save_zoo(tmp_path)
+    driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, ("alora", 30, 4), ("alora-qkv", 12, 4), ("plain", 9, 3), (None, 10, 3), ("alora", 9, 4))
 
 
 @pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
