@@ -47,7 +47,47 @@ _UNSERVED = {
     "arrow_config": "Arrow routing is not supported; serve its adapters under names of their own",
     "kasa_config": "KaSA is not supported; train plain LoRA",
     "monteclora_config": "MonteCLoRA is not supported; train plain LoRA",
+    "velora_config": "VeLoRA is not supported; train plain LoRA",
 }
+
+#: Fields that are obeyed, or that change nothing once an adapter is trained. What they change in training is in its
+#: weights, and in `init_lora_weights` where it is also in the base model's.
+_SERVED = frozenset(
+    [
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "bias",
+        "init_lora_weights",
+        "alora_invocation_tokens",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+    ]
+)
+
+#: Names that PEFT gives to switches of its variants of LoRA.
+_VARIANT = re.compile(r"use_\w+|\w+_config")
 
 #: Tasks of models whose head samples no tokens.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
@@ -145,6 +185,9 @@ class _Fields:
         for name, why in _UNSERVED.items():
             if self.raw.get(name):
                 raise self.refuse(name, why)
+        for name, value in self.raw.items():
+            if value and name not in _SERVED and _VARIANT.fullmatch(name):
+                raise self.refuse(name, "this variant of LoRA is not known; train plain LoRA, or remove the field")
         init = self.raw.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
             raise self.refuse(

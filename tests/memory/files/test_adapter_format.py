@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.files import config as config_module
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 from chorus.memory.files.identity import with_content
 from chorus.memory.files.module_paths import ModulePaths
@@ -245,6 +247,9 @@ REFUSED = {
     "replicated layers": (config(layer_replication=[[0, 2], [1, 3]]), CONFIG, "layer_replication"),
     "trained tokens": (config(trainable_token_indices=[1]), CONFIG, "trainable_token_indices"),
     "bare parameters": (config(target_parameters=["experts"]), CONFIG, "target_parameters"),
+    "VeLoRA": (config(velora_config={"num_groups": 2}), CONFIG, "velora_config"),
+    "an unknown variant": (config(use_zlora=True), CONFIG, "use_zlora", "not known"),
+    "an unknown variant's settings": (config(zlora_config={"a": 1}), CONFIG, "zlora_config", "not known"),
     "no invocation": (config(alora_invocation_tokens=[]), CONFIG, "alora_invocation_tokens", "1"),
     "words as an invocation": (config(alora_invocation_tokens=["<a>"]), CONFIG, "alora_invocation_tokens", "ids"),
     "a truth as an invocation": (config(alora_invocation_tokens=[True]), CONFIG, "alora_invocation_tokens", "ids"),
@@ -254,6 +259,13 @@ REFUSED = {
     "fp8": (tensor(Q0_A, lambda t: t.to(torch.float8_e4m3fn)), WEIGHTS, Q0_A, "F8_E4M3", "convert"),
     "no tensors": (lambda it: it.tensors.clear(), WEIGHTS, "missing"),
 }
+
+
+def test_every_field_of_peft_is_judged():
+    """A variant that a new PEFT adds must be served, or refused by name."""
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert names <= config_module._SERVED | config_module._UNSERVED.keys()  # noqa: SLF001
+    assert not config_module._SERVED & config_module._UNSERVED.keys()  # noqa: SLF001
 
 
 def test_invocation_tokens(adapter_draft, tmp_path):
