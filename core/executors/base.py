@@ -182,16 +182,26 @@ class ModelExecutor(ExecutorBase):
         limit = max_model_len_of(config, model, within_window=self.within_window)
         window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
-        self.layout = PageLayout(
-            num_layers=len(model.attention_layers),
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_tokens=config.block_tokens,
-            itemsize=self._dtype.itemsize,
-            state_slots=self.state_slots,
-            state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
-            windows=tuple(mixer.window_within(limit) for mixer in model.attention_layers),
-        )
+        self.layout = self._page_layout(config.block_tokens, limit)
+
+    def _page_layout(self, block_tokens: int, max_model_len: int) -> PageLayout:
+        """Raises UnsupportedModel."""
+        model = self.config
+        try:
+            return PageLayout(
+                num_layers=len(model.attention_layers),
+                kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                block_tokens=block_tokens,
+                itemsize=self._dtype.itemsize,
+                state_slots=self.state_slots,
+                state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
+                windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
+            )
+        except ValueError as error:
+            size = self.shard.size
+            fix = "raise it" if size == 1 else f"raise it, or lower tensor_parallel_size, which is {size}"
+            raise UnsupportedModel(f"block_tokens is {block_tokens}, but {error}; {fix}") from error
 
 
 def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | None:

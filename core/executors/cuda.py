@@ -69,11 +69,15 @@ class watched:
             raise ExecutorLost(f"the device failed: {failure}") from error
 
 
-class CudaExecutor(ModelExecutor):
-    """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
+class CudaShapes(ModelExecutor):
+    """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
     within_window = True
     state_slots = 3
+
+
+class CudaExecutor(CudaShapes):
+    """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
 
     def __init__(
         self,

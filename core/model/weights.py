@@ -17,7 +17,7 @@ from ...ops.gated_delta import DeltaWeights
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
-from .shard import WHOLE, Shard
+from .shard import WHOLE, Part, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -168,10 +168,16 @@ def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
     )
 
 
-def _shard_shape(shape: Sequence[int], of: Sequence[slice]) -> torch.Size:
-    """Shape of these slices of a tensor; further dimensions are whole."""
-    lengths = [len(range(*part.indices(length))) for part, length in zip(of, shape, strict=False)]
-    return torch.Size((*lengths, *shape[len(of) :]))
+def _shard_shape(shape: Sequence[int], parts: Sequence[Part]) -> torch.Size:
+    """Shape of parts of a tensor, one after the other in its first dimension."""
+    shapes = [_part_shape(shape, part) for part in parts]
+    return torch.Size((sum(each[0] for each in shapes), *shapes[0][1:]))
+
+
+def _part_shape(shape: Sequence[int], part: Part) -> torch.Size:
+    """Shape of a part of a tensor; further dimensions are whole."""
+    lengths = [len(range(*own.indices(length))) for own, length in zip(part, shape, strict=False)]
+    return torch.Size((*lengths, *shape[len(part) :]))
 
 
 class Weights(ABC):
@@ -265,13 +271,13 @@ class Weights(ABC):
         )
         return DeltaWeights(conv.squeeze(1).T.contiguous(), dt_bias, a_log, norm)
 
-    def _part(self, name: str) -> tuple[slice, ...]:
-        """The rank's share of a tensor, by dimension; embeddings are whole, whatever their name."""
-        return () if name == self._embed_name else self._shard.of_tensor(name, self._config)
+    def _parts(self, name: str) -> tuple[Part, ...]:
+        """The rank's share of a tensor; embeddings are whole, whatever their name."""
+        return ((),) if name == self._embed_name else self._shard.of_tensor(name, self._config)
 
     def _shape(self, names: Sequence[str]) -> torch.Size:
         """Shape of the rank's shares of tensors, stacked along their first dimension."""
-        shapes = [_shard_shape(self._shapes[name], self._part(name)) for name in names]
+        shapes = [_shard_shape(self._shapes[name], self._parts(name)) for name in names]
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
@@ -379,10 +385,12 @@ class WeightLoader(Weights):
             target = self._scratch[: shape.numel()].view(shape)
         else:
             target = torch.empty(shape, dtype=dtype or self._dtype)
-        for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
-            source = self._sources[name]
-            self._read_part(part, source.name, self._rows(name, source))
-            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
+        parts = [(name, part) for name in names for part in self._parts(name)]
+        rows = [_part_shape(self._shapes[name], part)[0] for name, part in parts]
+        for (name, part), place in zip(parts, target.split(rows), strict=True):
+            self._read_part(place, self._sources[name].name, self._rows(name, part))
+        for name in names:
+            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(self._sources[name].name))
         return target
 
     def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
@@ -392,9 +400,9 @@ class WeightLoader(Weights):
         else:
             self._checkpoint.read_into(target, name, part)
 
-    def _rows(self, name: str, source: Source) -> tuple[slice, ...]:
-        """The rank's share of a part, as slices of the tensor that the checkpoint has it in."""
-        share, rows = self._part(name), self._shapes[name][0]
+    def _rows(self, name: str, share: Part) -> Part:
+        """A part of a tensor of the model, as slices of the tensor that the checkpoint has it in."""
+        source, rows = self._sources[name], self._shapes[name][0]
         if rows == self._checkpoint[source.name].shape[0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.pages.states import StateSlots
 from .grammar import Grammar
 from .sampling_params import SamplingParams
 from .types import ScheduledSequence, StepPlan
@@ -63,7 +64,14 @@ def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
         "start": sequence.start,
         "pages": list(sequence.pages),
         "samples": sequence.samples,
+        "states": _states_to_wire(sequence),
     }
+
+
+def _states_to_wire(sequence: ScheduledSequence) -> list[list[int]] | None:
+    """The pages of the states that the step reads and writes."""
+    states, step = sequence.states, sequence.state_step
+    return None if states is None else [list(states.read_by(step)), list(states.written_by(step))]
 
 
 def _sampling_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
@@ -76,9 +84,11 @@ def _sampling_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
 
 
 def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
+    slots = sequence["states"]
+    values: dict[str, Any] = {**sequence, "states": None if slots is None else StateSlots(slots)}
     if "params" not in sequence:
-        return ScheduledSequence(**sequence, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
-    return ScheduledSequence(**{**sequence, "params": params_from_wire(sequence["params"])})
+        return ScheduledSequence(**values, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
+    return ScheduledSequence(**{**values, "params": params_from_wire(sequence["params"])})
 
 
 def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:

@@ -39,7 +39,7 @@ struct LayerDesc {
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t rotary_dim;  // leading elements of a head that are rotated
     int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
-    int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all heads at once
+    int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all ranks' heads at once
     int32_t parallel;  // 1: gate and up have attention's input, and there is no mlp_norm
     int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;
@@ -63,6 +63,7 @@ struct ModelDesc {
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
     DeltaShape delta;  // without heads where no layer has Gated DeltaNet
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
+    int32_t kv_copies;  // TP ranks that have the same K/V heads
 };
 
 class Ranks;

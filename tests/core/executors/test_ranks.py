@@ -17,10 +17,12 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import choice, rank, worker_processes
+from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
@@ -37,6 +39,7 @@ from chorus.server.engine.worker import EngineWorker
 from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ...processes import run_python, runs
 from ..test_parity import add_all, arrive, check, make_cases, make_families
+from ..tiny_families import save_family
 from .thread_ranks import ThreadProcess
 
 pytestmark = [
@@ -276,6 +279,59 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
             )
         for name in ("o", "down"):
             assert torch.equal(torch.cat([getattr(own, name) for own in ours], 1), getattr(layer, name))
+
+
+def test_a_rank_reads_its_heads_of_linear_attention(tmp_path):
+    """Every element of a layer of Gated DeltaNet but for its norm's is on one rank."""
+    save_family("qwen3.5", tmp_path)
+    config = read_model_config(tmp_path)
+    with open_weights(tmp_path, config, torch.float32) as weights:
+        whole = next(weights.layers())
+    shares = []
+    for number in range(2):
+        with open_weights(tmp_path, config, torch.float32, shard=Shard(number, 2)) as weights:
+            shares.append(next(weights.layers()))
+    delta = config.delta
+    channels = [delta.k_size, delta.k_size, delta.v_size]
+    in_sizes = [*channels, delta.v_size, delta.num_v_heads, delta.num_v_heads]
+
+    def joined(parts, sizes, dim=0):
+        parts = [part.split([size // 2 for size in sizes], dim) for part in parts]
+        return torch.cat([part for pair in zip(*parts, strict=True) for part in pair], dim)
+
+    assert torch.equal(joined([each.qkv for each in shares], in_sizes), whole.qkv)
+    assert torch.equal(torch.cat([each.o for each in shares], 1), whole.o)
+    assert torch.equal(joined([each.delta.conv for each in shares], channels, 1), whole.delta.conv)
+    for name in ("dt_bias", "a_log"):
+        assert torch.equal(torch.cat([getattr(each.delta, name) for each in shares]), getattr(whole.delta, name))
+    assert all(torch.equal(each.delta.norm, whole.delta.norm) for each in shares)
+    dummies = [next(DummyWeights(config, torch.float32, shard=Shard(number, 2)).layers()) for number in range(2)]
+    for dummy, share in zip(dummies, shares, strict=True):
+        assert (dummy.qkv.shape, dummy.o.shape) == (share.qkv.shape, share.o.shape)
+        assert dummy.delta.conv.shape == share.delta.conv.shape
+
+
+@pytest.mark.parametrize("family", ["olmo-2", "olmo-3"])
+def test_norms_of_all_heads_where_a_rank_has_one(tiny, drive, kernels, family):
+    """Pairs of the four ranks have the same head of keys, whose squares count once."""
+    it, want = tiny(family), {}
+    driver = drive(it, tensor_parallel_size=4, max_num_seqs=8, max_num_batched_tokens=24, memory_bytes=16 << 20)
+    for index, adapter in enumerate((None, "r3-all", "r8-qv")):
+        prompt, want[str(index)] = it.case(adapter, 20 + index, seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+
+
+def test_pages_that_are_too_small_for_a_ranks_state_are_refused(tmp_path):
+    save_family("qwen3.5", tmp_path)
+    settings = EngineConfig(model=tmp_path, dtype="float32", block_tokens=4, tensor_parallel_size=2, device="cpu")
+    said = (
+        "block_tokens is 4, but a page has 1024 bytes, and a part of a layer's state takes 1536; raise it, or lower "
+        "tensor_parallel_size, which is 2$"
+    )
+    with pytest.raises(UnsupportedModel, match=said):
+        ModelExecutor(settings, Shard(0, 2))
 
 
 @pytest.mark.parametrize(
