@@ -6,15 +6,19 @@ Run in a process that interprets, see `tests/interpreted.py`.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.cuda_ranks import CudaRanksExecutor
+from chorus.ops import native_library
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
 from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
+from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
 #: Scale, multipliers, norms around, a partial and interleaved rope, a soft cap, and layers side by side.
 DENSE = ["granite", "glm-4", "gemma-2", "cohere-2", "olmo-2"]
@@ -33,7 +37,10 @@ def drive():
             "graph_capture": "lazy",
         }  # fmt: skip
         settings = EngineConfig(model=it.model, **{**defaults, **config})
-        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        if settings.tensor_parallel_size > 1:
+            executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES))
+        else:
+            executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
         engine = Engine(settings, executor, ticking(), InlineReads())
         engines.append(engine)
         for name in adapters:
@@ -84,3 +91,34 @@ def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
     assert driver.engine.stats().num_async_steps
     assert driver.executor.inner.captured
+
+
+on_ranks = pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
+
+
+@on_ranks
+def test_ranks_norm_all_heads_at_once(tiny, drive):
+    """Of four ranks, each has one head of queries, and two have the same head of keys."""
+    it = tiny("olmo-2")
+    driver = drive(it, tensor_parallel_size=4, max_num_seqs=1)
+    check(it, driver, (None, 9, 3))
+    assert driver.executor.inner.first.captured
+
+
+@on_ranks
+def test_ranks_share_recurrent_states(tiny, drive):
+    """Captured steps ahead of tokens, with an adapter on layers of both kinds."""
+    it = tiny("qwen3.5-tied")
+    driver = drive(it, ["r3-all"], tensor_parallel_size=2, max_num_seqs=2)
+    assert driver.engine.executor.layout.state_slots == driver.executor.inner.first.layout.state_slots == 3
+    check(it, driver, (None, 9, 4), ("r3-all", 7, 4))
+    assert driver.engine.stats().num_async_steps
+    assert driver.executor.inner.first.captured
+
+
+@on_ranks
+def test_ranks_serve_a_window_by_default(tiny, drive):
+    """As one GPU does: the first rank's limits are those of all ranks."""
+    it = tiny("mistral-window")
+    driver = drive(it, tensor_parallel_size=2, max_model_len=None, graph_capture="off")
+    assert driver.engine.executor.model.max_model_len == driver.executor.inner.first.model.max_model_len == 24
