@@ -39,7 +39,7 @@ struct LayerDesc {
     int32_t window;  // tokens that a query sees, itself included; 0: all before it
     int32_t rotary_dim;  // leading elements of a head that are rotated
     int32_t interleaved;  // 1: elements 2i and 2i + 1 are rotated together; 0: i and i + rotary_dim / 2
-    int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all ranks' heads at once
+    int32_t norms_all_heads;  // 1: q_norm is [heads · head_dim] and k_norm [kv_heads · head_dim], of all heads at once
     int32_t parallel;  // 1: gate and up have attention's input, and there is no mlp_norm
     int32_t page_group, page_layer;  // whose pages have its K and V, and its place among the layers in them
     Activation activation;

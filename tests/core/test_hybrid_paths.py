@@ -33,8 +33,7 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@on_one_or_two_ranks
 @pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
 def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged):
     """In mixed steps with the base model; where one is merged into the weights, it is taken off the others."""
