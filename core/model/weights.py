@@ -385,24 +385,24 @@ class WeightLoader(Weights):
             target = self._scratch[: shape.numel()].view(shape)
         else:
             target = torch.empty(shape, dtype=dtype or self._dtype)
-        parts = [(name, part) for name in names for part in self._parts(name)]
-        rows = [_part_shape(self._shapes[name], part)[0] for name, part in parts]
-        for (name, part), place in zip(parts, target.split(rows), strict=True):
-            self._read_part(place, self._sources[name].name, self._rows(name, part))
-        for name in names:
-            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(self._sources[name].name))
+        for name, share in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
+            source, parts = self._sources[name], self._parts(name)
+            places = share.split([_part_shape(self._shapes[name], part)[0] for part in parts])
+            for part, place in zip(parts, places, strict=True):
+                self._read_part(place, source.name, self._rows(name, source, part))
+            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
         return target
 
-    def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
+    def _read_part(self, target: torch.Tensor, name: str, part: Part) -> None:
         how = self._config.weight_format
         if how is not None and name in self._quantised:
             how.read_into(target, self._checkpoint, name, part)
         else:
             self._checkpoint.read_into(target, name, part)
 
-    def _rows(self, name: str, share: Part) -> Part:
-        """A part of a tensor of the model, as slices of the tensor that the checkpoint has it in."""
-        source, rows = self._sources[name], self._shapes[name][0]
+    def _rows(self, name: str, source: Source, share: Part) -> Part:
+        """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
+        rows = self._shapes[name][0]
         if rows == self._checkpoint[source.name].shape[0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
