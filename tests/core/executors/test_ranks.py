@@ -22,7 +22,6 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
@@ -279,36 +278,6 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
             )
         for name in ("o", "down"):
             assert torch.equal(torch.cat([getattr(own, name) for own in ours], 1), getattr(layer, name))
-
-
-def test_a_rank_reads_its_heads_of_linear_attention(tmp_path):
-    """Every element of a layer of Gated DeltaNet but for its norm's is on one rank."""
-    save_family("qwen3.5", tmp_path)
-    config = read_model_config(tmp_path)
-    with open_weights(tmp_path, config, torch.float32) as weights:
-        whole = next(weights.layers())
-    shares = []
-    for number in range(2):
-        with open_weights(tmp_path, config, torch.float32, shard=Shard(number, 2)) as weights:
-            shares.append(next(weights.layers()))
-    delta = config.delta
-    channels = [delta.k_size, delta.k_size, delta.v_size]
-    in_sizes = [*channels, delta.v_size, delta.num_v_heads, delta.num_v_heads]
-
-    def joined(parts, sizes, dim=0):
-        parts = [part.split([size // 2 for size in sizes], dim) for part in parts]
-        return torch.cat([part for pair in zip(*parts, strict=True) for part in pair], dim)
-
-    assert torch.equal(joined([each.qkv for each in shares], in_sizes), whole.qkv)
-    assert torch.equal(torch.cat([each.o for each in shares], 1), whole.o)
-    assert torch.equal(joined([each.delta.conv for each in shares], channels, 1), whole.delta.conv)
-    for name in ("dt_bias", "a_log"):
-        assert torch.equal(torch.cat([getattr(each.delta, name) for each in shares]), getattr(whole.delta, name))
-    assert all(torch.equal(each.delta.norm, whole.delta.norm) for each in shares)
-    dummies = [next(DummyWeights(config, torch.float32, shard=Shard(number, 2)).layers()) for number in range(2)]
-    for dummy, share in zip(dummies, shares, strict=True):
-        assert (dummy.qkv.shape, dummy.o.shape) == (share.qkv.shape, share.o.shape)
-        assert dummy.delta.conv.shape == share.delta.conv.shape
 
 
 @pytest.mark.parametrize("family", ["olmo-2", "olmo-3"])
