@@ -88,7 +88,8 @@ def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
     values: dict[str, Any] = {**sequence, "states": None if slots is None else StateSlots(slots)}
     if "params" not in sequence:
         return ScheduledSequence(**values, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
-    return ScheduledSequence(**{**values, "params": params_from_wire(sequence["params"])})
+    values["params"] = params_from_wire(sequence["params"])
+    return ScheduledSequence(**values)
 
 
 def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
