@@ -15,7 +15,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_STORED = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn}
+_STORED = {
+    **_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,11 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * _STORED[self.dtype].itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it holds floating-point numbers of at least 16 bits."""
+        return self.dtype in _DTYPES
 
 
 class Checkpoint:
@@ -47,17 +60,13 @@ class Checkpoint:
                         header = file.get_slice(name)
                         self._entries[name] = TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
             except (SafetensorError, OSError) as error:
-                raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
+                raise UnsupportedModel(f"{path}: cannot be read: {error}; download the checkpoint again") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
-
-    def itemsize(self, name: str) -> int:
-        """Bytes of an element of a tensor."""
-        return _STORED[self._entries[name].dtype].itemsize
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -83,12 +92,18 @@ class Checkpoint:
 
         The file is opened anew, so that its pages leave memory with the tensor.
         """
+        target.copy_(self.read(name, part))
+
+    def read(self, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
+        """Return `part` of tensor `name` in the dtype that it is stored in."""
         path = self._entries[name].path
         try:
             with safe_open(path, framework="pt") as file:
-                target.copy_(file.get_slice(name)[tuple(part)] if part else file.get_tensor(name))
+                return file.get_slice(name)[tuple(part)] if part else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise UnsupportedModel(f"{path}: tensor {name} cannot be read: {error}") from error
+            raise UnsupportedModel(
+                f"{path}: tensor {name} cannot be read: {error}; download the checkpoint again"
+            ) from error
 
 
 def _files(directory: Path) -> list[Path]:

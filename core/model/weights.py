@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
@@ -17,6 +16,7 @@ from ...ops.gated_delta import DeltaWeights
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .quantization.reading import REMEDY
 from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
@@ -306,24 +306,31 @@ class WeightLoader(Weights):
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        stored = self._stored()
-        self._quantised = self._find_quantised(stored)
-        self._checkpoint.check({name: shape for name, shape in stored.items() if name not in self._quantised})
+        self._stored = self._stored_shapes()
+        self._quantised = self._find_quantised()
+        self._checkpoint.check({name: shape for name, shape in self._stored.items() if name not in self._quantised})
         self._check_unused()
+        self._num_bytes = {
+            name: sum(self._checkpoint[each].num_bytes for each in self._quantised.get(name, (name,)))
+            for name in self._stored
+        }
 
-    def _find_quantised(self, stored: dict[str, tuple[int, ...]]) -> dict[str, Collection[str]]:
-        """Quantised projections of layers → the checkpoint's tensors that each consists of."""
+    def _find_quantised(self) -> dict[str, Collection[str]]:
+        """Quantised projections → the checkpoint's tensors that each consists of."""
         how = self._config.weight_format
         if how is None:
             return {}
-        matrices = {self._sources[part].name for part in self._shapes if _IN_LAYER.match(part)}
-        return {
-            name: how.check(self._checkpoint, name, shape)
-            for name, shape in stored.items()
-            if name in matrices and len(shape) == 2 and how.covers(name)
-        }
+        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or _IN_LAYER.match(part)}
+        try:
+            return {
+                name: how.check(self._checkpoint, name, shape)
+                for name, shape in self._stored.items()
+                if name in matrices and len(shape) == 2 and how.covers(self._checkpoint, name)
+            }
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}; {REMEDY}") from None
 
-    def _stored(self) -> dict[str, tuple[int, ...]]:
+    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
         shapes: dict[str, tuple[int, ...]] = {}
         for part, (rows, *others) in self._shapes.items():
@@ -356,7 +363,7 @@ class WeightLoader(Weights):
     @property
     def num_bytes(self) -> int:
         """Bytes to read in all."""
-        return sum(self._checkpoint[name].num_bytes for name in self._stored())
+        return sum(self._num_bytes.values())
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         tied = self._tied(embed)
@@ -382,7 +389,7 @@ class WeightLoader(Weights):
         for name, part in zip(names, target.split([self._shape([name])[0] for name in names]), strict=True):
             source = self._sources[name]
             self._read_part(part, source.name, self._rows(name, source))
-            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
+            self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
         return target
 
     def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
@@ -395,7 +402,7 @@ class WeightLoader(Weights):
     def _rows(self, name: str, source: Source) -> tuple[slice, ...]:
         """The rank's share of a part, as slices of the tensor that the checkpoint has it in."""
         share, rows = self._part(name), self._shapes[name][0]
-        if rows == self._checkpoint[source.name].shape[0]:
+        if rows == self._stored[source.name][0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
         return slice(source.first + start, source.first + stop), *share[1:]

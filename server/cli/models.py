@@ -55,6 +55,8 @@ def described(directory: Path) -> list[str]:
         f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
+    if model.weight_format is not None:
+        lines.append(f"weights: {model.weight_format.title}, dequantised when they are loaded")
     for (window, rope), count in kinds.items():
         seen = "all tokens" if window is None else f"the last {window:,} tokens"
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"

@@ -6,18 +6,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from .module_list import ModuleList
+
 if TYPE_CHECKING:
     import torch
 
     from ..checkpoint import Checkpoint
+    from .group_scaled import GroupScaled
 
 
-class WeightFormat(ABC):
-    """How a checkpoint stores the projections of its layers."""
+class WeightScheme(ABC):
+    """How one projection is stored."""
+
+    title: str
+    """What users call it, such as `AWQ, 4 bits, groups of 128`."""
 
     @abstractmethod
-    def covers(self, name: str) -> bool:
-        """True if the projection whose weight is called `name` is quantised."""
+    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
+        """True if the checkpoint has the projection whose weight is called `name` in this form."""
 
     @abstractmethod
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
@@ -27,9 +33,30 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def left_out(self, name: str) -> bool:
-        """True if the tensor has no effect on dequantised weights, such as a scale of activations."""
-
-    @abstractmethod
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
         """Dequantise `part` of `name` in float32 and cast it into `target`."""
+
+    def integers(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> GroupScaled | None:
+        """Return `part` of `name` as integers with scales; None if it is not stored as such."""
+        return None
+
+
+class WeightFormat(WeightScheme, ABC):
+    """How a checkpoint stores the projections of its layers, and which of them it does not quantise."""
+
+    plain: ModuleList = ModuleList()
+    """Modules that the configuration lists as not quantised."""
+
+    def covers(self, checkpoint: Checkpoint, name: str) -> bool:
+        """True if the projection whose weight is called `name` is quantised.
+
+        Projections of layers are, unless they are listed. Others, such as the output projection, are if stored so.
+        """
+        module = name.removesuffix(".weight")
+        if self.plain.has(module):
+            return False
+        return self.stores(checkpoint, name) or (".layers." in name and not self.plain.may_have(module))
+
+    def left_out(self, name: str) -> bool:
+        """True if the tensor has no effect on dequantised weights, such as a scale of activations."""
+        return name.endswith((".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config_json import ConfigJson
+from .awq import Awq
 from .format import WeightFormat
 from .fp8 import Fp8
+from .gptq import Gptq
 
-FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {"fp8": Fp8}
+FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {"awq": Awq, "fp8": Fp8, "gptq": Gptq}
 
 
 def read_format(config: ConfigJson) -> WeightFormat | None:

@@ -1,0 +1,73 @@
+"""Quantised integers with a scale for each group of a row's columns: the common form of AWQ, GPTQ and their like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK = 1 << 20  # elements that are dequantised at a time
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScaled:
+    """`weight[i, j] = (values[i, j] - zeros[i, g]) · scales[i, g]` for group `g = group_of[j]`."""
+
+    values: torch.Tensor
+    """int8 `[out, in]`."""
+
+    bits: int
+    """Bits of a stored integer; `values` are within -2^(bits-1) and 2^bits - 1."""
+
+    scales: torch.Tensor
+    """float32 `[out, groups]`."""
+
+    zeros: torch.Tensor | None
+    """int16 `[out, groups]`. None: all are 0."""
+
+    group_of: torch.Tensor
+    """int64 `[in]`: each column's group. Groups of consecutive columns ascend; with act order they are in any order."""
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight in float32."""
+        import torch
+
+        weight = torch.empty(self.values.shape, dtype=torch.float32)
+        self.dequantise_into(weight)
+        return weight
+
+    def dequantise_into(self, target: torch.Tensor) -> None:
+        """Compute the weight in float32 and cast it into `target` `[out, in]`."""
+        one = self.scales.shape[1] == 1
+        for rows in row_chunks(target):
+            weight = self.values[rows].float()
+            if self.zeros is not None:
+                zeros = self.zeros[rows].float()
+                weight -= zeros if one else zeros[:, self.group_of]
+            scales = self.scales[rows]
+            weight *= scales if one else scales[:, self.group_of]
+            target[rows].copy_(weight)
+
+
+def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
+    """Runs of a matrix's rows that are small enough to stay in a processor's cache."""
+    rows, columns = matrix.shape
+    step = max(1, _CHUNK // max(1, columns))
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def signed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned integers (uint8) as int8: of 8 bits, 128 less."""
+    import torch
+
+    return (values ^ 0x80 if bits == 8 else values).view(torch.int8)
+
+
+def signed_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Zero points of integers that `signed` made, as int16."""
+    import torch
+
+    return zeros.to(torch.int16) - (128 if bits == 8 else 0)

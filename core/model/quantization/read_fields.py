@@ -1,0 +1,25 @@
+"""Readers that formats share, of fields of `quantization_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from ..config_json import ConfigJson
+
+
+def check_known(fields: ConfigJson, used: AbstractSet[str], no_effect: AbstractSet[str] = frozenset()) -> None:
+    """Raise UnsupportedModel for a field that is neither used nor known to have no effect on weights."""
+    for name in sorted(fields.raw.keys() - used - no_effect):
+        raise fields.refuse(name, f"unknown field; known: {', '.join(sorted(used | no_effect))}")
+
+
+def read_group_size(fields: ConfigJson, name: str, default: int = 128) -> int | None:
+    """Columns per group; None for −1, which means one group a row."""
+    if fields.raw.get(name) == -1:
+        return None
+    return fields.integer(name, default)
+
+
+def group_length(size: int | None, columns: int) -> int:
+    """Columns per group of a row of `columns`."""
+    return columns if size is None else size

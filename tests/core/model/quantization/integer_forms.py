@@ -1,0 +1,95 @@
+"""Forms of integers with scales, written element by element as their publishers describe them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .twins import Form, Tensors
+
+#: AutoAWQ: which of eight consecutive outputs the nibbles of a word hold, from the lowest.
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def pack_rows(values: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """int32 words of each row's integers, low bits first; the last word may be filled up with zeros."""
+    each = 32 // bits
+    order = order or list(range(each))
+    words = []
+    for row in values.tolist():
+        row = row + [0] * (-len(row) % each)
+        of_row = []
+        for first in range(0, len(row), each):
+            word = sum(int(row[first + order[i]]) << (i * bits) for i in range(each))
+            of_row.append(word - (1 << 32) if word >= 1 << 31 else word)
+        words.append(of_row)
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def draw(shape: tuple[int, ...], least: int, most: int) -> torch.Tensor:
+    return torch.randint(least, most + 1, shape)
+
+
+def draw_scales(shape: tuple[int, ...], bits: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Scales that make weights of about 1."""
+    return ((torch.rand(shape) + 0.5) / 2 ** (bits - 2)).to(dtype)
+
+
+def product(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group_of: list[int]) -> torch.Tensor:
+    """`(values − zeros) · scales` in float32, column by column. values `[out, in]`, the others `[out, groups]`."""
+    columns = [(values[:, j] - zeros[:, g]).float() * scales[:, g].float() for j, g in enumerate(group_of)]
+    return torch.stack(columns, dim=1)
+
+
+def awq(group: int | None = 8, plain: tuple[str, ...] = (), **how: Any) -> Form:
+    def quantise(_: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = shape
+        length = group or inputs
+        values, zeros = draw(shape, 0, 15), draw((outputs, inputs // length), 0, 15)
+        scales = draw_scales((outputs, inputs // length), 4)
+        tensors = {
+            "qweight": pack_rows(values.T, 4, AWQ_ORDER),
+            "qzeros": pack_rows(zeros.T, 4, AWQ_ORDER),
+            "scales": scales.T,
+        }
+        return tensors, product(values, zeros, scales, [j // length for j in range(inputs)])
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group or -1, "version": "gemm", "zero_point": True}
+    return Form(quantise, {**config, "modules_to_not_convert": list(plain), **how}, plain)
+
+
+def gptq(
+    bits: int = 4,
+    group: int | None = 8,
+    *,
+    act_order: bool = False,
+    v2: bool = False,
+    has_order: bool = True,
+    plain: tuple[str, ...] = (),
+    has_head: bool = False,
+    **how: Any,
+) -> Form:
+    def quantise(_: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = shape
+        length, most = group or inputs, 2**bits - 1
+        groups = -(-inputs // length)
+        group_of = [j // length for j in range(inputs)]
+        if act_order:
+            group_of = [group_of[j] for j in torch.randperm(inputs).tolist()]
+        values = draw(shape, 0, most)
+        zeros = draw((outputs, groups), 0 if v2 else 1, most)
+        scales = draw_scales((outputs, groups), bits)
+        tensors = {
+            "qweight": pack_rows(values, bits).T,
+            "qzeros": pack_rows((zeros if v2 else zeros - 1).T, bits),
+            "scales": scales.T,
+        }
+        if has_order:
+            tensors["g_idx"] = torch.tensor(group_of, dtype=torch.int32)
+        return tensors, product(values, zeros, scales, group_of)
+
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": act_order}
+    config |= {"sym": False, "lm_head": has_head, "damp_percent": 0.01, "true_sequential": True}
+    config |= {"checkpoint_format": "gptq_v2"} if v2 else {}
+    return Form(quantise, config | how, plain, has_head)
