@@ -16,6 +16,7 @@ from ...ops.gated_delta import DeltaWeights
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .quantization.format import rows_and_columns
 from .quantization.reading import REMEDY
 from .shard import WHOLE, Shard
 
@@ -395,7 +396,7 @@ class WeightLoader(Weights):
     def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
         how = self._config.weight_format
         if how is not None and name in self._quantised:
-            how.read_into(target, self._checkpoint, name, part)
+            how.read_into(target, self._checkpoint, name, rows_and_columns(part, self._stored[name]))
         else:
             self._checkpoint.read_into(target, name, part)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson
-from .format import WeightFormat
-from .group_scaled import GroupScaled, signed, signed_zeros
+from .format import Part, WeightFormat
+from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .integer_scheme import IntegerScheme
 from .module_list import ModuleList
 from .packing import num_words, unpack, words_of
-from .read_fields import check_known, group_length, read_group_size
-from .reading import read_scales, rows_and_columns
+from .read_fields import check_known, num_groups, read_group_size
+from .reading import read_scales
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -76,21 +75,16 @@ class Awq(IntegerScheme, WeightFormat):
         weight, zeros, scales = _names(name)
         outputs, inputs = shape
         words = num_words(outputs, _BITS)
-        groups = -(-inputs // group_length(self._group, inputs))
+        groups = num_groups(inputs, self._group)
         checkpoint.check({weight: (inputs, words), zeros: (groups, words)}, ("I32",))
         checkpoint.check({scales: (groups, outputs)})
         return weight, zeros, scales
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> GroupScaled:
-        import torch
-
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         names = _names(name)
-        inputs, outputs = checkpoint[names[0]].shape[0], checkpoint[names[2]].shape[1]
-        rows, columns = rows_and_columns(part, (outputs, inputs))
+        rows, columns = part
         words, within = words_of(rows, _EACH)
-        length = group_length(self._group, inputs)
-        first, end = columns.start // length, -(-columns.stop // length)
-        groups = slice(first, end)
+        groups, group_of = groups_of(columns, self._group)
         values = unpack(checkpoint.read(names[0], (columns, words)), _BITS, 1, _ORDER)[:, within]
         zeros = unpack(checkpoint.read(names[1], (groups, words)), _BITS, 1, _ORDER)[:, within]
         return GroupScaled(
@@ -98,7 +92,7 @@ class Awq(IntegerScheme, WeightFormat):
             _BITS,
             read_scales(checkpoint, names[2], (groups, rows)).T.contiguous(),
             signed_zeros(zeros.T, _BITS).contiguous(),
-            torch.arange(columns.start, columns.stop) // length - first,
+            group_of,
         )
 
 

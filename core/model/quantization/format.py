@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from .group_scaled import GroupScaled
 
 
+#: Rows and columns of a weight `[out, in]`, as slices with a start and an end.
+Part = tuple[slice, slice]
+
+
+def rows_and_columns(part: Sequence[slice], shape: Sequence[int]) -> Part:
+    """Slices of a matrix's first dimensions, or none, as a part."""
+    rows, columns = (
+        slice(*each.indices(size)) for each, size in zip((*part, slice(None), slice(None))[:2], shape, strict=True)
+    )
+    return rows, columns
+
+
 class WeightScheme(ABC):
     """How one projection is stored."""
 
@@ -33,10 +45,10 @@ class WeightScheme(ABC):
         """
 
     @abstractmethod
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         """Dequantise `part` of `name` in float32 and cast it into `target`."""
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> GroupScaled | None:
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
         """Return `part` of `name` as integers with scales; None if it is not stored as such."""
         return None
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson, UnsupportedModel
-from .format import WeightFormat, WeightScheme
+from .format import Part, WeightFormat, WeightScheme
 from .group_scaled import row_chunks
 from .module_list import ModuleList
 from .read_fields import check_known
-from .reading import REMEDY, read_scales, rows_and_columns
+from .reading import REMEDY, read_scales
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Fp8Scheme(WeightScheme):
         checkpoint.check({scale: found if found in allowed else allowed[-1]}, _SCALES)
         return name, scale
 
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         import torch
 
         shape, scale_name = checkpoint[name].shape, self._scale_name(checkpoint, name)
@@ -66,7 +66,7 @@ class Fp8Scheme(WeightScheme):
             )
         scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
         height, width = self._block or (-(-shape[0] // scale.shape[0]), shape[1])
-        rows, columns = rows_and_columns(part, shape)
+        rows, columns = part
         row_of = torch.arange(rows.start, rows.stop) // height
         column_of = torch.arange(columns.start, columns.stop) // width if scale.shape[1] > 1 else slice(None)
         stored = checkpoint.read(name, part)

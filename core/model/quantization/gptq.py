@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson
-from .format import WeightFormat
-from .group_scaled import GroupScaled, signed, signed_zeros
+from .format import Part, WeightFormat
+from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .integer_scheme import IntegerScheme
 from .module_list import ModuleList
 from .packing import WORD_BITS, num_words, unpack, words_of
-from .read_fields import check_known, group_length, read_group_size
-from .reading import check_range, read_scales, rows_and_columns
+from .read_fields import check_known, num_groups, read_group_size
+from .reading import check_range, read_scales
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +89,7 @@ class GptqScheme(IntegerScheme):
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         weight, zeros, scales, order = (_name(name, each) for each in ("qweight", "qzeros", "scales", "g_idx"))
         outputs, inputs = shape
-        groups = -(-inputs // group_length(self._group, inputs))
+        groups = num_groups(inputs, self._group)
         shapes: dict[str, tuple[int, ...]] = {
             weight: (num_words(inputs, self._bits), outputs),
             zeros: (groups, num_words(outputs, self._bits)),
@@ -101,29 +100,24 @@ class GptqScheme(IntegerScheme):
         checkpoint.check({scales: (groups, outputs)})
         return (*shapes, scales)
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> GroupScaled:
-        import torch
-
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         weight, zeros_name, scales_name, order = (
             _name(name, each) for each in ("qweight", "qzeros", "scales", "g_idx")
         )
-        each, (num_groups, outputs) = WORD_BITS // self._bits, checkpoint[scales_name].shape
-        inputs = checkpoint[order].shape[0] if order in checkpoint else checkpoint[weight].shape[0] * each
-        rows, columns = rows_and_columns(part, (outputs, inputs))
+        each, (rows, columns) = WORD_BITS // self._bits, part
         words, within = words_of(columns, each)
         values = unpack(checkpoint.read(weight, (words, rows)), self._bits, 0)[within]
         words, within = words_of(rows, each)
-        zeros = unpack(checkpoint.read(zeros_name, (slice(None), words)), self._bits, 1)[:, within].short() + self._add
-        check_range(checkpoint, zeros_name, zeros, 0, (1 << self._bits) - 1)
+        groups, group_of = groups_of(columns, self._group)
         if order in checkpoint:
-            group_of = checkpoint.read(order, (columns,)).long()
-            check_range(checkpoint, order, group_of, 0, num_groups - 1)
-        else:
-            group_of = torch.arange(columns.start, columns.stop) // group_length(self._group, inputs)
+            groups, group_of = slice(0, checkpoint[scales_name].shape[0]), checkpoint.read(order, (columns,)).long()
+            check_range(checkpoint, order, group_of, 0, groups.stop - 1)
+        zeros = unpack(checkpoint.read(zeros_name, (groups, words)), self._bits, 1)[:, within].short() + self._add
+        check_range(checkpoint, zeros_name, zeros, 0, (1 << self._bits) - 1)
         return GroupScaled(
             signed(values.T.contiguous(), self._bits),
             self._bits,
-            read_scales(checkpoint, scales_name, (slice(None), rows)).T.contiguous(),
+            read_scales(checkpoint, scales_name, (groups, rows)).T.contiguous(),
             signed_zeros(zeros.T, self._bits).contiguous(),
             group_of,
         )
@@ -160,10 +154,10 @@ class Gptq(WeightFormat):
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         return self._of(name).check(checkpoint, name, shape)
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> GroupScaled:
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         return self._of(name).integers(checkpoint, name, part)
 
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         self._of(name).read_into(target, checkpoint, name, part)
 
     def _of(self, name: str) -> GptqScheme:

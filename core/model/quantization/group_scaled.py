@@ -59,6 +59,19 @@ def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
+def groups_of(columns: slice, size: int | None) -> tuple[slice, torch.Tensor]:
+    """The groups of consecutive columns that `columns` are in, and each column's place among them.
+
+    size: columns per group. None: a row is one group.
+    """
+    import torch
+
+    if size is None:
+        return slice(0, 1), torch.zeros(columns.stop - columns.start, dtype=torch.int64)
+    first = columns.start // size
+    return slice(first, -(-columns.stop // size)), torch.arange(columns.start, columns.stop) // size - first
+
+
 def signed(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Unsigned integers (uint8) as int8: of 8 bits, 128 less."""
     import torch

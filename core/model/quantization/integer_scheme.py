@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .format import WeightScheme
+from .format import Part, WeightScheme
 from .group_scaled import GroupScaled
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ class IntegerScheme(WeightScheme, ABC):
     """A form of integers with scales."""
 
     @abstractmethod
-    def integers(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> GroupScaled: ...
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled: ...
 
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         self.integers(checkpoint, name, part).dequantise_into(target)

@@ -20,6 +20,6 @@ def read_group_size(fields: ConfigJson, name: str, default: int = 128) -> int | 
     return fields.integer(name, default)
 
 
-def group_length(size: int | None, columns: int) -> int:
-    """Columns per group of a row of `columns`."""
-    return columns if size is None else size
+def num_groups(columns: int, size: int | None) -> int:
+    """Groups of `size` columns, of which the last may be shorter; None: one."""
+    return 1 if size is None else -(-columns // size)

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 REMEDY = "download or quantise the checkpoint again"
 
 
-def rows_and_columns(part: Sequence[slice], shape: Sequence[int]) -> tuple[slice, slice]:
-    """A part of a matrix as two slices with a start and an end."""
-    rows, columns = (
-        slice(*each.indices(size)) for each, size in zip((*part, slice(None), slice(None))[:2], shape, strict=True)
-    )
-    return rows, columns
-
-
 def read_scales(checkpoint: Checkpoint, name: str, part: Sequence[slice] = ()) -> torch.Tensor:
     """Part of a tensor of scales in float32. Raises UnsupportedModel if one is not finite."""
     scales = checkpoint.read(name, part).float()

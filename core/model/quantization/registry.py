@@ -6,16 +6,24 @@ from collections.abc import Callable
 
 from ..config_json import ConfigJson
 from .awq import Awq
+from .compressed_tensors import CompressedTensors
 from .format import WeightFormat
 from .fp8 import Fp8
 from .gptq import Gptq
 
-FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {"awq": Awq, "fp8": Fp8, "gptq": Gptq}
+FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "gptq": Gptq,
+}
 
 
 def read_format(config: ConfigJson) -> WeightFormat | None:
-    """Return the format that `quantization_config` describes; None where there is none."""
-    fields = config.object("quantization_config")
+    """Return the format that `quantization_config`, or the older `compression_config`, describes; None where there is
+    none.
+    """
+    fields = config.object("quantization_config") or config.object("compression_config")
     if fields is None:
         return None
     make = FORMATS.get(fields.text("quant_method", ""))

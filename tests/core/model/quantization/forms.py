@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .float_forms import fp8
-from .integer_forms import awq, gptq
+import torch
+
+from .float_forms import compressed_fp4, compressed_fp8, fp8
+from .integer_forms import awq, compressed_integers, compressed_mixed, gptq
 from .twins import Form
 
 FORMS: dict[str, Form] = {
@@ -22,4 +24,20 @@ FORMS: dict[str, Form] = {
     "gptq without g_idx": gptq(has_order=False, has_head=True),
     "gptq odd groups": gptq(group=5),
     "gptq dynamic": gptq(plain=("mlp.down_proj",), dynamic={r"-:.*\.down_proj": {}}),
+    "compressed packed": compressed_integers(),
+    "compressed packed, zero points": compressed_integers(symmetric=False),
+    "compressed packed, 8 bits": compressed_integers(8, "channel"),
+    "compressed packed, 8 bits, zero points": compressed_integers(8, "channel", symmetric=False),
+    "compressed packed, odd groups": compressed_integers(4, group=7, symmetric=False),
+    "compressed packed, act order": compressed_integers(group=4, act_order=True, symmetric=False),
+    "compressed packed, tensor": compressed_integers(4, "tensor", symmetric=False, dtype=torch.float32),
+    "compressed int8": compressed_integers(8, "channel", is_packed=False),
+    "compressed int8, zero points": compressed_integers(8, "channel", is_packed=False, symmetric=False),
+    "compressed int8, tensor": compressed_integers(8, "tensor", is_packed=False, symmetric=False),
+    "compressed mixed": compressed_mixed(),
+    "compressed fp8": compressed_fp8("tensor"),
+    "compressed fp8, channels": compressed_fp8("channel"),
+    "compressed fp8, blocks": compressed_fp8("block"),
+    "compressed nvfp4": compressed_fp4("nvfp4-pack-quantized", 16, "weight_global_scale"),
+    "compressed mxfp4": compressed_fp4("mxfp4-pack-quantized", 32),
 }

@@ -93,3 +93,72 @@ def gptq(
     config |= {"sym": False, "lm_head": has_head, "damp_percent": 0.01, "true_sequential": True}
     config |= {"checkpoint_format": "gptq_v2"} if v2 else {}
     return Form(quantise, config | how, plain, has_head)
+
+
+def compressed_integers(
+    bits: int = 4,
+    strategy: str = "group",
+    group: int = 8,
+    *,
+    is_packed: bool = True,
+    symmetric: bool = True,
+    act_order: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Form:
+    """compressed-tensors' `pack-quantized` and `int-quantized`."""
+    half = 2 ** (bits - 1)
+
+    def quantise(_: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = shape
+        length = group if strategy == "group" else inputs
+        groups = -(-inputs // length)
+        group_of = [j // length for j in range(inputs)]
+        tensors: Tensors = {}
+        if act_order:
+            group_of = [group_of[j] for j in torch.randperm(inputs).tolist()]
+            tensors["weight_g_idx"] = torch.tensor(group_of, dtype=torch.int32)
+        values = draw(shape, -half, half - 1)
+        of = (1, 1) if strategy == "tensor" else (outputs, groups)
+        scales, zeros = draw_scales(of, bits, dtype), draw(of, -half, half - 1) * (not symmetric)
+        if is_packed:
+            tensors |= {"weight_packed": pack_rows(values + half, bits), "weight_shape": torch.tensor(shape)}
+        else:
+            tensors["weight"] = values.to(torch.int8)
+        tensors["weight_scale"] = scales.reshape(1) if strategy == "tensor" else scales
+        if not symmetric:
+            packs = is_packed and strategy != "tensor"
+            stored = pack_rows((zeros + half).T, bits).T if packs else zeros.to(torch.int8)
+            tensors["weight_zero_point"] = stored.reshape(1) if strategy == "tensor" else stored
+        return tensors, product(values, zeros.expand(outputs, -1), scales.expand(outputs, -1), group_of)
+
+    args: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    args |= {"dynamic": False, "group_size": group if strategy == "group" else None}
+    args |= {"actorder": "group"} if act_order else {}
+    return Form(quantise, compressed("pack-quantized" if is_packed else "int-quantized", args))
+
+
+def compressed(layout: str, weights: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """A `quantization_config` of one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "format": layout}
+    return {**config, "ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None, **how}
+
+
+def compressed_mixed() -> Form:
+    """Two groups with formats of their own, and modules that are left plain by expressions and by names."""
+    small, large = compressed_integers(4, symmetric=False), compressed_integers(8, "channel", is_packed=False)
+    groups = {
+        "group_0": small.how["config_groups"]["group_0"],
+        "group_1": {
+            **large.how["config_groups"]["group_0"],
+            "targets": [r"re:.*\.mlp\.(gate|up|gate_up)_proj$"],
+            "format": "int-quantized",
+        },
+    }
+
+    def quantise(module: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        return (large if module.endswith(("gate_proj", "up_proj")) else small).quantise(module, shape)
+
+    ignored = ["lm_head", r"re:.*layers\.0\.self_attn\..*", "model.layers.1.mlp.down_proj"]
+    plain = [f"layers.0.self_attn.{each}_proj" for each in ("q", "k", "v", "qkv", "o")] + ["layers.1.mlp.down_proj"]
+    return Form(quantise, {**small.how, "config_groups": groups, "ignore": ignored}, plain)
