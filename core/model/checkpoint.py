@@ -35,8 +35,13 @@ class TensorEntry:
     dtype: str
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _STORED.get(self.dtype, torch.uint8).itemsize
+
+    @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * _STORED[self.dtype].itemsize
+        return torch.Size(self.shape).numel() * self.itemsize
 
     @property
     def is_plain(self) -> bool:

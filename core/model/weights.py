@@ -17,10 +17,14 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .quantization.format import rows_and_columns
+from .quantization.group_scaled import row_chunks
 from .quantization.reading import REMEDY
 from .shard import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
+
+#: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
+_CHUNK, _ROWS = 1 << 24, 128
 
 #: Makes what is kept of a projection's weight `[out, in]`; the argument is overwritten by the next one.
 Pack = Callable[[torch.Tensor], torch.Tensor]
@@ -396,7 +400,10 @@ class WeightLoader(Weights):
     def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
         how = self._config.weight_format
         if how is not None and name in self._quantised:
-            how.read_into(target, self._checkpoint, name, rows_and_columns(part, self._stored[name]))
+            rows, columns = rows_and_columns(part, self._stored[name])
+            for chunk in row_chunks(target, _CHUNK, _ROWS):  # what is read is never as large as the projection
+                these = slice(rows.start + chunk.start, rows.start + chunk.stop)
+                how.read_into(target[chunk], self._checkpoint, name, (these, columns))
         else:
             self._checkpoint.read_into(target, name, part)
 

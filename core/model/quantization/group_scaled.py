@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_CHUNK = 1 << 20  # elements that are dequantised at a time
+_CHUNK = 1 << 20  # elements that are dequantised at a time, which stay in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScaled:
-    """`weight[i, j] = (values[i, j] - zeros[i, g]) · scales[i, g]` for group `g = group_of[j]`."""
+    """`weight[i, j] = (values[i, j] - zeros[i, g]) · scales[i, g] · factor` for group `g = group_of[j]`."""
 
     values: torch.Tensor
     """int8 `[out, in]`."""
@@ -30,6 +30,9 @@ class GroupScaled:
 
     group_of: torch.Tensor
     """int64 `[in]`: each column's group. Groups of consecutive columns ascend; with act order they are in any order."""
+
+    factor: float = 1.0
+    """Multiplies every product in float32."""
 
     def dequantised(self) -> torch.Tensor:
         """Return the weight in float32."""
@@ -49,13 +52,15 @@ class GroupScaled:
                 weight -= zeros if one else zeros[:, self.group_of]
             scales = self.scales[rows]
             weight *= scales if one else scales[:, self.group_of]
+            if self.factor != 1:
+                weight *= self.factor
             target[rows].copy_(weight)
 
 
-def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
-    """Runs of a matrix's rows that are small enough to stay in a processor's cache."""
+def row_chunks(matrix: torch.Tensor, size: int = _CHUNK, multiple: int = 1) -> Iterator[slice]:
+    """Runs of a multiple of `multiple` rows of a matrix, of about `size` elements."""
     rows, columns = matrix.shape
-    step = max(1, _CHUNK // max(1, columns))
+    step = max(1, size // max(1, columns) // multiple) * multiple
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 

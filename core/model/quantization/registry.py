@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..config_json import ConfigJson
 from .awq import Awq
+from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
 from .format import WeightFormat
 from .fp8 import Fp8
@@ -13,6 +14,7 @@ from .gptq import Gptq
 
 FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "gptq": Gptq,
@@ -26,7 +28,8 @@ def read_format(config: ConfigJson) -> WeightFormat | None:
     fields = config.object("quantization_config") or config.object("compression_config")
     if fields is None:
         return None
-    make = FORMATS.get(fields.text("quant_method", ""))
+    older = "bitsandbytes" if fields.raw.get("load_in_4bit") or fields.raw.get("load_in_8bit") else ""
+    make = FORMATS.get(fields.text("quant_method", older))
     if make is None:
         why = f"not supported; supported: {', '.join(FORMATS)}; or use the original checkpoint"
         raise fields.refuse("quant_method", why)

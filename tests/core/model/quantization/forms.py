@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .bnb_forms import bnb_4bit, bnb_int8
 from .float_forms import compressed_fp4, compressed_fp8, fp8
 from .integer_forms import awq, compressed_integers, compressed_mixed, gptq
 from .twins import Form
@@ -24,6 +25,11 @@ FORMS: dict[str, Form] = {
     "gptq without g_idx": gptq(has_order=False, has_head=True),
     "gptq odd groups": gptq(group=5),
     "gptq dynamic": gptq(plain=("mlp.down_proj",), dynamic={r"-:.*\.down_proj": {}}),
+    "bnb nf4": bnb_4bit(plain=("mlp.down_proj",)),
+    "bnb nf4, nested": bnb_4bit(block=32, nested=3),
+    "bnb nf4, stored as bf16": bnb_4bit(storage=torch.bfloat16, nested=256),
+    "bnb fp4": bnb_4bit("fp4", 128),
+    "bnb int8": bnb_int8(plain=("layers.0.self_attn.o_proj",)),
     "compressed packed": compressed_integers(),
     "compressed packed, zero points": compressed_integers(symmetric=False),
     "compressed packed, 8 bits": compressed_integers(8, "channel"),
