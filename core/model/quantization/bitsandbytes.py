@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..config_json import ConfigJson
 from .bnb_4bit import Bnb4Bit
 from .bnb_int8 import BnbInt8
-from .format import Part, WeightFormat
+from .format import UniformFormat
 from .module_list import ModuleList
 from .read_fields import check_known
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    import torch
-
-    from ..checkpoint import Checkpoint
-    from .group_scaled import GroupScaled
 
 _FIELDS = {"quant_method", "load_in_4bit", "load_in_8bit", "llm_int8_has_fp16_weight", "llm_int8_skip_modules"}
 
@@ -34,7 +24,7 @@ _NO_EFFECT = {
 }
 
 
-class BitsAndBytes(WeightFormat):
+class BitsAndBytes(UniformFormat):
     """`quant_method: bitsandbytes`. Activations are not quantised, whatever `llm_int8_threshold` says."""
 
     def __init__(self, fields: ConfigJson) -> None:
@@ -44,18 +34,4 @@ class BitsAndBytes(WeightFormat):
             raise fields.refuse("load_in_4bit", f"load_in_8bit is {large}; exactly one of the two must be true")
         if fields.boolean("llm_int8_has_fp16_weight"):
             raise fields.refuse("llm_int8_has_fp16_weight", "not supported; supported: false")
-        self._scheme = Bnb4Bit() if small else BnbInt8()
-        self.title = self._scheme.title
-        self.plain = ModuleList(fields.texts("llm_int8_skip_modules"))
-
-    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
-        return self._scheme.stores(checkpoint, name)
-
-    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
-        return self._scheme.check(checkpoint, name, shape)
-
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
-        self._scheme.read_into(target, checkpoint, name, part)
-
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
-        return self._scheme.integers(checkpoint, name, part)
+        super().__init__(Bnb4Bit() if small else BnbInt8(), ModuleList(fields.texts("llm_int8_skip_modules")))

@@ -72,3 +72,24 @@ class WeightFormat(WeightScheme, ABC):
     def left_out(self, name: str) -> bool:
         """True if the tensor has no effect on dequantised weights, such as a scale of activations."""
         return name.endswith((".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"))
+
+
+class UniformFormat(WeightFormat):
+    """A format that stores every projection that it quantises by one scheme."""
+
+    def __init__(self, scheme: WeightScheme, plain: ModuleList) -> None:
+        self.title = scheme.title
+        self.plain = plain
+        self._scheme = scheme
+
+    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
+        return self._scheme.stores(checkpoint, name)
+
+    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
+        return self._scheme.check(checkpoint, name, shape)
+
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
+        self._scheme.read_into(target, checkpoint, name, part)
+
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        return self._scheme.integers(checkpoint, name, part)

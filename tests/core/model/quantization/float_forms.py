@@ -69,3 +69,12 @@ def compressed_fp4(layout: str, group: int, one: str = "") -> Form:
     args = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "group_size": group}
     args |= {"strategy": "tensor_group" if one else "group"}
     return fp4(group, compressed(layout, args), one=one)
+
+
+def modelopt(algorithm: str, plain: tuple[str, ...] = (), file: str = "") -> Form:
+    """file: `hf_quant_config.json`, or none for config.json."""
+    form = fp8("tensor") if algorithm == "FP8" else fp4(16, {}, "weight", "weight_scale_2")
+    excluded = ["lm_head", *(f"*{each}" for each in plain)]
+    inner = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": excluded}
+    flat = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": excluded, "producer": {"name": "modelopt"}}
+    return Form(form.quantise, {"quantization": inner} if file else flat, plain, file=file)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .bnb_forms import bnb_4bit, bnb_int8
-from .float_forms import compressed_fp4, compressed_fp8, fp8
+from .float_forms import compressed_fp4, compressed_fp8, fp8, modelopt
 from .integer_forms import awq, compressed_integers, compressed_mixed, gptq
 from .twins import Form
 
@@ -17,6 +19,7 @@ FORMS: dict[str, Form] = {
     "awq channels": awq(None),
     "awq mixed": awq(plain=("mlp.down_proj", "layers.0.self_attn.q_proj", "layers.0.self_attn.qkv_proj")),
     "gptq": gptq(),
+    "gptq, file beside": replace(gptq(), file="quantize_config.json"),
     "gptq act order": gptq(act_order=True, group=4),
     "gptq 8 bits": gptq(8, act_order=True),
     "gptq 2 bits": gptq(2, v2=True),
@@ -30,6 +33,9 @@ FORMS: dict[str, Form] = {
     "bnb nf4, stored as bf16": bnb_4bit(storage=torch.bfloat16, nested=256),
     "bnb fp4": bnb_4bit("fp4", 128),
     "bnb int8": bnb_int8(plain=("layers.0.self_attn.o_proj",)),
+    "modelopt fp8": modelopt("FP8"),
+    "modelopt nvfp4": modelopt("NVFP4", ("1.mlp.down_proj",)),
+    "modelopt nvfp4, file beside": modelopt("NVFP4", ("0.self_attn.o_proj",), "hf_quant_config.json"),
     "compressed packed": compressed_integers(),
     "compressed packed, zero points": compressed_integers(symmetric=False),
     "compressed packed, 8 bits": compressed_integers(8, "channel"),

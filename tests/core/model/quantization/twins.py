@@ -50,6 +50,9 @@ class Form:
     config: dict[str, Any] = field(default_factory=dict)
     """Changes of config.json."""
 
+    file: str = ""
+    """The file that has `how`, where config.json has not."""
+
 
 def write(path: Path, tensors: Tensors, **config: Any) -> Path:
     path.mkdir(exist_ok=True)
@@ -80,7 +83,10 @@ def write_twins(
             quantised |= {f"{module}.{end}": tensor for end, tensor in tensors.items()}
     spoil(quantised)
     write(root / "twin", twin, **config)
-    return write(root / "quantised", quantised, **config, quantization_config=form.how), root / "twin"
+    write(root / "quantised", quantised, **config, **({} if form.file else {"quantization_config": form.how}))
+    if form.file:
+        (root / "quantised" / form.file).write_text(json.dumps(form.how))
+    return root / "quantised", root / "twin"
 
 
 def weights(path: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Iterator[torch.Tensor | None]:
