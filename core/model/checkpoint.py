@@ -55,17 +55,10 @@ class Checkpoint:
     Raises UnsupportedModel for files that are missing or broken.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
+        """entries: the tensors. None: those of the directory's safetensors files."""
         self._directory = directory
-        self._entries: dict[str, TensorEntry] = {}
-        for path in _files(directory):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118
-                        header = file.get_slice(name)
-                        self._entries[name] = TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
-            except (SafetensorError, OSError) as error:
-                raise UnsupportedModel(f"{path}: cannot be read: {error}; download the checkpoint again") from error
+        self._entries = _read_headers(directory) if entries is None else dict(entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -81,7 +74,7 @@ class Checkpoint:
         for name, shape in shapes.items():
             entry = self._entries.get(name)
             if entry is None:
-                raise UnsupportedModel(f"{self._directory}: tensor {name} is missing from its safetensors files")
+                raise UnsupportedModel(f"{self._directory}: tensor {name} is missing from its weight files")
             if entry.shape != shape:
                 raise UnsupportedModel(
                     f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json needs {list(shape)}"
@@ -111,6 +104,19 @@ class Checkpoint:
             ) from error
 
 
+def _read_headers(directory: Path) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    for path in _files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    header = file.get_slice(name)
+                    entries[name] = TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedModel(f"{path}: cannot be read: {error}; download the checkpoint again") from error
+    return entries
+
+
 def _files(directory: Path) -> list[Path]:
     """The weight files: the index's shards, or the single file."""
     index = directory / INDEX
@@ -118,7 +124,7 @@ def _files(directory: Path) -> list[Path]:
         if not (directory / SINGLE).is_file():
             pickled = any(directory.glob("pytorch_model*.bin"))
             hint = "; pickle files are never read: convert pytorch_model.bin to safetensors" if pickled else ""
-            raise UnsupportedModel(f"{directory}: no {SINGLE}, nor {INDEX}{hint}")
+            raise UnsupportedModel(f"{directory}: no {SINGLE}, nor {INDEX}, nor a GGUF file{hint}")
         return [directory / SINGLE]
     raw = ConfigJson.read(index)
     weight_map = raw.object("weight_map")

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ...ops.gated_delta import DeltaWeights
-from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import row_chunks
 from .quantization.reading import REMEDY
@@ -304,7 +304,7 @@ class WeightLoader(Weights):
         super().__init__(config, dtype, shard)
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
-        self._checkpoint = Checkpoint(directory)
+        self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
         if config.tie_word_embeddings and self._sources[LM_HEAD].name in self._checkpoint:
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name

@@ -103,7 +103,7 @@ def model_hash(directory: Path, *, dummy: bool = False) -> str:
     dummy: without weights.
     """
     digest = hashlib.sha256(b"chorus model 1\n")
-    patterns = ("config.json", *QUANTIZATION_FILES) if dummy else ("config.json", *QUANTIZATION_FILES, "*.safetensors")
+    patterns = ("config.json", *QUANTIZATION_FILES) + (() if dummy else ("*.safetensors", "*.gguf"))
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())

@@ -348,9 +348,3 @@ def test_a_model_of_the_hub_is_found_in_its_cache_and_goes_by_its_name(in_hub_ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert resolve_model("org/model") == Path("org/model"), "a directory goes first"
-
-
-def test_a_gguf_file_is_explained(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(PullError, match="GGUF file; only checkpoints in safetensors can be served"):
-        resolve_model(tmp_path / "model.gguf")
