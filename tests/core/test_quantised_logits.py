@@ -17,17 +17,18 @@ from chorus.perf.inline_reads import InlineReads
 
 from .model.quantization.forms import FORMS
 from .model.quantization.twins import CONFIG, write_twins
+from .test_gguf import make
 
 pytestmark = pytest.mark.numerics
 
 PROMPTS = {None: [3, 7, 11, 4], "a": [9, 2], "b": [5, 5, 8], "c": [1, 30, 20, 10, 6]}
 
 
-def write_adapter(path: Path, rank: int, seed: int) -> Path:
-    """A PEFT adapter of two modules of every layer."""
+def write_adapter(path: Path, rank: int, seed: int, hidden: int, inner: int) -> Path:
+    """A PEFT adapter of two modules of two layers."""
     torch.manual_seed(seed)
-    hidden, inner, tensors = CONFIG["hidden_size"], CONFIG["intermediate_size"], {}
-    for layer in range(CONFIG["num_hidden_layers"]):
+    tensors = {}
+    for layer in range(2):
         for module, inputs, outputs in (("self_attn.o_proj", hidden, hidden), ("mlp.down_proj", inner, hidden)):
             name = f"base_model.model.model.layers.{layer}.{module}.lora_{{}}.weight"
             tensors |= {name.format("A"): torch.randn(rank, inputs), name.format("B"): torch.randn(outputs, rank)}
@@ -60,7 +61,17 @@ def logits_of(model: Path, adapters: dict[str, Path], **config: object) -> torch
 
 @pytest.mark.parametrize("form", FORMS)
 def test_base_and_three_adapters_answer_as_on_the_twin(tmp_path, form):
-    adapters = {name: write_adapter(tmp_path / name, 2 + seed, seed) for seed, name in enumerate("abc")}
-    found, want = (logits_of(path, adapters) for path in write_twins(tmp_path, FORMS[form]))
+    assert_same(tmp_path, *write_twins(tmp_path, FORMS[form]), CONFIG["hidden_size"], CONFIG["intermediate_size"])
+
+
+@pytest.mark.parametrize("family", ["llama2", "granite", "phi-3"])
+def test_gguf_files_answer_as_their_twin(tmp_path, family):
+    assert_same(tmp_path, *make(tmp_path, family, "Q4_0"), 64, 96)
+
+
+def assert_same(root: Path, quantised: Path, twin: Path, hidden: int, inner: int) -> None:
+    """The logits of the base and of three adapters have the same bits on both."""
+    adapters = {name: write_adapter(root / name, 2 + seed, seed, hidden, inner) for seed, name in enumerate("abc")}
+    found, want = (logits_of(path, adapters) for path in (quantised, twin))
     assert torch.equal(found, want)
     assert found.std() > 0
