@@ -24,7 +24,7 @@ from .shard import WHOLE, Shard
 logger = logging.getLogger(__name__)
 
 #: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
-_CHUNK, _ROWS = 1 << 24, 128
+_CHUNK, _ROWS = 1 << 23, 128
 
 #: Makes what is kept of a projection's weight `[out, in]`; the argument is overwritten by the next one.
 Pack = Callable[[torch.Tensor], torch.Tensor]
