@@ -10,7 +10,7 @@ from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .integer_scheme import IntegerScheme
 from .module_list import ModuleList
 from .packing import num_words, unpack, words_of
-from .read_fields import check_known, num_groups, read_group_size
+from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size
 from .reading import read_scales
 
 if TYPE_CHECKING:
@@ -33,20 +33,17 @@ _FIELDS = {
     "zero_point",  # zero points are stored either way
 }
 
-#: How kernels run, and how the checkpoint was made; without effect on its weights.
-_NO_EFFECT = {
-    "backend",
+#: Further fields without effect on weights.
+_NO_EFFECT = OF_TOOLS | {
+    "act_order",
+    "checkpoint_format",
     "desc_act",
     "do_fuse",
-    "exllama_config",
     "fuse_max_seq_len",
-    "lm_head",
-    "meta",
+    "modules_in_block_to_quantize",
     "modules_to_fuse",
     "pack_dtype",
     "quant_type",
-    "sym",
-    "true_sequential",
 }
 
 

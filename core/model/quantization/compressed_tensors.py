@@ -28,7 +28,6 @@ _FIELDS = {
     "config_groups",
     "format",
     "ignore",
-    "quantization_status",
     "sparsity_config",
     "transform_config",
 }
@@ -39,6 +38,7 @@ _NO_EFFECT = {
     "global_compression_ratio",
     "kv_cache_scheme",
     "moe_sparsity_config",
+    "quantization_status",
     "run_compressed",
     "use_optimized_inference",
     "version",
@@ -78,8 +78,6 @@ class CompressedTensors(WeightFormat):
 
     def __init__(self, fields: ConfigJson) -> None:
         check_known(fields, _FIELDS, _NO_EFFECT)
-        if fields.text("quantization_status", "compressed") != "compressed":
-            raise fields.refuse("quantization_status", "not supported; supported: compressed")
         sparsity = fields.object("sparsity_config")
         if sparsity is not None and sparsity.text("format", "dense") != "dense":
             raise sparsity.refuse("format", "sparse weights are not supported; supported: dense")
@@ -161,6 +159,8 @@ def _integers(weights: ConfigJson, title: str, *, is_packed: bool) -> WeightSche
         raise weights.refuse("num_bits", f"not supported in this format; supported: {allowed}")
     if strategy not in ("tensor", "channel", "group"):
         raise weights.refuse("strategy", "not supported for integers; supported: tensor, channel, group")
+    if strategy != "group" and group not in (None, -1):
+        raise weights.refuse("group_size", f"the strategy {strategy} has no groups; set it to null")
     group = weights.integer("group_size") if strategy == "group" else None
     act_order = weights.raw.get("actorder")
     if act_order not in (None, False, "weight", "static", "group", "dynamic"):

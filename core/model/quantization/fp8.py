@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 _STORED = "F8_E4M3"
-_SCALES = ("BF16", "F16", "F32")
+_SCALES = ("BF16", "F16", "F32", "F8_E8M0")
 _FIELDS = {
     "quant_method",
     "fmt",
     "activation_scheme",
     "weight_block_size",
     "modules_to_not_convert",
+    "modules_to_convert",
     "ignored_layers",
-    "dequantize",
 }
+
+#: The dtype of scales is told by themselves; there are no experts.
+_NO_EFFECT = {"dequantize", "expert_dtype", "scale_fmt"}
 
 
 class Fp8Scheme(WeightScheme):
@@ -82,7 +85,9 @@ class Fp8(Fp8Scheme, WeightFormat):
     """`quant_method: fp8`, whatever its `activation_scheme`."""
 
     def __init__(self, fields: ConfigJson) -> None:
-        check_known(fields, _FIELDS)
+        check_known(fields, _FIELDS, _NO_EFFECT)
+        if fields.texts("modules_to_convert"):
+            raise fields.refuse("modules_to_convert", "quantised embeddings are not supported; supported: null")
         if fields.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise fields.refuse("fmt", "not supported; supported: e4m3")
         if fields.text("activation_scheme", "dynamic") not in ("dynamic", "static"):

@@ -11,7 +11,7 @@ from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .integer_scheme import IntegerScheme
 from .module_list import ModuleList
 from .packing import WORD_BITS, num_words, unpack, words_of
-from .read_fields import check_known, num_groups, read_group_size
+from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size
 from .reading import check_range, read_scales
 
 if TYPE_CHECKING:
@@ -36,39 +36,6 @@ _FIELDS = {
     "modules_in_block_to_quantize",
     "modules_to_not_convert",
     "is_marlin_format",
-}
-
-#: How the checkpoint was made and how kernels run; without effect on its weights.
-_NO_EFFECT = {
-    "act_group_aware",
-    "adapter",
-    "backend",
-    "batch_size",
-    "block_name_to_quantize",
-    "cache_block_outputs",
-    "damp_auto_increment",
-    "damp_percent",
-    "dataset",
-    "disable_exllama",
-    "exllama_config",
-    "lm_head",
-    "max_input_length",
-    "meta",
-    "model_file_base_name",
-    "model_name_or_path",
-    "model_seqlen",
-    "module_name_preceding_first_block",
-    "mse",
-    "offload_to_disk",
-    "offload_to_disk_path",
-    "pad_token_id",
-    "quantizer",
-    "static_groups",
-    "sym",
-    "tokenizer",
-    "true_sequential",
-    "use_cuda_fp16",
-    "use_exllama",
 }
 
 
@@ -127,7 +94,7 @@ class Gptq(WeightFormat):
     """`quant_method: gptq`. `dynamic` may give modules another width or group size, or leave them plain."""
 
     def __init__(self, fields: ConfigJson) -> None:
-        check_known(fields, _FIELDS, _NO_EFFECT)
+        check_known(fields, _FIELDS, OF_TOOLS)
         if fields.text("pack_dtype", "int32") != "int32":
             raise fields.refuse("pack_dtype", "not supported; supported: int32")
         if fields.boolean("is_marlin_format"):

@@ -6,6 +6,39 @@ from collections.abc import Set as AbstractSet
 
 from ..config_json import ConfigJson
 
+#: Fields of AWQ and GPTQ that say how the checkpoint was made and how kernels run; without effect on its weights.
+OF_TOOLS = {
+    "act_group_aware",
+    "adapter",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "exllama_config",
+    "lm_head",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "mse",
+    "offload_to_disk",
+    "offload_to_disk_path",
+    "pad_token_id",
+    "quantizer",
+    "static_groups",
+    "sym",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+}
+
 
 def check_known(fields: ConfigJson, used: AbstractSet[str], no_effect: AbstractSet[str] = frozenset()) -> None:
     """Raise UnsupportedModel for a field that is neither used nor known to have no effect on weights."""

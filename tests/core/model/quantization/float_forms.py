@@ -29,6 +29,21 @@ def fp8(scheme: str, plain: tuple[str, ...] = (), end: str = "weight_scale", **h
     return Form(quantise, {"quant_method": "fp8", "modules_to_not_convert": list(plain), **how}, plain)
 
 
+def fp8_exponents() -> Form:
+    """Blocks whose scales are stored as E8M0."""
+
+    def quantise(_: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        stored = torch.randn(shape).to(torch.float8_e4m3fn)
+        exponents = torch.randint(124, 130, (-(-shape[0] // 8), -(-shape[1] // 8)), dtype=torch.uint8)
+        product = torch.empty(shape)
+        for i in range(shape[0]):
+            for j in range(shape[1]):
+                product[i, j] = stored[i, j].float() * 2.0 ** (int(exponents[i // 8, j // 8]) - 127)
+        return {"weight": stored, "weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}, product
+
+    return Form(quantise, {"quant_method": "fp8", "weight_block_size": [8, 8], "scale_fmt": "ue8m0"})
+
+
 #: E2M1 by its four bits: a sign, two bits of exponent, one of mantissa.
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from .bnb_forms import bnb_4bit, bnb_int8
-from .float_forms import compressed_fp4, compressed_fp8, fp8, modelopt
+from .float_forms import compressed_fp4, compressed_fp8, fp8, fp8_exponents, modelopt
 from .integer_forms import awq, compressed_integers, compressed_mixed, gptq
 from .twins import Form
 
@@ -15,6 +15,7 @@ FORMS: dict[str, Form] = {
     "fp8": fp8("tensor"),
     "fp8 channels": fp8("channel", plain=("mlp.down_proj",)),
     "fp8 blocks": fp8("block", ("mlp.down_proj",), "weight_scale_inv", weight_block_size=[5, 7]),
+    "fp8 blocks, powers of 2": fp8_exponents(),
     "awq": awq(),
     "awq channels": awq(None),
     "awq mixed": awq(plain=("mlp.down_proj", "layers.0.self_attn.q_proj", "layers.0.self_attn.qkv_proj")),

@@ -125,7 +125,7 @@ def with_weights(**changes: Any) -> Form:
         (with_weights(rotation=1), "weights.rotation is 1: unknown field"),
         (replace(INTEGERS, how=INTEGERS.how | {"format": "marlin-24"}), "config.format is 'marlin-24': not supported"),
         (replace(INTEGERS, how=INTEGERS.how | {"ignore": ["re:("]}), "ignore is ['re:(']: '(' is not a regular"),
-        (replace(INTEGERS, how=INTEGERS.how | {"quantization_status": "frozen"}), "quantization_status is 'frozen'"),
+        (with_weights(strategy="channel"), "weights.group_size is 8: the strategy channel has no groups"),
         (
             replace(INTEGERS, how=INTEGERS.how | {"transform_config": {"config_groups": {"R1": {}}}}),
             "transform_config.config_groups is {'R1': {}}: transforms of activations are not supported",
