@@ -121,6 +121,9 @@ def _files(directory: Path) -> list[Path]:
     """The weight files: the index's shards, or the single file."""
     index = directory / INDEX
     if not index.is_file():
+        others = list(directory.glob("*.safetensors"))
+        if not (directory / SINGLE).is_file() and len(others) == 1:
+            return others  # older tools name the file after what they did
         if not (directory / SINGLE).is_file():
             pickled = any(directory.glob("pytorch_model*.bin"))
             hint = "; pickle files are never read: convert pytorch_model.bin to safetensors" if pickled else ""

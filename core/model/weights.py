@@ -353,12 +353,12 @@ class WeightLoader(Weights):
                 left_out += 1
             elif name in used:
                 continue
-            elif how is not None and how.left_out(name):
+            elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
             elif not _IGNORED.search(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if scales:
-            logger.info("%d scales of activations and of the KV cache are left out: neither is quantised", scales)
+            logger.info("%d scales of activations and of the KV cache, and biases of zeros, are left out", scales)
         if left_out:
             beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
             logger.info(

@@ -94,8 +94,8 @@ class CompressedTensors(WeightFormat):
     def covers(self, checkpoint: Checkpoint, name: str) -> bool:
         return self._scheme(name) is not None and super().covers(checkpoint, name)
 
-    def left_out(self, name: str) -> bool:
-        return super().left_out(name) or name.endswith(_LEFT_OUT)
+    def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
+        return super().left_out(checkpoint, name) or name.endswith(_LEFT_OUT)
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:
         return self._of(name).stores(checkpoint, name)

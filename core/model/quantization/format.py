@@ -69,7 +69,7 @@ class WeightFormat(WeightScheme, ABC):
             return False
         return self.stores(checkpoint, name) or (".layers." in name and not self.plain.may_have(module))
 
-    def left_out(self, name: str) -> bool:
+    def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
         """True if the tensor has no effect on dequantised weights, such as a scale of activations."""
         return name.endswith((".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"))
 

@@ -115,6 +115,12 @@ class Gptq(WeightFormat):
             return False
         return super().covers(checkpoint, name)
 
+    def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
+        """Some tools store biases of zeros for modules that have none."""
+        if name.endswith(".bias") and checkpoint[name].is_plain:
+            return not bool(checkpoint.read(name).any())
+        return super().left_out(checkpoint, name)
+
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:
         return self._usual.stores(checkpoint, name)
 

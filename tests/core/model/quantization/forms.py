@@ -11,6 +11,12 @@ from .float_forms import compressed_fp4, compressed_fp8, fp8, fp8_exponents, mod
 from .integer_forms import awq, compressed_integers, compressed_mixed, gptq
 from .twins import Form
 
+
+def with_head(form: Form) -> Form:
+    """The form on the output projection, too."""
+    return replace(form, has_head=True, how=form.how | {"ignore": []})
+
+
 FORMS: dict[str, Form] = {
     "fp8": fp8("tensor"),
     "fp8 channels": fp8("channel", plain=("mlp.down_proj",)),
@@ -47,6 +53,7 @@ FORMS: dict[str, Form] = {
     "compressed int8": compressed_integers(8, "channel", is_packed=False),
     "compressed int8, zero points": compressed_integers(8, "channel", is_packed=False, symmetric=False),
     "compressed int8, tensor": compressed_integers(8, "tensor", is_packed=False, symmetric=False),
+    "compressed int8, output projection": with_head(compressed_integers(8, "channel", is_packed=False)),
     "compressed mixed": compressed_mixed(),
     "compressed fp8": compressed_fp8("tensor"),
     "compressed fp8, channels": compressed_fp8("channel"),

@@ -112,3 +112,22 @@ def test_a_rule_of_dynamic_may_change_the_width(tmp_path):
     )
     for found, want in zip(*map(weights, write_twins(tmp_path, form)), strict=True):
         assert found is want is None or torch.equal(found, want)
+
+
+def test_biases_of_zeros_are_left_out_and_others_are_refused(tmp_path):
+    bias = f"{MODULE}.bias"
+    (tmp_path / "zeros").mkdir()
+    twins = write_twins(tmp_path / "zeros", FORMS["gptq"], spoil=lambda t: t.update({bias: torch.zeros(16).half()}))
+    for found, want in zip(*map(weights, twins), strict=True):
+        assert found is want is None or torch.equal(found, want)
+    assert f"{bias} has no place" in refusal(tmp_path, FORMS["gptq"], lambda t: t.update({bias: torch.ones(16)}))
+
+
+def test_the_one_file_may_have_any_name(tmp_path):
+    quantised, twin = write_twins(tmp_path, FORMS["gptq"])
+    (quantised / "model.safetensors").rename(quantised / "gptq_model-4bit-128g.safetensors")
+    for found, want in zip(weights(quantised), weights(twin), strict=True):
+        assert found is want is None or torch.equal(found, want)
+    (quantised / "other.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match=r"no model.safetensors, nor"):
+        list(weights(quantised))
