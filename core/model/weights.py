@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
@@ -14,12 +13,18 @@ from typing import NamedTuple
 import torch
 
 from ...ops.gated_delta import DeltaWeights
-from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .open_checkpoint import open_checkpoint
+from .quantization.format import rows_and_columns
+from .quantization.group_scaled import row_chunks
+from .quantization.reading import REMEDY
 from .shard import WHOLE, Part, Shard
 
 logger = logging.getLogger(__name__)
+
+#: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
+_CHUNK, _ROWS = 1 << 23, 128
 
 #: Makes what is kept of a projection's weight `[out, in]`; the argument is overwritten by the next one.
 Pack = Callable[[torch.Tensor], torch.Tensor]
@@ -305,31 +310,38 @@ class WeightLoader(Weights):
         super().__init__(config, dtype, shard)
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
-        self._checkpoint = Checkpoint(directory)
+        self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
         if config.tie_word_embeddings and self._sources[LM_HEAD].name in self._checkpoint:
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        stored = self._stored()
-        self._quantised = self._find_quantised(stored)
-        self._checkpoint.check({name: shape for name, shape in stored.items() if name not in self._quantised})
+        self._stored = self._stored_shapes()
+        self._quantised = self._find_quantised()
+        self._checkpoint.check({name: shape for name, shape in self._stored.items() if name not in self._quantised})
         self._check_unused()
+        self._num_bytes = {
+            name: sum(self._checkpoint[each].num_bytes for each in self._quantised.get(name, (name,)))
+            for name in self._stored
+        }
 
-    def _find_quantised(self, stored: dict[str, tuple[int, ...]]) -> dict[str, Collection[str]]:
-        """Quantised projections of layers → the checkpoint's tensors that each consists of."""
+    def _find_quantised(self) -> dict[str, Collection[str]]:
+        """Quantised projections → the checkpoint's tensors that each consists of."""
         how = self._config.weight_format
         if how is None:
             return {}
-        matrices = {self._sources[part].name for part in self._shapes if _IN_LAYER.match(part)}
-        return {
-            name: how.check(self._checkpoint, name, shape)
-            for name, shape in stored.items()
-            if name in matrices and len(shape) == 2 and how.covers(name)
-        }
+        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or _IN_LAYER.match(part)}
+        try:
+            return {
+                name: how.check(self._checkpoint, name, shape)
+                for name, shape in self._stored.items()
+                if name in matrices and len(shape) == 2 and how.covers(self._checkpoint, name)
+            }
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}; {REMEDY}") from None
 
-    def _stored(self) -> dict[str, tuple[int, ...]]:
+    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
         shapes: dict[str, tuple[int, ...]] = {}
         for part, (rows, *others) in self._shapes.items():
@@ -347,12 +359,12 @@ class WeightLoader(Weights):
                 left_out += 1
             elif name in used:
                 continue
-            elif how is not None and how.left_out(name):
+            elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
             elif not _IGNORED.search(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if scales:
-            logger.info("%d scales of activations and of the KV cache are left out: neither is quantised", scales)
+            logger.info("%d scales of activations and of the KV cache, and biases of zeros, are left out", scales)
         if left_out:
             beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
             logger.info(
@@ -362,7 +374,7 @@ class WeightLoader(Weights):
     @property
     def num_bytes(self) -> int:
         """Bytes to read in all."""
-        return sum(self._checkpoint[name].num_bytes for name in self._stored())
+        return sum(self._num_bytes.values())
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         tied = self._tied(embed)
@@ -390,20 +402,23 @@ class WeightLoader(Weights):
             places = share.split([_part_shape(self._shapes[name], part)[0] for part in parts])
             for part, place in zip(parts, places, strict=True):
                 self._read_part(place, source.name, self._rows(name, source, part))
-            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
+            self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
         return target
 
     def _read_part(self, target: torch.Tensor, name: str, part: Part) -> None:
         how = self._config.weight_format
         if how is not None and name in self._quantised:
-            how.read_into(target, self._checkpoint, name, part)
+            rows, columns = rows_and_columns(part, self._stored[name])
+            for chunk in row_chunks(target, _CHUNK, _ROWS):  # what is read is never as large as the projection
+                these = slice(rows.start + chunk.start, rows.start + chunk.stop)
+                how.read_into(target[chunk], self._checkpoint, name, (these, columns))
         else:
             self._checkpoint.read_into(target, name, part)
 
     def _rows(self, name: str, source: Source, share: Part) -> Part:
         """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
         rows = self._shapes[name][0]
-        if rows == self._checkpoint[source.name].shape[0]:
+        if rows == self._stored[source.name][0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
         return slice(source.first + start, source.first + stop), *share[1:]

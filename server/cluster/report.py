@@ -16,6 +16,7 @@ from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.merging.modes import batch_of, context_of
+from ...core.model.quantization.registry import FILES as QUANTIZATION_FILES
 from ...core.model.read_config import read_model_config
 from ..version import VERSION
 from .wire import Malformed
@@ -97,11 +98,12 @@ def _level(cpu_kernels: str, device: str) -> str:
 
 
 def model_hash(directory: Path, *, dummy: bool = False) -> str:
-    """Hash of a checkpoint: its configuration, and the names, sizes and bytes of its weights. dummy: without
-    weights.
+    """Hash of a checkpoint: its configuration with the form of its weights, and their names, sizes and bytes.
+
+    dummy: without weights.
     """
     digest = hashlib.sha256(b"chorus model 1\n")
-    patterns = ("config.json",) if dummy else ("config.json", "*.safetensors")
+    patterns = ("config.json", *QUANTIZATION_FILES) + (() if dummy else ("*.safetensors", "*.gguf"))
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
