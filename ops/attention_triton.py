@@ -183,22 +183,24 @@ class TritonBackend:
         self.device = setup.device
         self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        scale, window, softcap = setup.scores.scale, setup.scores.window, setup.scores.softcap
-        to_log2 = math.log2(math.e) if softcap is None else 1.0
-        self._scale = to_log2 / math.sqrt(head_dim) if scale is None else to_log2 * scale
-        self._softcap = softcap or 0.0
         constants = attention_constants(*self.heads, itemsize)
-        constants |= {"WINDOW": window or 0, "CAPS": int(softcap is not None)}
         tile, max_tokens = tile_tokens(head_dim, itemsize), setup.max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
         # each tensor starts at a multiple of 16 bytes, else Triton treats it as unaligned
         parts = shared * num_heads * PARTS or 4
-        self._values = torch.zeros(parts * constants["BLOCK_D"], dtype=torch.float32, device=self.device)
-        self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
-        self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)
+        sizes = {"values": parts * constants["BLOCK_D"], "tops": parts, "totals": parts}
+        self._partials = [setup.scratch.zeros(name, size, torch.float32, self.device) for name, size in sizes.items()]
+        self._arrived = setup.scratch.zeros("arrived", max_rows * kv_heads, torch.int32, self.device)
+        self._launches = {scores: self._new_launch(scores, constants) for scores in setup.scores}
+
+    def _new_launch(self, scores: Scores, constants: dict[str, int]) -> tuple[KernelLauncher, float, float]:
+        """The kernel for layers with such scores, its `scale` and its `softcap`."""
+        scale = self.heads.head_dim**-0.5 if scores.scale is None else scores.scale
+        own = {"WINDOW": scores.window or 0, "CAPS": int(scores.softcap is not None)}
         early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(self.device) else {}
-        self._launch = KernelLauncher(attend_rows, constants | attention_options() | early)
+        launcher = KernelLauncher(attend_rows, constants | own | attention_options() | early)
+        return launcher, scale * (math.log2(math.e) if scores.softcap is None else 1.0), scores.softcap or 0.0
 
     def ragged(self) -> TritonRaggedAttention:
         """Attention for steps with sequences of any length, run eagerly."""
@@ -217,13 +219,15 @@ class TritonBackend:
         self.buffers.upload()
         self.event.record()
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         """Attend with the planned sequences. q, out: `[rows, heads, head_dim]`."""
+        k_cache, v_cache = cache
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or not q.is_contiguous():
             raise ValueError("K and V must have the same strides; q and the heads of the cache must be contiguous")
         splits, least = self._splits[len(q) - 1]
+        launch, scale, softcap = self._launches[scores]
         buffers = self.buffers
-        self._launch(
+        launch(
             (self.heads.kv_heads, len(q), splits),
             (
                 out,
@@ -233,12 +237,10 @@ class TritonBackend:
                 buffers.indptr,
                 buffers.last_page_len,
                 buffers.indices,
-                self._values,
-                self._tops,
-                self._totals,
+                *self._partials,
                 self._arrived,
             ),
-            (self._scale, self._softcap, least),
+            (scale, softcap, least),
             k_cache.stride()[:3],
         )
 
@@ -265,7 +267,7 @@ class TritonRaggedAttention(Attention):
         if split:
             self._prefill.run(q[:split], *cache, out=out[:split], scores=scores)
         if split < self._num_tokens:
-            self._backend.run(q[split:], *cache, out=out[split:])
+            self._backend.run(q[split:], cache, out[split:], scores)
 
 
 class TritonDecodeAttention(Attention):
@@ -283,7 +285,7 @@ class TritonDecodeAttention(Attention):
         self._backend.plan(rows.page_table, rows.kv_lens, rows.tables)
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._backend.run(q, *cache, out=out)
+        self._backend.run(q, cache, out, scores)
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
