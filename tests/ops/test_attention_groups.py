@@ -124,8 +124,8 @@ def test_flashinfers_buckets_equal_the_definition(fake, groups):
     """Replanned over other lengths, below the window and beyond it, with another bucket planned between."""
     backend = backends_of(groups, flashinfer(fake))
     buckets = {size: backend.decode(size) for size in (1, 2, 3)}
-    for seed, befores in enumerate([(2, 0, 5), (12,), (3, 31, 8), (4, 9), (30, 30, 30), (13,), (5, 10)]):
-        rows = [(1, before) for before in befores]
+    for seed, counts in enumerate([(2, 0, 5), (12,), (3, 31, 8), (4, 9), (30, 30, 30), (13,), (5, 10)]):
+        rows = [(1, before) for before in counts]
         GroupedStep(seed, rows, groups).check(buckets[len(rows)])
     layers = sum(map(len, groups))
     assert fake.fast_plans == 4 * layers, (
