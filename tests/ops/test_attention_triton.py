@@ -232,7 +232,7 @@ def test_what_launches_are_given_begins_on_16_bytes():
     setup = AttentionSetup(HeadShape(4, 2, 16, 4), torch.float32, torch.device("cpu"), 2, max_pages_per_row=2)
     backend = TritonBackend(setup, num_sms=1, reason="", new_event=object)
     assert all(splits == 1 for splits, _ in backend._splits)  # noqa: SLF001
-    given = *backend._partials, backend._arrived  # noqa: SLF001
+    given = backend._partial  # noqa: SLF001
     assert not any(each.data_ptr() % 16 for each in given)
 
 
