@@ -529,7 +529,7 @@ def _launch(
         raise ValueError("the size of a page must be a multiple of 16 bytes")
     shape = schedule, modules, d_in, page_elems, itemsize, rank, pages
     pdl = pdl and not schedule.tensor_cores
-    early = dependent_launch.OPTIONS if pdl else {}
+    early = dependent_launch.options(pdl)
     shrink_c, expand_c = replace(shrink_constants(*shape), pdl=pdl), replace(expand_constants(*shape), pdl=pdl)
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
     expand = expand_prefill if schedule.tensor_cores else expand_decode

@@ -367,7 +367,7 @@ def _launch(
         raise ValueError(f"the modules' widths {shape.widths} must add up to the weight's {outputs} rows")
     widths = (d_out,) if silu or shape is None else shape.widths
     constants = replace(gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape), pdl=early)
-    options = {**gemm_options(schedule), **(dependent_launch.OPTIONS if early else {})}
+    options = {**gemm_options(schedule), **dependent_launch.options(early)}
     return KernelLauncher(multiply_rows, {"C": constants, **options}), schedule.blocks(widths, silu=silu)
 
 

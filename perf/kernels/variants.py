@@ -35,6 +35,15 @@ SHARED_LIMIT = 80 * 1024
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
+#: `sgmv_triton.Adapters`.
+_ADAPTERS = (
+    ("h", "*fp32"),
+    ("arena", "*own"),
+    *((name, "*i32") for name in ("tiles", "offsets", "places")),
+    ("first_elem", "*i64"),
+    ("pages", "*i32"),
+)
+
 #: Pointers to memory that exists before a step's first launch.
 _READY = {"arena", "weight", "bias", "norm", "indptr", "last_page_len", "indices"}
 _READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
@@ -57,11 +66,9 @@ class Elementwise(NamedTuple):
     own: tuple[str, ...]
     """Arguments that point to the variant's dtype."""
     others: dict[str, str | Fields]
-    """Other arguments, with their types."""
+    """Other arguments, with their types; `*own`: a pointer to the variant's dtype."""
     pointer: str = ""
     """The argument for weights, or keys, which are multiplied on tensor cores."""
-    adapters: bool = False
-    """It takes `Adapters`, too."""
 
 
 def _strides(*names: str) -> dict[str, str]:
@@ -74,7 +81,7 @@ _elementwise = partial(Elementwise, "elementwise_triton")
 def _norm(hidden: int, add: bool) -> Elementwise:
     return _elementwise(
         "rms_norm_rows",
-        elementwise_schedule.norm_constants(hidden, add),
+        {"C": elementwise_schedule.norm_constants(hidden, add)},
         elementwise_schedule.norm_options(hidden),
         ("y", "x", "residual", "weight"),
         {"eps": "fp32", **_strides("x", "y", "residual")},
@@ -84,7 +91,7 @@ def _norm(hidden: int, add: bool) -> Elementwise:
 def _silu(ffn: int) -> Elementwise:
     return _elementwise(
         "silu_and_mul_rows",
-        elementwise_schedule.silu_constants(ffn),
+        {"C": elementwise_schedule.SiluConstants(ffn)},
         elementwise_schedule.silu_options(),
         ("y", "gate_up"),
         _strides("gate_up", "y"),
@@ -94,11 +101,12 @@ def _silu(ffn: int) -> Elementwise:
 def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise:
     return _elementwise(
         "rotate_and_write_heads",
-        elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm),
+        {"C": elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm)},
         elementwise_schedule.rotary_options(),
-        ("q", "k_cache", "v_cache", "qkv", "cos", "sin", "q_norm", "k_norm"),
+        ("q", "qkv", "q_norm", "k_norm"),
         {
-            **dict.fromkeys(("rows", "page", "offset"), "*i64"),
+            "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
+            "slots": (("k_cache", "*own"), ("v_cache", "*own"), ("page", "*i64"), ("offset", "*i64")),
             "eps": "fp32",
             **_strides("qkv", "table", "page", "token", "head"),
         },
@@ -136,9 +144,8 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
         constants={"C": small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape)},
         options=small.gemm_options(schedule),
         own=("y", "x", "weight", "bias"),
-        others={**_COUNTS, "num_tiles": "i32", **_strides("x")},
+        others={"adapters": _ADAPTERS, **_COUNTS, "num_tiles": "i32", **_strides("x")},
         pointer="weight",
-        adapters=True,
     )
 
 
@@ -208,14 +215,14 @@ _SUMS = {"sums": "*fp64"}
 
 
 def _draws(vocab: int) -> dict[str, Elementwise]:
-    its = sampling_schedule
+    its, constants = sampling_schedule, {"C": sampling_schedule.sampling_constants(vocab)}
     read = {**_PEAKS, **_DRAWN}
     drawn = {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32", **read}
     made = partial(Elementwise, "sampling_triton")
     return {
-        "peaks": made("find_peaks", its.peak_constants(vocab), its.peak_options(), (), read),
-        "weights": made("weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), (), {**_SUMS, **read}),
-        "tokens": made("pick_tokens", its.pick_constants(vocab), its.pick_options(), (), drawn),
+        "peaks": made("find_peaks", constants, its.peak_options(), (), read),
+        "weights": made("weigh_blocks", constants, its.weigh_options(), (), {**_SUMS, **read}),
+        "tokens": made("pick_tokens", constants, its.pick_options(), (), drawn),
     }
 
 
@@ -226,12 +233,13 @@ DRAWS = _draws(128256)
 def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
     its, made = gated_delta_schedule, partial(Elementwise, "gated_delta_triton")
     floats = dict.fromkeys(("conv_in", "conv_out", "recurrent", "taps", "dt_bias", "a_log", "norm"), "*fp32")
-    step = {**floats, "eps": "fp32", **_strides("mixed", "out")}
+    step = {**floats, "eps": "fp32", **_strides("mixed")}
     scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
-    constants = its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)
+    constants = {"C": its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)}
+    scanned = {"C": its.scan_constants(v_heads, k_dim, v_dim)}
     return {
         "delta.step": made("step_heads", constants, its.step_options(k_dim, v_dim), ("out", "mixed"), step),
-        "delta.scan": made("scan_heads", its.scan_constants(v_heads, k_dim, v_dim), its.scan_options(), (), scan),
+        "delta.scan": made("scan_heads", scanned, its.scan_options(), (), scan),
     }
 
 
@@ -298,14 +306,11 @@ class Variant:
     def signature(self) -> dict[str, str | Fields]:
         own = f"*{self.dtype}"
         if (launch := self.launch) is not None:
-            adapters = {"adapters": self._adapters()} if launch.adapters else {}
-            return {**dict.fromkeys(launch.own, own), **launch.others, **adapters}
-        rows = "x" if self.kernel.startswith("shrink") else "y"
-        return {rows: own, "adapters": self._adapters(), **_COUNTS, **_strides(rows)}
-
-    def _adapters(self) -> Fields:
-        types = dict.fromkeys(("tiles", "offsets", "places"), "*i32")
-        return tuple({"h": "*fp32", "arena": f"*{self.dtype}", **types, "first_elem": "*i64", "pages": "*i32"}.items())
+            found = {**dict.fromkeys(launch.own, own), **launch.others}
+        else:
+            rows = "x" if self.kernel.startswith("shrink") else "y"
+            found = {rows: own, "adapters": _ADAPTERS, **_COUNTS, **_strides(rows)}
+        return {name: _owned(kind, own) for name, kind in found.items()}
 
     @property
     def num_weights(self) -> int:
@@ -323,6 +328,13 @@ class Variant:
         """The inputs of the compilation; the same for variants that are one launch."""
         items = (self.constants().items(), self.options().items(), self.signature().items())
         return self.kernel, *(tuple(sorted(each)) for each in items)
+
+
+def _owned(kind: str | Fields, own: str) -> str | Fields:
+    """The type, with pointers to the variant's dtype."""
+    if isinstance(kind, str):
+        return kind
+    return tuple((name, own if of_field == "*own" else of_field) for name, of_field in kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,11 +429,9 @@ def job_of(variant: Variant, arch: str) -> Job:
 
 def _early(variant: Variant, constants: dict[str, Any]) -> dict[str, Any] | None:
     """The constants of a launch that begins early, as serving launches it; None if it never does."""
-    if "PDL" in constants:
-        return constants | {"PDL": 1}
-    if "C" in constants and (variant.launch is not None or not variant.tensor_cores):
-        return {"C": replace(constants["C"], pdl=True)}
-    return None
+    if not hasattr(constants["C"], "pdl") or variant.kernel.endswith("prefill"):
+        return None
+    return {"C": replace(constants["C"], pdl=True)}
 
 
 def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:
