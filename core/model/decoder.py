@@ -381,7 +381,7 @@ def _kept(device: torch.device, *, packs: bool) -> Pack | None:
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.inverse_frequencies()
+    frequencies = rope.inverse_frequencies(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
 

@@ -241,7 +241,7 @@ def _layer_values(
 
 def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rotary_table(
-        rope.inverse_frequencies(), positions, factor=rope.attention_factor, interleaved=rope.interleaved
+        rope.inverse_frequencies(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved
     )
 
 

@@ -62,9 +62,11 @@ def described(directory: Path) -> list[str]:
 
     model = read_model_config(directory)
     kinds = Counter((it.window, it.rope) for it in model.attention_layers)
+    most = model.max_position_embeddings
+    more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
-        f"context: {model.max_context:,} tokens",
+        f"context: {model.max_context:,} tokens{more}",
         f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {model.num_heads} heads of "
         f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",

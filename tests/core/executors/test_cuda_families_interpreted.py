@@ -10,12 +10,16 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
-from chorus.ops import native_library
+from chorus.ops import attention_flashinfer, native_library
+from chorus.ops.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention_triton import TritonBackend
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
+from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
@@ -24,6 +28,8 @@ from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: 
 DENSE = ["granite", "glm-4", "gemma-2", "cohere-2", "olmo-2"]
 #: With windows in some layers, or in all.
 WINDOWS = ["gemma-3", "mistral-window", "qwen2-window"]
+#: With several page groups of one window; with a window, a soft cap and a scale; with a window in every layer.
+ON_A_GPU = ["gemma-3", "gemma-2-untied", "mistral-window"]
 
 
 @pytest.fixture
@@ -75,6 +81,42 @@ def test_windows(tiny, drive, family):
     driver = drive(it, ["r3-all"])
     assert driver.engine.executor.layout.has_windows
     check(it, driver, (None, 60, 4), ("r3-all", 40, 4))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """Attention by FlashInfer's wrappers, as on a GPU; the stand-in for its package."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+
+    def choose(setup, wanted):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    return fake
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Attention by our kernel, as on a GPU without FlashInfer."""
+
+    def choose(setup, wanted):
+        return TritonBackend(setup, num_sms=8, reason="", new_event=Stream().new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+
+
+@pytest.mark.parametrize("family", ON_A_GPU)
+def test_windows_and_soft_caps_by_flashinfer(tiny, drive, flashinfer, family):
+    it = tiny(family)
+    check(it, drive(it, ["r3-all"]), (None, 60, 4), ("r3-all", 30, 6))
+    assert flashinfer.fast_plans, "no bucket was planned twice"
+
+
+@pytest.mark.parametrize("family", ON_A_GPU)
+def test_windows_and_soft_caps_by_our_kernel(tiny, drive, triton, family):
+    it = tiny(family)
+    check(it, drive(it, ["r3-all"]), (None, 50, 3), ("r3-all", 22, 4))
 
 
 @pytest.mark.parametrize("mixed_graph_tokens", [0, 24])

@@ -258,7 +258,7 @@ def test_ranks_share_a_norm_of_all_heads(read):
     assert Shard(1, 2).of_tensor("model.layers.0.self_attn.q_norm.weight", each) == ((),)
 
 
-def test_longrope_ends_where_its_frequencies_change(read):
+def test_longrope_ends_by_default_where_its_frequencies_change(read):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     phi = read(
         architectures=["Phi3ForCausalLM"],
@@ -321,6 +321,14 @@ WRONG = [
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),
     ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.type is 'ntk': rope type not supported"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is [1.0]: 1 factors"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}},
+        "rope_scaling.long_factor is [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]: 7 factors, one is needed for each of 8",
+    ),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}},
+        "rope_scaling.long_factor is missing: 0 factors",
+    ),
     ({"rope_scaling": {"type": "longrope", "short_factor": "1"}}, "rope_scaling.short_factor is '1': a list of finite"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "factor": None}}, "rope_scaling.factor is None"),
