@@ -18,7 +18,8 @@ class Stored(NamedTuple):
     """A block that became known. parent: its parent's number, None for the first of a prompt.
 
     adapter, version, content_hash: of the adapter that it was computed with, None and 0 for the base model. An
-    adapter's hash is always known: until it is, its blocks are not told of.
+    adapter's hash is always known: until it is, its blocks are not told of. changed_from: index of the first of its
+    tokens that the adapter changes, if its parent is the base model's; None otherwise.
     scope: the tenant and salt that share it.
     """
 
@@ -29,6 +30,7 @@ class Stored(NamedTuple):
     version: int
     content_hash: str | None
     scope: Hashable
+    changed_from: int | None = None
 
 
 _Recorded = tuple[Block, Adapter | None, Hashable]
@@ -131,4 +133,5 @@ def _stored(block: Block, adapter: Adapter | None, content_hash: str | None, sco
         version=version,
         content_hash=content_hash,
         scope=scope,
+        changed_from=None if block.branch is None else block.branch.changed_from,
     )

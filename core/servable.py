@@ -5,8 +5,11 @@ Tests: tests/core/test_engine.py, tests/core/test_json_schemas.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from weakref import WeakSet
 
 from ..memory.adapters.adapter import Adapter
 from ..memory.adapters.store import AdapterStore
@@ -19,6 +22,8 @@ from .requests.grammars import InvalidGrammar
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 class Servable:
     """Checks requests against the model, the token budget of a step and the arena. Checks raise InvalidRequest."""
@@ -30,6 +35,7 @@ class Servable:
         self._layout = layout
         self._chunk = config.max_num_batched_tokens
         self._eos_token_ids = frozenset(model.eos_token_ids)
+        self._never_invoked: WeakSet[Adapter] = WeakSet()
 
     def accept(self, request: Request, find: Callable[[str, Request | None], Adapter]) -> None:
         """Raise InvalidRequest unless a request can be served; set its adapter, fairness key, lengths and end tokens.
@@ -39,11 +45,32 @@ class Servable:
         self.check_tokens(request)
         if request.adapter_name is not None and request.adapter is None:
             request.adapter = request.bound = find(request.adapter_name, request.sibling)
+        if request.adapter is not None and request.adapter.manifest.invocation_tokens:
+            self._activate(request, request.adapter)
         name = request.adapter_name if request.bound is None else request.bound.name
         request.fairness_key = self.fairness_key(request.tenant, name)
         self.limit_output(request)
         self.check_grammar(request.params.grammar)
         self.set_ends(request)
+
+    def _activate(self, request: Request, adapter: Adapter) -> None:
+        """Set where an activated LoRA begins; without an invocation in the prompt, the base model serves the request,
+        as in PEFT.
+        """
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        begin = _last_occurrence(prompt, adapter.manifest.invocation_tokens)
+        if begin >= 0:
+            request.lora_from = begin
+            return
+        request.adapter = None
+        if adapter not in self._never_invoked:
+            self._never_invoked.add(adapter)
+            logger.warning(
+                "a prompt for adapter %s has none of its alora_invocation_tokens %s: the base model serves it, as in "
+                "PEFT; end the prompt with them (logged once)",
+                adapter.name,
+                list(adapter.manifest.invocation_tokens),
+            )
 
     def fairness_key(self, tenant: str, adapter_name: str | None) -> str:
         """Return the name that shares are counted by: the tenant's, or the adapter's with `fair_by` adapter."""
@@ -135,6 +162,17 @@ class Servable:
             banned |= self._eos_token_ids.union(params.stop_token_ids)
         if banned.issuperset(params.allowed_token_ids):
             raise InvalidRequest("allowed_token_ids", "bad_words and min_tokens ban all of them; allow others")
+
+
+def _last_occurrence(tokens: Sequence[int], wanted: Sequence[int]) -> int:
+    """Index at which `wanted` last begins in `tokens`; -1 if it does not occur."""
+    within, part = array("i", tokens), array("i", wanted)
+    data, end = within.tobytes(), len(within) * within.itemsize
+    while (found := data.rfind(part.tobytes(), 0, end)) % within.itemsize:
+        if found < 0:
+            return -1
+        end = found + len(part) * within.itemsize - 1  # it was between two tokens
+    return found // within.itemsize
 
 
 def _check_ids(params: SamplingParams, vocab: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,19 @@ class HeadShape(NamedTuple):
         return self.num_heads // self.kv_heads
 
 
+class Scratch:
+    """Device memory that one launch uses at a time. Backends that share it run on one stream."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], torch.Tensor] = {}
+
+    def zeros(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """`size` elements, which are 0 at first; the same tensor for the same name and size."""
+        if (name, size) not in self._made:
+            self._made[name, size] = torch.zeros(size, dtype=dtype, device=device)
+        return self._made[name, size]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSetup:
     """Sizes that a backend is made for."""
@@ -61,8 +74,10 @@ class AttentionSetup:
     """The most sequences of a step."""
     max_pages_per_row: int
     """The most pages of a sequence."""
-    scores: Scores = PLAIN
-    """Of all layers."""
+    scores: tuple[Scores, ...] = (PLAIN,)
+    """The different ones of the layers that it serves; they have the same window."""
+    scratch: Scratch = field(default_factory=Scratch)
+    """For all backends of an executor."""
 
 
 class PlannedRows(NamedTuple):
@@ -125,8 +140,8 @@ class Attention(ABC):
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache: see `KvCache`. out: of q's shape, to write to. scores: others
-        than PLAIN only where the implementation was chosen for a model that has them.
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache: see `KvCache`. out: of q's shape, to write to. scores: of the
+        layer, among those of `AttentionSetup`.
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out

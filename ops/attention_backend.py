@@ -6,7 +6,6 @@ Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, Protocol
@@ -83,13 +82,13 @@ class GroupedBackend:
     """The backends of a model's page groups, as one."""
 
     def __init__(self, groups: Sequence[tuple[AttentionBackend, int | None]], block_tokens: int) -> None:
-        """groups: backend and window of each; groups with equal windows may share a backend."""
+        """groups: backend and window of each. A backend serves one group: a plan of it holds that group's pages."""
         self._groups, self._block_tokens = groups, block_tokens
-        distinct = list(dict.fromkeys(backend for backend, _ in groups))
-        self.name = ", ".join(dict.fromkeys(each.name for each in distinct))
-        self.reason = "; ".join(dict.fromkeys(each.reason for each in distinct))
-        self.fix = "; ".join(dict.fromkeys(each.fix for each in distinct if each.fix))
-        self.captures = all(each.captures for each in distinct)
+        backends = [backend for backend, _ in groups]
+        self.name = ", ".join(dict.fromkeys(each.name for each in backends))
+        self.reason = "; ".join(dict.fromkeys(each.reason for each in backends))
+        self.fix = "; ".join(dict.fromkeys(each.fix for each in backends if each.fix))
+        self.captures = all(each.captures for each in backends)
 
     def ragged(self) -> GroupedAttention:
         """See `AttentionBackend.ragged`."""
@@ -100,27 +99,23 @@ class GroupedBackend:
         return GroupedAttention([(each.decode(bucket), window) for each, window in self._groups], self._block_tokens)
 
 
-def choose_attention(
-    setup: AttentionSetup, wanted: Wanted = "auto", scores: Collection[Scores] = (PLAIN,)
-) -> AttentionBackend:
-    """Return the backend for a model's heads on a device.
+def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> AttentionBackend:
+    """Return the backend for a page group's layers on a device.
 
-    wanted: raises AttentionUnavailable if it names a backend that can't serve. scores: of the
-    layers, which have the same window.
+    wanted: raises AttentionUnavailable if it names a backend that can't serve.
     """
     heads, dtype, device = setup.heads, setup.dtype, setup.device
+    theirs = ours = None
     if wanted == "torch":
         return TorchBackend(heads, device, reason="attention is torch")
-    setup = replace(setup, scores=next(iter(scores)))
-    theirs, ours = _scores_obstacles(scores)
     if wanted != "triton":
-        theirs = theirs or flashinfer_obstacle(heads.group, heads.head_dim, dtype, device)
+        theirs = flashinfer_obstacle(heads.group, heads.head_dim, dtype, device, setup.scores)
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
             return FlashInferBackend(setup, _num_sms(device))
     if wanted != "flashinfer":
-        ours = ours or triton_obstacle(heads.group, heads.head_dim, dtype, device)
+        ours = triton_obstacle(heads.group, heads.head_dim, dtype, device)
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -130,16 +125,6 @@ def choose_attention(
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
     return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
-
-
-def _scores_obstacles(scores: Collection[Scores]) -> tuple[Obstacle | None, Obstacle | None]:
-    """Reasons why FlashInfer, and why the Triton decode kernel, can't serve layers with such scores."""
-    if len(set(scores)) > 1:
-        return (mixed := Obstacle("layers make weights of scores in different ways")), mixed
-    (each,) = set(scores)
-    if each.window is not None:
-        return Obstacle("requests may be longer than the attention window"), None
-    return (None if each.softcap is None else Obstacle("scores have a soft cap")), None
 
 
 def _num_sms(device: torch.device) -> int:
@@ -168,7 +153,9 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Obstacle | None:
+def flashinfer_obstacle(
+    group: int, head_dim: int, dtype: torch.dtype, device: torch.device, scores: Collection[Scores] = (PLAIN,)
+) -> Obstacle | None:
     """Return why FlashInfer can't serve; None if it can. group: heads that share a KV head."""
     from .attention_flashinfer import DTYPES, HEAD_DIMS, unavailable_modules
 
@@ -186,7 +173,7 @@ def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: t
     except PackageNotFoundError:
         return Obstacle("FlashInfer is not installed", "pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'")
     try:
-        missing, cause = unavailable_modules(group, head_dim, dtype, device)
+        missing, cause = unavailable_modules(group, head_dim, dtype, device, scores)
     except (ImportError, OSError, RuntimeError) as error:
         return Obstacle(
             f"FlashInfer cannot be loaded ({error})", "install versions of its packages that fit each other"

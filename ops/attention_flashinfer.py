@@ -26,13 +26,19 @@ These facts from the source of FlashInfer 0.6.4 (`csrc/batch_prefill*.cu`, `csrc
   have their own wrapper, which splits and packs. fa2 could take both kinds in one launch, but chooses its tile from the
   mean length.
 
+- `window_left` counts the keys that a query sees in addition to its own. Windows and causal masks count from the end of
+  a sequence, so nothing changes if its first pages are left out and its length is that of the others.
+
+- A wrapper keeps the window, the soft cap and the scale of its plan, and a window is part of how the plan divides the
+  work. So layers that differ in any of them have wrappers of their own.
+
 FlashInfer itself is imported when the first backend is made.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +46,7 @@ from typing import Any
 
 import torch
 
-from .attention import Attention, AttentionSetup, KvCache, PlannedRows, Scores, count_prefills
+from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores, count_prefills
 from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -82,21 +88,20 @@ class FlashInferBackend:
         self.module = import_module("flashinfer") if module is None else module
         self.name = f"flashinfer {self.module.__version__}"
         self.reason, self.fix = "the device, dtype and head size suit it", ""
-        self.device, self.group = setup.device, heads.group
+        self.device, self.group, self.scores = setup.device, heads.group, setup.scores
         self.plan_arguments = {
             "num_qo_heads": heads.num_heads,
             "num_kv_heads": heads.kv_heads,
             "page_size": heads.block_tokens,
             "q_data_type": setup.dtype,
             "kv_data_type": setup.dtype,
-            **({} if setup.scores.scale is None else {"sm_scale": setup.scores.scale}),
         }
         self.head_dim = heads.head_dim
         self.buffers = PlanBuffers(setup.max_rows, setup.max_pages_per_row, heads.block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
         least = float_workspace_bytes(heads.num_heads, heads.kv_heads, heads.head_dim, setup.max_rows, num_sms)
         size = max(FLOAT_WORKSPACE_BYTES, least)
-        self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self.workspace = setup.scratch.zeros("flashinfer", size, torch.uint8, self.device)
 
     def ragged(self) -> FlashInferRaggedAttention:
         """Attention for steps of any sequences, run eagerly."""
@@ -118,12 +123,18 @@ class FlashInferRaggedAttention(Attention):
     def __init__(self, backend: FlashInferBackend) -> None:
         self._backend = backend
         module = backend.module
-        self._prefill = module.BatchPrefillWithPagedKVCacheWrapper(
-            backend.workspace, "NHD", backend=prefill_kernel(backend.head_dim)
-        )
-        self._decode = module.BatchDecodeWithPagedKVCacheWrapper(
-            backend.workspace, "NHD", use_tensor_cores=backend.tensor_cores, backend=DECODE_KERNEL
-        )
+        self._prefills = {
+            scores: module.BatchPrefillWithPagedKVCacheWrapper(
+                backend.workspace, "NHD", backend=prefill_kernel(backend.head_dim)
+            )
+            for scores in backend.scores
+        }
+        self._decodes = {
+            scores: module.BatchDecodeWithPagedKVCacheWrapper(
+                backend.workspace, "NHD", use_tensor_cores=backend.tensor_cores, backend=DECODE_KERNEL
+            )
+            for scores in backend.scores
+        }
         self._prefill_tokens = 0
         self._num_tokens = 0
 
@@ -136,31 +147,35 @@ class FlashInferRaggedAttention(Attention):
         buffers.upload()
         self._prefill_tokens, self._num_tokens = qo_indptr[num_prefills], qo_indptr[-1]
         if num_prefills:
-            self._prefill.plan(
-                qo_indptr=buffers.qo_indptr[: num_prefills + 1],
-                paged_kv_indptr=buffers.prefill_indptr[: num_prefills + 1],
-                paged_kv_indices=buffers.indices[:split],
-                paged_kv_last_page_len=buffers.host_last_page_len[:num_prefills],
-                head_dim_qk=backend.head_dim,
-                causal=True,
-                **backend.plan_arguments,
-            )
+            for scores, wrapper in self._prefills.items():
+                wrapper.plan(
+                    qo_indptr=buffers.qo_indptr[: num_prefills + 1],
+                    paged_kv_indptr=buffers.prefill_indptr[: num_prefills + 1],
+                    paged_kv_indices=buffers.indices[:split],
+                    paged_kv_last_page_len=buffers.host_last_page_len[:num_prefills],
+                    head_dim_qk=backend.head_dim,
+                    causal=True,
+                    **backend.plan_arguments,
+                    **scores_arguments(scores),
+                )
         if num_decodes := len(kv_lens) - num_prefills:
-            self._decode.plan(
-                indptr=buffers.host_indptr[: num_decodes + 1],
-                indices=buffers.indices[split : buffers.num_indices],
-                last_page_len=buffers.host_last_page_len[num_prefills : len(kv_lens)],
-                head_dim=backend.head_dim,
-                **backend.plan_arguments,
-            )
+            for scores, wrapper in self._decodes.items():
+                wrapper.plan(
+                    indptr=buffers.host_indptr[: num_decodes + 1],
+                    indices=buffers.indices[split : buffers.num_indices],
+                    last_page_len=buffers.host_last_page_len[num_prefills : len(kv_lens)],
+                    head_dim=backend.head_dim,
+                    **backend.plan_arguments,
+                    **scores_arguments(scores),
+                )
         backend.event.record()
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefill.run(q[:split], cache, out=out[:split])
+            self._prefills[scores].run(q[:split], cache, out=out[:split])
         if split < self._num_tokens:
-            self._decode.run(q[split:], cache, out=out[split:])
+            self._decodes[scores].run(q[split:], cache, out=out[split:])
 
 
 class FlashInferDecodeAttention(Attention):
@@ -172,8 +187,23 @@ class FlashInferDecodeAttention(Attention):
     def __init__(self, backend: FlashInferBackend, bucket: int) -> None:
         self._backend = backend
         self._bucket = bucket
+        self._planned = False
+        self._wrappers = {scores: self._new_wrapper() for scores in backend.scores}
         buffers = backend.buffers
-        self._wrapper = backend.module.BatchDecodeWithPagedKVCacheWrapper(
+        self._arguments = {  # of every plan
+            scores: {
+                "indptr": buffers.host_indptr[: bucket + 1],
+                "last_page_len": buffers.host_last_page_len[:bucket],
+                "head_dim": backend.head_dim,
+                **backend.plan_arguments,
+                **scores_arguments(scores),
+            }
+            for scores in backend.scores
+        }
+
+    def _new_wrapper(self) -> Any:
+        backend, buffers, bucket = self._backend, self._backend.buffers, self._bucket
+        wrapper = backend.module.BatchDecodeWithPagedKVCacheWrapper(
             backend.workspace,
             "NHD",
             use_cuda_graph=True,
@@ -183,16 +213,10 @@ class FlashInferDecodeAttention(Attention):
             paged_kv_last_page_len_buffer=buffers.last_page_len[:bucket],
             backend=DECODE_KERNEL,
         )
-        self._wrapper.reset_workspace_buffer(
+        wrapper.reset_workspace_buffer(
             backend.workspace, torch.empty(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=backend.device)
         )
-        self._planned = False
-        self._arguments = {  # of every plan
-            "indptr": buffers.host_indptr[: bucket + 1],
-            "last_page_len": buffers.host_last_page_len[:bucket],
-            "head_dim": backend.head_dim,
-            **backend.plan_arguments,
-        }
+        return wrapper
 
     def _plan(self, rows: PlannedRows) -> None:
         backend, buffers = self._backend, self._backend.buffers
@@ -200,17 +224,29 @@ class FlashInferDecodeAttention(Attention):
         backend.event.synchronize()
         buffers.write(rows.page_table, rows.kv_lens, tables=rows.tables)
         buffers.upload()
-        arguments = {**self._arguments, "indices": buffers.indices[: buffers.num_indices]}
-        if self._planned:
-            # The same plan without copies, which `upload` has made, and without a Python loop over the sequences.
-            backend.module.decode.fast_decode_plan(self._wrapper, **arguments)
-        else:
-            self._wrapper.plan(**arguments)
-            self._planned = True
+        indices = buffers.indices[: buffers.num_indices]
+        for scores, wrapper in self._wrappers.items():
+            arguments = {**self._arguments[scores], "indices": indices}
+            if self._planned:
+                # The same plan without copies, which `upload` has made, and without a Python loop over the sequences.
+                backend.module.decode.fast_decode_plan(wrapper, **arguments)
+            else:
+                wrapper.plan(**arguments)
+        self._planned = True
         backend.event.record()
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._wrapper.run(q, cache, out=out)
+        self._wrappers[scores].run(q, cache, out=out)
+
+
+def scores_arguments(scores: Scores) -> dict[str, float]:
+    """Arguments of a plan for layers with such scores."""
+    found = {
+        "sm_scale": scores.scale,
+        "window_left": None if scores.window is None else scores.window - 1,
+        "logits_soft_cap": scores.softcap,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def prefill_kernel(head_dim: int) -> str:
@@ -221,7 +257,9 @@ def prefill_kernel(head_dim: int) -> str:
     return "auto" if head_dim == 128 else "fa2"
 
 
-def unavailable_modules(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[list[str], str]:
+def unavailable_modules(
+    group: int, head_dim: int, dtype: torch.dtype, device: torch.device, scores: Collection[Scores] = (PLAIN,)
+) -> tuple[list[str], str]:
     """Return the compiled modules that are missing and can't be built here, and why they can't be built.
 
     Raises RuntimeError or ImportError if FlashInfer itself reports that it can't serve.
@@ -237,12 +275,14 @@ def unavailable_modules(group: int, head_dim: int, dtype: torch.dtype, device: t
     types = (dtype, dtype, dtype, torch.int32)
     if kernel == "auto":
         kernel = import_module("flashinfer.utils").determine_attention_backend(device, 0, False, False, dtype, dtype)
-    shape = (*types, head_dim, head_dim, 0, False, False)
-    modules = [jit.gen_batch_prefill_module(kernel, *shape, False)]
-    if group >= TENSOR_CORE_GROUP:
-        modules.append(jit.gen_batch_prefill_module(DECODE_KERNEL, *shape, False))
-    else:
-        modules.append(jit.gen_batch_decode_module(*shape))
+    modules = []
+    for each in scores:
+        shape = (*types, head_dim, head_dim, 0, each.window is not None, each.softcap is not None)
+        modules.append(jit.gen_batch_prefill_module(kernel, *shape, False))
+        if group >= TENSOR_CORE_GROUP:
+            modules.append(jit.gen_batch_prefill_module(DECODE_KERNEL, *shape, False))
+        else:
+            modules.append(jit.gen_batch_decode_module(*shape))
     return list(dict.fromkeys(module.name for module in modules if not module.is_aot)), cause
 
 

@@ -7,6 +7,8 @@ the bits of the result depend only on the sequence's length, not on the bucket o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 #: The most parts of a sequence. Each takes one output and two sums per query head in float32 while programs share it.
 PARTS = 32
 
@@ -53,23 +55,39 @@ def attention_splits(rows: int, kv_heads: int, max_tokens: int, tile: int, num_s
     return min(parts, _LONG_SPLITS, -(-max_tokens // (tile * _LONG_TILES))), _LONG_TILES
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionConstants:
+    """Compile-time constants of a launch; the same for every bucket."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    """Tokens of a page."""
+    block_d: int
+    """`head_dim`, or the next power of two."""
+    tile: int
+    """See `tile_tokens`."""
+    window: int = 0
+    """Tokens that a query sees, its own included; 0: all."""
+    caps: bool = False
+    """Scores have a soft cap."""
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
+
+
 def attention_constants(
     num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int
-) -> dict[str, int]:
-    """Compile-time constants of a launch; the same for every bucket."""
-    return {
-        "HEADS": num_heads,
-        "KV_HEADS": kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_TOKENS": block_tokens,
-        "BLOCK_H": BLOCK_H,
-        "BLOCK_D": _power_of_two(head_dim),
-        "TILE": tile_tokens(head_dim, itemsize),
-        "PARTS": PARTS,
-        "WINDOW": 0,
-        "CAPS": 0,
-        "PDL": 0,
-    }
+) -> AttentionConstants:
+    """Constants of layers without a window and a soft cap."""
+    return AttentionConstants(
+        heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        block_d=_power_of_two(head_dim),
+        tile=tile_tokens(head_dim, itemsize),
+    )
 
 
 def attention_options() -> dict[str, int | bool]:

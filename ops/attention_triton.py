@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,8 +22,18 @@ import triton.language.extra.cuda as cuda
 from . import dependent_launch
 from .attention import Attention, AttentionSetup, KvCache, PagedAttention, PlannedRows, Scores, count_prefills
 from .attention_plan import PlanBuffers
-from .attention_schedule import PARTS, attention_constants, attention_options, attention_splits, tile_tokens
+from .attention_schedule import (
+    BLOCK_H,
+    PARTS,
+    AttentionConstants,
+    attention_constants,
+    attention_options,
+    attention_splits,
+    tile_tokens,
+)
 from .launch_triton import KernelLauncher
+
+_BLOCK_H, _PARTS = tl.constexpr(BLOCK_H), tl.constexpr(PARTS)
 
 
 @triton.jit
@@ -33,59 +44,75 @@ def _joined(top, total, value, part_top, part_total, part_value):
     return highest, total * own + part_total * other, value * own[:, None] + part_value * other[:, None]
 
 
+class Planned(NamedTuple):
+    """The pages of a step's sequences, as one argument, int32; see `PlanBuffers`."""
+
+    indptr: torch.Tensor
+    last_page_len: torch.Tensor
+    indices: torch.Tensor
+
+
+class Partial(NamedTuple):
+    """Softmaxes of parts of a sequence, as one argument; float32, and arrived int32.
+
+    sums: of values, [rows, kv_heads, PARTS, group, block_d]. tops, totals: [rows, kv_heads, PARTS, group]. arrived:
+    [rows, kv_heads], 0 between launches.
+    """
+
+    sums: torch.Tensor
+    tops: torch.Tensor
+    totals: torch.Tensor
+    arrived: torch.Tensor
+
+
 @triton.jit(do_not_specialize=["least"])
 def attend_rows(
     out,
     q,
     k_cache,
     v_cache,
-    indptr,
-    last_page_len,
-    indices,
-    values,
-    tops,
-    totals,
-    arrived,
+    planned,
+    partial,
     scale,
     softcap,
     least,
     page_stride,
     token_stride,
     head_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPS: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Attention of one token per sequence over its pages; see the module for the equation.
 
-    Grid (KV_HEADS, rows, the most programs that share a row); a row is one sequence.
+    Grid (kv_heads, rows, the most programs that share a row); a row is one sequence.
 
-    out, q: [rows, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, BLOCK_TOKENS, KV_HEADS, HEAD_DIM] with the
-    given strides. indptr, last_page_len, indices: int32, as in `PlanBuffers`. scale: of the scores, times log2(e)
-    unless CAPS: then scores s become softcap · tanh(s / softcap). least: the least number of tiles of a program.
-    WINDOW: tokens that a row sees, if it is not 0.
+    out, q: [rows, heads, head_dim], contiguous. k_cache, v_cache: [pages, block_tokens, kv_heads, head_dim] with the
+    given strides. planned: see `Planned`. partial: see `Partial`; rows that several programs share use it. scale: of
+    the scores, times log2(e) unless C.caps: then scores s become softcap · tanh(s / softcap). least: the least number
+    of tiles of a program. C: `AttentionConstants`.
 
-    Rows that several programs share use values [rows, KV_HEADS, PARTS, GROUP, BLOCK_D], tops and totals [rows,
-    KV_HEADS, PARTS, GROUP], all float32, and arrived [rows, KV_HEADS] int32, which is 0 between launches. Each program
-    writes its parts and then adds 1 to `arrived`. The program that arrives last sees all earlier writes and adds the
-    parts in a fixed order.
+    Each program that shares a row writes its parts and then adds 1 to `arrived`. The program that arrives last sees
+    all earlier writes and adds the parts in a fixed order.
 
     A key with a non-finite element is stored as NaN, with a value of 0 (`rotate_and_write_heads`), so heads that see it
     become NaN. Nothing is loaded after a row's last token, because an earlier owner of the page may have left NaN
     there.
     """
+    HEADS: tl.constexpr = C.heads
+    KV_HEADS: tl.constexpr = C.kv_heads
+    HEAD_DIM: tl.constexpr = C.head_dim
+    BLOCK_TOKENS: tl.constexpr = C.block_tokens
+    BLOCK_H: tl.constexpr = _BLOCK_H
+    BLOCK_D: tl.constexpr = C.block_d
+    TILE: tl.constexpr = C.tile
+    PARTS: tl.constexpr = _PARTS
+    WINDOW: tl.constexpr = C.window
+    CAPS: tl.constexpr = C.caps
+    PDL: tl.constexpr = C.pdl
+    indices, values, tops, totals = planned.indices, partial.sums, partial.tops, partial.totals
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    first = tl.load(indptr + row)
-    length = (tl.load(indptr + row + 1) - first - 1) * BLOCK_TOKENS + tl.load(last_page_len + row)
+    first = tl.load(planned.indptr + row)
+    length = (tl.load(planned.indptr + row + 1) - first - 1) * BLOCK_TOKENS + tl.load(planned.last_page_len + row)
     begin = tl.maximum(length - WINDOW, 0) if WINDOW else 0
     length -= begin
     tiles = tl.cdiv(length, TILE)
@@ -144,9 +171,9 @@ def attend_rows(
             part_value = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     if sharing > 1:
         tl.debug_barrier()  # all warps have written
-        if tl.atomic_add(arrived + slot, 1, sem="acq_rel", scope="gpu") < sharing - 1:
+        if tl.atomic_add(partial.arrived + slot, 1, sem="acq_rel", scope="gpu") < sharing - 1:
             return
-        tl.store(arrived + slot, 0)
+        tl.store(partial.arrived + slot, 0)
         for index in range(parts):
             at_part = (slot * PARTS + index) * GROUP + group
             # bypass the multiprocessor's own cache, which does not see the writes of others
@@ -183,22 +210,28 @@ class TritonBackend:
         self.device = setup.device
         self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        scale, window, softcap = setup.scores.scale, setup.scores.window, setup.scores.softcap
-        to_log2 = math.log2(math.e) if softcap is None else 1.0
-        self._scale = to_log2 / math.sqrt(head_dim) if scale is None else to_log2 * scale
-        self._softcap = softcap or 0.0
         constants = attention_constants(*self.heads, itemsize)
-        constants |= {"WINDOW": window or 0, "CAPS": int(softcap is not None)}
         tile, max_tokens = tile_tokens(head_dim, itemsize), setup.max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
         # each tensor starts at a multiple of 16 bytes, else Triton treats it as unaligned
         parts = shared * num_heads * PARTS or 4
-        self._values = torch.zeros(parts * constants["BLOCK_D"], dtype=torch.float32, device=self.device)
-        self._tops, self._totals = torch.zeros(2, parts, dtype=torch.float32, device=self.device).unbind(0)
-        self._arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=self.device)
-        early = {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(self.device) else {}
-        self._launch = KernelLauncher(attend_rows, constants | attention_options() | early)
+        sizes = {"sums": parts * constants.block_d, "tops": parts, "totals": parts}
+        self._partial = Partial(
+            **{name: setup.scratch.zeros(name, size, torch.float32, self.device) for name, size in sizes.items()},
+            arrived=setup.scratch.zeros("arrived", max_rows * kv_heads, torch.int32, self.device),
+        )
+        self._planned = Planned(self.buffers.indptr, self.buffers.last_page_len, self.buffers.indices)
+        self._launches = {scores: self._new_launch(scores, constants) for scores in setup.scores}
+
+    def _new_launch(self, scores: Scores, constants: AttentionConstants) -> tuple[KernelLauncher, float, float]:
+        """The kernel for layers with such scores, its `scale` and its `softcap`."""
+        scale = self.heads.head_dim**-0.5 if scores.scale is None else scores.scale
+        early, caps = dependent_launch.begins_early(self.device), scores.softcap is not None
+        own = replace(constants, window=scores.window or 0, caps=caps, pdl=early)
+        options = {**attention_options(), **dependent_launch.options(early)}
+        to_log2 = 1.0 if caps else math.log2(math.e)
+        return KernelLauncher(attend_rows, {"C": own, **options}), scale * to_log2, scores.softcap or 0.0
 
     def ragged(self) -> TritonRaggedAttention:
         """Attention for steps with sequences of any length, run eagerly."""
@@ -217,28 +250,17 @@ class TritonBackend:
         self.buffers.upload()
         self.event.record()
 
-    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         """Attend with the planned sequences. q, out: `[rows, heads, head_dim]`."""
+        k_cache, v_cache = cache
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or not q.is_contiguous():
             raise ValueError("K and V must have the same strides; q and the heads of the cache must be contiguous")
         splits, least = self._splits[len(q) - 1]
-        buffers = self.buffers
-        self._launch(
+        launch, scale, softcap = self._launches[scores]
+        launch(
             (self.heads.kv_heads, len(q), splits),
-            (
-                out,
-                q,
-                k_cache,
-                v_cache,
-                buffers.indptr,
-                buffers.last_page_len,
-                buffers.indices,
-                self._values,
-                self._tops,
-                self._totals,
-                self._arrived,
-            ),
-            (self._scale, self._softcap, least),
+            (out, q, k_cache, v_cache, self._planned, self._partial),
+            (scale, softcap, least),
             k_cache.stride()[:3],
         )
 
@@ -265,7 +287,7 @@ class TritonRaggedAttention(Attention):
         if split:
             self._prefill.run(q[:split], *cache, out=out[:split], scores=scores)
         if split < self._num_tokens:
-            self._backend.run(q[split:], *cache, out=out[split:])
+            self._backend.run(q[split:], cache, out[split:], scores)
 
 
 class TritonDecodeAttention(Attention):
@@ -283,7 +305,7 @@ class TritonDecodeAttention(Attention):
         self._backend.plan(rows.page_table, rows.kv_lens, rows.tables)
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._backend.run(q, *cache, out=out)
+        self._backend.run(q, cache, out, scores)
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -60,3 +60,8 @@ def is_supported(capability: int) -> bool:
         logger.warning("no kernel begins before another ends: Triton %s: %s", triton.__version__, reason)
         return False
     return True
+
+
+def options(early: bool) -> dict[str, bool]:
+    """Options of a launch. early: it may begin before the previous launch has ended."""
+    return OPTIONS if early else {}

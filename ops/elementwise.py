@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from .rotation import HeadNorms, KvSlots, Rotation
+
+if TYPE_CHECKING:
+    from .ranks import Collectives
 
 
 @cache
@@ -115,7 +119,9 @@ def rotate_and_write(
         return _kernels().rotate_and_write(qkv, rotation, norms, slots, out)
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
-    if norms is not None:
+    if norms is not None and norms.ranks is not None:
+        q, k = _normed_by_ranks(q, k, norms, norms.ranks)
+    elif norms is not None:
         q, k = _normed_heads(q, norms.q, norms.eps), _normed_heads(k, norms.k, norms.eps)
     if rotation is not None:
         cos, sin = rotation.cos, rotation.sin
@@ -130,12 +136,32 @@ def _has_kernel(rotation: Rotation | None, norms: HeadNorms | None, head_dim: in
     """True if the GPU's kernel takes heads that are rotated and normalised so; torch's operators take all."""
     if rotation is None or rotation.interleaved or rotation.cos.shape[-1] != head_dim:
         return False
-    return norms is None or (norms.q.numel() == head_dim and norms.q.dtype == dtype)
+    return norms is None or (norms.ranks is None and norms.q.numel() == head_dim and norms.q.dtype == dtype)
 
 
 def _normed_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: `[tokens, heads, head_dim]`, normalised by head, or all heads of a token at once by a longer weight."""
     return rms_norm(x.reshape(-1, len(weight)), weight, eps).view(x.shape)
+
+
+def _normed_by_ranks(
+    q: torch.Tensor, k: torch.Tensor, norms: HeadNorms, ranks: Collectives
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k `[tokens, heads, head_dim]` of this rank, normalised with all heads of a token at once: the ranks add up
+    their heads' squares in float32. Of ranks with the same K/V heads, the first adds their squares.
+    """
+    squares = torch.stack([x.float().square().sum((1, 2)) for x in (q, k)])
+    if ranks.rank % norms.kv_copies:
+        squares[1] = 0
+    q_squares, k_squares = ranks.add_up(squares)
+    q_factor = torch.rsqrt(q_squares / (len(norms.q) * ranks.size) + norms.eps)
+    k_factor = torch.rsqrt(k_squares / (len(norms.k) * ranks.size // norms.kv_copies) + norms.eps)
+    return _scaled_heads(q, q_factor, norms.q), _scaled_heads(k, k_factor, norms.k)
+
+
+def _scaled_heads(x: torch.Tensor, factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x: `[tokens, heads, head_dim]`; factor: `[tokens]` float32."""
+    return _weighted(x.float() * factor[:, None, None], weight.view(x.shape[1:]), x.dtype)
 
 
 def write_kv(slots: KvSlots, k: torch.Tensor, v: torch.Tensor) -> None:

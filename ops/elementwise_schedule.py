@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 #: Elements of an activation's output per program.
 SILU_BLOCK = 1024
 
@@ -13,9 +15,46 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def norm_constants(width: int, add: bool) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class NormConstants:
     """Compile-time constants of an RMSNorm launch, with one program per row."""
-    return {"WIDTH": width, "BLOCK": _power_of_two(width), "ADD": int(add), "PDL": 0}
+
+    width: int
+    block: int
+    """`width`, or the next power of two."""
+    add: bool
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiluConstants:
+    """Compile-time constants of a SiLU · up launch."""
+
+    ffn: int
+    block: int = SILU_BLOCK
+    pdl: bool = False
+    """See `NormConstants`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConstants:
+    """Compile-time constants of a rotary and KV append launch."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm: bool
+    block_d: int
+    """Half a head, or the next power of two."""
+    block_h: int = ROTARY_HEADS
+    pdl: bool = False
+    """See `NormConstants`."""
+
+
+def norm_constants(width: int, add: bool) -> NormConstants:
+    """See `NormConstants`."""
+    return NormConstants(width, _power_of_two(width), add)
 
 
 def norm_options(width: int) -> dict[str, int | bool]:
@@ -23,26 +62,13 @@ def norm_options(width: int) -> dict[str, int | bool]:
     return {"num_warps": warps, "enable_fp_fusion": False}
 
 
-def silu_constants(ffn: int) -> dict[str, int]:
-    """Compile-time constants of a SiLU · up launch."""
-    return {"FFN": ffn, "BLOCK": SILU_BLOCK, "PDL": 0}
-
-
 def silu_options() -> dict[str, int | bool]:
     return {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def rotary_constants(num_heads: int, kv_heads: int, head_dim: int, norm: bool) -> dict[str, int]:
-    """Compile-time constants of a rotary and KV append launch."""
-    return {
-        "HEADS": num_heads,
-        "KV_HEADS": kv_heads,
-        "HEAD_DIM": head_dim,
-        "NORM": int(norm),
-        "BLOCK_H": ROTARY_HEADS,
-        "BLOCK_D": _power_of_two(head_dim // 2),
-        "PDL": 0,
-    }
+def rotary_constants(num_heads: int, kv_heads: int, head_dim: int, norm: bool) -> RotaryConstants:
+    """See `RotaryConstants`."""
+    return RotaryConstants(num_heads, kv_heads, head_dim, norm, _power_of_two(head_dim // 2))
 
 
 def rotary_options() -> dict[str, int | bool]:

@@ -8,7 +8,9 @@ does. Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,21 +20,16 @@ import triton.language.extra.cuda as cuda
 from . import dependent_launch
 from .elementwise_schedule import (
     SILU_BLOCK,
+    SiluConstants,
     norm_constants,
     norm_options,
     rotary_blocks,
     rotary_constants,
     rotary_options,
-    silu_constants,
     silu_options,
 )
 from .launch_triton import KernelLauncher
 from .rotation import HeadNorms, KvSlots, Rotation
-
-
-def _early(early: bool) -> dict[str, int | bool]:
-    """Constants and options of a launch that may begin before the previous launch has ended."""
-    return {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
 
 
 @triton.jit
@@ -45,25 +42,24 @@ def rms_norm_rows(
     x_stride,
     y_stride,
     residual_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with ADD, residual[t] += x[t] first and is normalised instead.
+    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with C.add, residual[t] += x[t] first and is normalised instead.
 
-    Grid (tokens,). y, x, residual: [tokens, WIDTH] with the given row strides; weight: [WIDTH].
+    Grid (tokens,). y, x, residual: [tokens, width] with the given row strides; weight: [width]. C: `NormConstants`.
     """
+    WIDTH: tl.constexpr = C.width
+    BLOCK: tl.constexpr = C.block
     row = tl.program_id(0).to(tl.int64)
     dtype = y.dtype.element_ty
     column = tl.arange(0, BLOCK)
     own = column < WIDTH
     factor = tl.load(weight + column, mask=own, other=0.0)
-    if PDL:
+    if C.pdl:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=own, other=0.0).to(tl.float32)
-    if ADD:
+    if C.add:
         stream = residual + row * residual_stride + column
         value = (value + tl.load(stream, mask=own, other=0.0).to(tl.float32)).to(dtype)
         tl.store(stream, value, mask=own)
@@ -98,7 +94,8 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
 
 @cache
 def _norm(width: int, add: bool, early: bool) -> KernelLauncher:
-    return KernelLauncher(rms_norm_rows, norm_constants(width, add) | norm_options(width) | _early(early))
+    constants = replace(norm_constants(width, add), pdl=early)
+    return KernelLauncher(rms_norm_rows, {"C": constants, **norm_options(width), **dependent_launch.options(early)})
 
 
 @triton.jit
@@ -121,17 +118,22 @@ def _rotated(low, high, cos, sin, dtype: tl.constexpr):
     return first.to(dtype), second.to(dtype)
 
 
+class Angles(NamedTuple):
+    """Angles of a step's tokens, as one argument: token t's are in row rows[t] of cos and sin, [positions, head_dim],
+    whose halves are equal.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rows: torch.Tensor
+
+
 @triton.jit
 def rotate_and_write_heads(
     q,
-    k_cache,
-    v_cache,
     qkv,
-    cos,
-    sin,
-    rows,
-    page,
-    offset,
+    angles,
+    slots,
     q_norm,
     k_norm,
     eps,
@@ -140,38 +142,37 @@ def rotate_and_write_heads(
     page_stride,
     token_stride,
     head_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Rotate the heads of Q and K, and write K and V into their pages.
 
     Grid (tokens, blocks of query heads followed by blocks of KV heads).
 
-    q: [tokens, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, block_tokens, KV_HEADS, HEAD_DIM] with the given
-    strides. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], both halves equal. rows,
-    page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read if NORM.
+    q: [tokens, heads, head_dim], contiguous. qkv: [tokens, (heads + 2 · kv_heads) · head_dim]. angles: see `Angles`.
+    slots: see `KvSlots`; the caches have the given strides. q_norm, k_norm: [head_dim], read if C.norm. C:
+    `RotaryConstants`.
 
     A head with a non-finite k or v is written as a key of NaN and a value of 0. Attention kernels mask scores and weigh
     masked values by 0, and 0 · NaN is NaN. With a value of 0 only tokens that attend to this one get NaN (by the key),
     not earlier tokens, which another request may share as its prefix.
     """
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HEADS: tl.constexpr = C.heads
+    KV_HEADS: tl.constexpr = C.kv_heads
+    HEAD_DIM: tl.constexpr = C.head_dim
+    BLOCK_H: tl.constexpr = C.block_h
+    BLOCK_D: tl.constexpr = C.block_d
     HALF: tl.constexpr = HEAD_DIM // 2
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     dtype = q.dtype.element_ty
     column = tl.arange(0, BLOCK_D)
     own = column < HALF
-    if PDL:
+    if C.pdl:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    at = tl.load(rows + token) * table_stride + column
-    c = tl.load(cos + at, mask=own, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + at, mask=own, other=0.0).to(tl.float32)[None, :]
+    at = tl.load(angles.rows + token) * table_stride + column
+    c = tl.load(angles.cos + at, mask=own, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(angles.sin + at, mask=own, other=0.0).to(tl.float32)[None, :]
     source = qkv + token * qkv_stride
     if block < Q_BLOCKS:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -179,7 +180,7 @@ def rotate_and_write_heads(
         place = head[:, None] * HEAD_DIM + column[None, :]
         low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
-        if NORM:
+        if C.norm:
             low, high = _normed(low, high, q_norm, column, own, eps, HEAD_DIM, dtype)
         first, second = _rotated(low, high, c, s, dtype)
         target = q + token * (HEADS * HEAD_DIM) + place
@@ -191,7 +192,7 @@ def rotate_and_write_heads(
         place = (HEADS + head)[:, None] * HEAD_DIM + column[None, :]
         low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
-        if NORM:
+        if C.norm:
             low, high = _normed(low, high, k_norm, column, own, eps, HEAD_DIM, dtype)
         first, second = _rotated(low, high, c, s, dtype)
         v = source + place + KV_HEADS * HEAD_DIM
@@ -200,14 +201,14 @@ def rotate_and_write_heads(
         spread += tl.load(v + HALF, mask=mask, other=0.0).to(tl.float32) * 0.0
         trace = tl.sum(spread, axis=1)[:, None]  # 0, or NaN where any element is NaN or infinite
         is_sound = trace == 0.0
-        slot = tl.load(page + token) * page_stride + tl.load(offset + token) * token_stride
+        slot = tl.load(slots.page + token) * page_stride + tl.load(slots.offset + token) * token_stride
         slot = slot + head[:, None] * head_stride + column[None, :]
-        tl.store(k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
-        tl.store(k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
+        tl.store(slots.k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
+        tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
         # load v again: kept in registers since the first load, it would spill
         sound = mask & is_sound
-        tl.store(v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
-        tl.store(v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
+        tl.store(slots.v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
+        tl.store(slots.v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
 
 
 def rotate_and_write(
@@ -220,7 +221,7 @@ def rotate_and_write(
     """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows. Raises ValueError for
     strides that the kernel does not take.
     """
-    k_cache, v_cache, page, offset = slots
+    k_cache, v_cache = slots.k_cache, slots.v_cache
     tokens = len(qkv)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -233,7 +234,7 @@ def rotate_and_write(
     launch = _rotary(num_heads, kv_heads, head_dim, norms is not None, dependent_launch.begins_early(qkv.device))
     launch(
         (tokens, rotary_blocks(num_heads, kv_heads), 1),
-        (q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm),
+        (q, qkv, Angles(rotation.cos, rotation.sin, rotation.rows), slots, q_norm, k_norm),
         (eps,),
         (qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3]),
     )
@@ -242,21 +243,25 @@ def rotate_and_write(
 
 @cache
 def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool) -> KernelLauncher:
-    constants = rotary_constants(num_heads, kv_heads, head_dim, norm)
-    return KernelLauncher(rotate_and_write_heads, constants | rotary_options() | _early(early))
+    constants = replace(rotary_constants(num_heads, kv_heads, head_dim, norm), pdl=early)
+    options = {**rotary_options(), **dependent_launch.options(early)}
+    return KernelLauncher(rotate_and_write_heads, {"C": constants, **options})
 
 
 @triton.jit
-def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y[t, i] = silu(gate_up[t, i]) · gate_up[t, FFN + i], with silu rounded to y's dtype as PyTorch rounds it.
+def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, C: tl.constexpr):
+    """y[t, i] = silu(gate_up[t, i]) · gate_up[t, ffn + i], with silu rounded to y's dtype as PyTorch rounds it.
 
-    Grid (tokens, blocks of FFN). gate_up: [tokens, 2 · FFN], y: [tokens, FFN], with the given row strides.
+    Grid (tokens, blocks of ffn). gate_up: [tokens, 2 · ffn], y: [tokens, ffn], with the given row strides. C:
+    `SiluConstants`.
     """
+    FFN: tl.constexpr = C.ffn
+    BLOCK: tl.constexpr = C.block
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = column < FFN
     place = gate_up + row * gate_up_stride + column
-    if PDL:
+    if C.pdl:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
     gate = tl.load(place, mask=own, other=0.0).to(tl.float32)
@@ -281,7 +286,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _silu(ffn: int, early: bool) -> KernelLauncher:
-    return KernelLauncher(silu_and_mul_rows, silu_constants(ffn) | silu_options() | _early(early))
+    constants = SiluConstants(ffn, pdl=early)
+    return KernelLauncher(silu_and_mul_rows, {"C": constants, **silu_options(), **dependent_launch.options(early)})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -49,20 +49,21 @@ def step_heads(
     norm,
     eps,
     mixed_stride,
-    out_stride,
-    K_HEADS: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    CONV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
 ):
     """One token of each sequence, from the input projection's rows to the output projection's.
 
-    Grid (sequences, V_HEADS). mixed, out: rows with the given strides. conv_in, conv_out: `[sequences, CONV - 1,
-    channels]`, apart. recurrent: `[sequences, V_HEADS, K_DIM, V_DIM]`, updated in place.
+    Grid (sequences, v_heads). mixed: rows mixed_stride apart. out: `[sequences, v_heads, v_dim]`, contiguous. conv_in,
+    conv_out: `[sequences, conv - 1, channels]`, apart. recurrent: `[sequences, v_heads, k_dim, v_dim]`, updated in
+    place. C: `DeltaConstants`.
     """
+    K_HEADS: tl.constexpr = C.k_heads
+    V_HEADS: tl.constexpr = C.v_heads
+    K_DIM: tl.constexpr = C.k_dim
+    V_DIM: tl.constexpr = C.v_dim
+    CONV: tl.constexpr = C.conv
+    BLOCK_K: tl.constexpr = C.block_k
+    BLOCK_V: tl.constexpr = C.block_v
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     GROUP: tl.constexpr = V_HEADS // K_HEADS
@@ -92,7 +93,7 @@ def step_heads(
     y = tl.where(own_v, tl.sum(state * q[:, None], axis=0), 0.0)
     z = tl.load(x + CHANNELS + head * V_DIM + j, mask=own_v, other=0.0).to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, axis=0) / V_DIM + eps) * tl.load(norm + j, mask=own_v, other=0.0)
-    tl.store(out + row * out_stride + head * V_DIM + j, (y * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=own_v)
+    tl.store(out + (row * V_HEADS + head) * V_DIM + j, (y * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=own_v)
 
 
 def step(
@@ -115,7 +116,7 @@ def step(
     k_heads = (channels - v_heads * v_dim) // (2 * k_dim)
     launch = _step(k_heads, v_heads, k_dim, v_dim, len(taps))
     tensors = (out, mixed, conv, after, recurrent, taps, dt_bias, a_log, norm)
-    launch((count, v_heads, 1), tensors, (eps,), (mixed.stride(0), v_heads * v_dim))
+    launch((count, v_heads, 1), tensors, (eps,), (mixed.stride(0),))
     conv.copy_(after)
     return out
 
@@ -123,30 +124,21 @@ def step(
 @cache
 def _step(k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> KernelLauncher:
     constants = step_constants(k_heads, v_heads, k_dim, v_dim, conv_size)
-    return KernelLauncher(step_heads, constants | step_options(k_dim, v_dim))
+    return KernelLauncher(step_heads, {"C": constants, **step_options(k_dim, v_dim)})
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def scan_heads(
-    out,
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    recurrent,
-    tokens,
-    V_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def scan_heads(out, q, k, v, log_decay, beta, recurrent, tokens, C: tl.constexpr):
     """The delta rule of one sequence's tokens, one after the other; some columns of the state stay in registers.
 
-    Grid (V_HEADS, blocks of BLOCK_V columns). q, k: `[tokens, V_HEADS, K_DIM]`; v, out: `[tokens, V_HEADS, V_DIM]`;
-    log_decay, beta: `[tokens, V_HEADS]`; recurrent: `[V_HEADS, K_DIM, V_DIM]`, updated in place.
+    Grid (v_heads, blocks of block_v columns). q, k: `[tokens, v_heads, k_dim]`; v, out: `[tokens, v_heads, v_dim]`;
+    log_decay, beta: `[tokens, v_heads]`; recurrent: `[v_heads, k_dim, v_dim]`, updated in place. C: `DeltaConstants`.
     """
+    V_HEADS: tl.constexpr = C.v_heads
+    K_DIM: tl.constexpr = C.k_dim
+    V_DIM: tl.constexpr = C.v_dim
+    BLOCK_K: tl.constexpr = C.block_k
+    BLOCK_V: tl.constexpr = C.block_v
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, j = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     own_k, own_v = i < K_DIM, j < V_DIM
@@ -187,7 +179,7 @@ def scan(
 
 @cache
 def _scan(v_heads: int, k_dim: int, v_dim: int) -> KernelLauncher:
-    return KernelLauncher(scan_heads, scan_constants(v_heads, k_dim, v_dim) | scan_options())
+    return KernelLauncher(scan_heads, {"C": scan_constants(v_heads, k_dim, v_dim), **scan_options()})
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -7,9 +7,11 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,10 @@ from triton.runtime import JITFunction, driver
 _ALIGN = 16
 
 _LARGEST = (1 << 31) - 1  # the largest integer that Triton passes as 32 bits
+
+
+#: Tensors of a launch; a kernel takes a tuple of them, such as a NamedTuple, as one argument.
+Arguments = tuple[torch.Tensor | tuple[torch.Tensor, ...], ...]
 
 
 class KernelLauncher:
@@ -35,10 +41,13 @@ class KernelLauncher:
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
-        """kernel: takes tensors first, then numbers, then constants. constants: together with the launch options."""
+        """kernel: takes tensors first, then numbers, then constants. constants: together with the launch options. A
+        constant may be any frozen dataclass: the kernel reads its fields when it is compiled.
+        """
         self._kernel = kernel
         self._constants = constants
         self._found: dict[Hashable, _Found] = {}
+        self._groups: list[tuple[int, slice]] | None = None
         self._values = ()  # values of the constants, in the kernel's order
         if isinstance(kernel, JITFunction):
             self._values = tuple(constants[param.name] for param in kernel.params if param.is_constexpr)
@@ -46,34 +55,38 @@ class KernelLauncher:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[torch.Tensor, ...],
+        tensors: Arguments,
         free: tuple[float, ...],
         strides: tuple[int, ...],
     ) -> None:
         """Launch on the current stream of the tensors' device, which must be the current device.
 
-        free: numbers that the kernel is not specialized for: floats, or integers in `do_not_specialize`. strides:
-        numbers that it may be specialized for.
+        tensors: every launch has its tuples at the same places. free: numbers that the kernel is not specialized for:
+        floats, or integers in `do_not_specialize`. strides: numbers that it may be specialized for.
         """
-        kind = tensors[0].get_device(), strides, *[tensor.dtype for tensor in tensors]
+        if (groups := self._groups) is None:
+            groups = self._groups = _groups(tensors)
+        flat: list[Any] = list(tensors)
+        for at, _ in groups:
+            flat[at : at + 1] = flat[at]
+        kind = flat[0].get_device(), strides, *[tensor.dtype for tensor in flat]
         found = self._found.get(kind)
         if found is None:
-            self._launch_first(kind, grid, tensors, free, strides)
+            self._launch_first(kind, grid, tensors, flat, free, strides)
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
+        addresses: list[Any] = [tensor.data_ptr() for tensor in flat]
         hook = knobs.runtime.launch_enter_hook
-        if bits % _ALIGN or max(free, default=0) > _LARGEST or getattr(hook, "calls", hook):
+        if reduce(or_, addresses) % _ALIGN or max((0, *free)) > _LARGEST or getattr(hook, "calls", hook):
             self._kernel[grid](*tensors, *free, *strides, **self._constants)
             return
+        for _, group in groups:
+            addresses[group] = [tuple(addresses[group])]
         stream = driver.active.get_current_stream(kind[0])
         found.run(
             *grid, stream, found.function, found.metadata, None, None, None, *addresses, *free, *strides, *self._values
         )
 
-    def compile(self, tensors: tuple[torch.Tensor, ...], free: tuple[float, ...], strides: tuple[int, ...]) -> None:
+    def compile(self, tensors: Arguments, free: tuple[float, ...], strides: tuple[int, ...]) -> None:
         """Compile the kernel for these arguments without launching it."""
         self._kernel.warmup(*tensors, *free, *strides, grid=(1, 1, 1), **self._constants)
 
@@ -81,16 +94,27 @@ class KernelLauncher:
         self,
         kind: Hashable,
         grid: tuple[int, int, int],
-        tensors: tuple[torch.Tensor, ...],
+        tensors: Arguments,
+        flat: Sequence[torch.Tensor],
         free: tuple[float, ...],
         strides: tuple[int, ...],
     ) -> None:
         kernel = self._kernel[grid](*tensors, *free, *strides, **self._constants)
         if not isinstance(self._kernel, JITFunction) or kernel is None:
             return
-        is_plain = all(tensor.data_ptr() % _ALIGN == 0 for tensor in tensors) and max(free, default=0) <= _LARGEST
-        if is_plain and driver.active.get_current_device() == tensors[0].get_device():
+        is_plain = all(tensor.data_ptr() % _ALIGN == 0 for tensor in flat) and max(free, default=0) <= _LARGEST
+        if is_plain and driver.active.get_current_device() == flat[0].get_device():
             self._found[kind] = _Found(kernel, kernel.run, kernel.function, kernel.packed_metadata)
+
+
+def _groups(tensors: Arguments) -> list[tuple[int, slice]]:
+    """Where tuples are among the arguments, and their tensors in the flat list; the last one first."""
+    found, end = [], 0
+    for at, each in enumerate(tensors):
+        begin, end = end, end + (len(each) if isinstance(each, tuple) else 1)
+        if isinstance(each, tuple):
+            found.append((at, slice(begin, end)))
+    return found[::-1]
 
 
 @contextmanager

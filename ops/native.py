@@ -148,6 +148,7 @@ class NativeDecoder:
             lm_head_integers=_integers_of(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
+            kv_copies=model.kv_copies,
             **({} if model.delta is None else asdict(model.delta)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail

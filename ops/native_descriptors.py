@@ -150,6 +150,7 @@ class ModelDescriptor(Structure):
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
+        ("kv_copies", c_int32),
     ]  # fmt: skip
 
 

@@ -140,6 +140,9 @@ class NativeModel:
 
     page_groups: int = 1
 
+    kv_copies: int = 1
+    """TP ranks that have the same K/V heads."""
+
     output_gate: bool = False
     """Each head's query is followed by a gate of its output."""
 

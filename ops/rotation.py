@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .ranks import Collectives
 
 
 @dataclass(slots=True)
@@ -32,6 +35,12 @@ class HeadNorms:
     q: torch.Tensor
     k: torch.Tensor
     eps: float
+
+    ranks: Collectives | None = None
+    """TP ranks that have shares of the heads; None where the norm needs no heads of other ranks."""
+
+    kv_copies: int = 1
+    """Ranks, of `ranks`, that have the same K/V heads."""
 
 
 class KvSlots(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 #: Logits per program of the first two launches: sums are split there, whatever else is in the step.
 BLOCK = 4096
 
@@ -20,29 +22,27 @@ def blocks(vocab: int) -> int:
     return -(-vocab // BLOCK)
 
 
-def _padded(vocab: int) -> int:
-    return 1 << (blocks(vocab) - 1).bit_length()
+@dataclass(frozen=True, slots=True)
+class SamplingConstants:
+    """Compile-time constants of the launches."""
+
+    vocab: int
+    blocks: int
+    padded: int
+    """`blocks`, or the next power of two."""
+    block_chunk: int
+    """Candidates of a tile [blocks, candidates]."""
+    block: int = BLOCK
+    fields: int = FIELDS
+    pivots: int = _PIVOTS
+    chunk: int = _TILE // _PIVOTS
+    """Candidates of a tile [pivots, candidates]."""
 
 
-def ban_constants(vocab: int) -> dict[str, int]:
-    """Compile-time constants of the launch that bans tokens."""
-    return {"VOCAB": vocab, "BLOCK": BLOCK}
-
-
-def peak_constants(vocab: int) -> dict[str, int]:
-    """Compile-time constants of the launch that finds the largest logits."""
-    return {"VOCAB": vocab, "BLOCK": BLOCK, "BLOCKS": blocks(vocab), "FIELDS": FIELDS}
-
-
-def weigh_constants(vocab: int) -> dict[str, int]:
-    """Compile-time constants of the launch that sums up masses."""
-    return peak_constants(vocab) | {"PADDED": _padded(vocab), "PIVOTS": _PIVOTS}
-
-
-def pick_constants(vocab: int) -> dict[str, int]:
-    """Compile-time constants of the launch that picks tokens."""
-    padded = _padded(vocab)
-    return weigh_constants(vocab) | {"CHUNK": _TILE // _PIVOTS, "BLOCK_CHUNK": max(1, _TILE // padded)}
+def sampling_constants(vocab: int) -> SamplingConstants:
+    """See `SamplingConstants`."""
+    padded = 1 << (blocks(vocab) - 1).bit_length()
+    return SamplingConstants(vocab, blocks(vocab), padded, max(1, _TILE // padded))
 
 
 def sum_shape(entries: int, vocab: int) -> tuple[int, int, int]:

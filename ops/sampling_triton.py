@@ -25,15 +25,12 @@ import triton.language as tl
 
 from .launch_triton import KernelLauncher
 from .sampling_schedule import (
-    ban_constants,
     ban_options,
     blocks,
-    peak_constants,
     peak_options,
-    pick_constants,
     pick_options,
+    sampling_constants,
     sum_shape,
-    weigh_constants,
     weigh_options,
 )
 
@@ -43,11 +40,14 @@ _TOKENS = tl.constexpr(1 << 24)  # more than the tokens of any vocabulary
 
 
 @triton.jit(do_not_specialize=["width"])
-def ban_tokens(logits, masks, width, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def ban_tokens(logits, masks, width, row_stride, C: tl.constexpr):
     """Ban tokens: logits[masks[m, 0], t] = -inf where bit t of masks[m, 1:] is 0.
 
-    Grid (blocks, masks). logits: [rows, VOCAB] float32, rows row_stride apart. masks: [masks, width] int32.
+    Grid (blocks, masks). logits: [rows, vocab] float32, rows row_stride apart. masks: [masks, width] int32. C:
+    `SamplingConstants`, as for all launches.
     """
+    VOCAB: tl.constexpr = C.vocab
+    BLOCK: tl.constexpr = C.block
     block, number = tl.program_id(0), tl.program_id(1)
     mask = masks + number.to(tl.int64) * width
     row = tl.load(mask).to(tl.int64)
@@ -59,22 +59,16 @@ def ban_tokens(logits, masks, width, row_stride, VOCAB: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def find_peaks(
-    peaks,
-    lows,
-    logits,
-    entries,
-    row_stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
+def find_peaks(peaks, lows, logits, entries, row_stride, C: tl.constexpr):
     """peaks[d, b], lows[d, b]: the largest and the least finite logit in block b of entry d's row; +inf if it has a
     NaN.
 
-    Grid (BLOCKS, entries). logits: [rows, VOCAB] float32, rows row_stride apart. entries: [entries, FIELDS].
+    Grid (blocks, entries). logits: [rows, vocab] float32, rows row_stride apart. entries: [entries, fields].
     """
+    VOCAB: tl.constexpr = C.vocab
+    BLOCK: tl.constexpr = C.block
+    BLOCKS: tl.constexpr = C.blocks
+    FIELDS: tl.constexpr = C.fields
     block, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(entries + entry * FIELDS).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -102,24 +96,17 @@ def _key(x, token):
 
 
 @triton.jit
-def weigh_blocks(
-    sums,
-    peaks,
-    lows,
-    logits,
-    entries,
-    row_stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
+def weigh_blocks(sums, peaks, lows, logits, entries, row_stride, C: tl.constexpr):
     """sums[d, b, j]: mass of the tokens of block b with logits not below pivot j; with top_k, their number.
 
-    Grid (BLOCKS, entries). Entries without limits get only the last sum, which counts all tokens.
+    Grid (blocks, entries). Entries without limits get only the last sum, which counts all tokens.
     """
+    VOCAB: tl.constexpr = C.vocab
+    BLOCK: tl.constexpr = C.block
+    BLOCKS: tl.constexpr = C.blocks
+    FIELDS: tl.constexpr = C.fields
+    PADDED: tl.constexpr = C.padded
+    PIVOTS: tl.constexpr = C.pivots
     block, entry = tl.program_id(0), tl.program_id(1)
     fields = entries + entry * FIELDS
     row, inverse, top_p = tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 3)
@@ -195,21 +182,21 @@ def _last_kept(
     weight,
     target,
     by_mass,
-    BLOCK: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Find the largest key such that the tokens from it on weigh at least `target`.
 
     The key lies between `least` and `above`; the tokens from `above` on weigh `weight`. tokens: a list with all tokens
     in between. The tokens themselves are the pivots, so each round leaves fewer of them.
     """
+    BLOCK: tl.constexpr = C.block
+    PIVOTS: tl.constexpr = C.pivots
     left = _collect(spare, tokens, count, row, most, inverse, floor, least, above, True, BLOCK)
     found = least
     while left > 1:
         at = tl.load(spare + (tl.arange(0, PIVOTS).to(tl.int64) * left // PIVOTS))
         keys = _key(tl.load(row + at), at)
-        upto = weight + _weigh(spare, left, row, most, inverse, by_mass, keys, PIVOTS, CHUNK)
+        upto = weight + _weigh(spare, left, row, most, inverse, by_mass, keys, PIVOTS, C.chunk)
         enough = upto >= target
         found = tl.maximum(found, tl.max(tl.where(enough, keys, found), axis=0))
         above = tl.minimum(above, tl.min(tl.where(enough, above, keys), axis=0))
@@ -222,10 +209,11 @@ def _last_kept(
 
 
 @triton.jit
-def _weigh_blocks(
-    tokens, count, row, most, inverse, least, BLOCK: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr
-):
+def _weigh_blocks(tokens, count, row, most, inverse, least, C: tl.constexpr):
     """Mass of a list's tokens with keys from `least` on, by blocks of the vocabulary."""
+    BLOCK: tl.constexpr = C.block
+    PADDED: tl.constexpr = C.padded
+    CHUNK: tl.constexpr = C.block_chunk
     block = tl.arange(0, PADDED)
     total = tl.zeros([PADDED, CHUNK], tl.float64)
     for begin in range(0, count, CHUNK):
@@ -263,19 +251,18 @@ def pick_tokens(
     entries,
     columns,
     row_stride,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Sample: tokens[0, row] is the row's token, -1 if it has none; tokens[1, row] is the same, but 0 if it has none.
 
-    Grid (entries,). tokens: [2, columns] int64. lists: [entries with limits, 2, VOCAB] int32, scratch for candidates.
+    Grid (entries,). tokens: [2, columns] int64. lists: [entries with limits, 2, vocab] int32, scratch for candidates.
     """
+    VOCAB: tl.constexpr = C.vocab
+    BLOCK: tl.constexpr = C.block
+    BLOCKS: tl.constexpr = C.blocks
+    FIELDS: tl.constexpr = C.fields
+    PADDED: tl.constexpr = C.padded
+    PIVOTS: tl.constexpr = C.pivots
     entry = tl.program_id(0)
     fields = entries + entry * FIELDS
     number, inverse = tl.load(fields).to(tl.int64), tl.load(fields + 1)
@@ -335,11 +322,9 @@ def pick_tokens(
                             weight,
                             target,
                             by_mass == 1,
-                            BLOCK,
-                            PIVOTS,
-                            CHUNK,
+                            C,
                         )
-                masses += _weigh_blocks(first, count, row, most, inverse, least, BLOCK, PADDED, BLOCK_CHUNK)
+                masses += _weigh_blocks(first, count, row, most, inverse, least, C)
             else:
                 masses = tl.load(place + PIVOTS - 1, mask=each < BLOCKS, other=0.0)
             share = u * tl.sum(masses, axis=0)
@@ -383,15 +368,16 @@ def ban(logits: torch.Tensor, masks: torch.Tensor) -> None:
 
 @cache
 def _ban_launcher(vocab: int) -> KernelLauncher:
-    return KernelLauncher(ban_tokens, ban_constants(vocab) | ban_options())
+    return KernelLauncher(ban_tokens, {"C": sampling_constants(vocab), **ban_options()})
 
 
 @cache
 def _launchers(vocab: int) -> tuple[KernelLauncher, KernelLauncher, KernelLauncher]:
+    constants = {"C": sampling_constants(vocab)}
     return (
-        KernelLauncher(find_peaks, peak_constants(vocab) | peak_options()),
-        KernelLauncher(weigh_blocks, weigh_constants(vocab) | weigh_options()),
-        KernelLauncher(pick_tokens, pick_constants(vocab) | pick_options()),
+        KernelLauncher(find_peaks, {**constants, **peak_options()}),
+        KernelLauncher(weigh_blocks, {**constants, **weigh_options()}),
+        KernelLauncher(pick_tokens, {**constants, **pick_options()}),
     )
 
 

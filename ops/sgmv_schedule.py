@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from .sgmv_tables import place_blocks
@@ -127,9 +128,86 @@ def token_limits(kind: Kind, most: int) -> list[int]:
     return [*(limit for limit in RULE_LIMITS[kind] if limit < most), most]
 
 
-def _each(letter: str, values: Sequence[int]) -> dict[str, int]:
-    """A constant of each projection of a launch, 0 for those that it doesn't have."""
-    return {f"{letter}{index}": values[index] if index < len(values) else 0 for index in range(MAX_TARGETS)}
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Projections of a launch, with adjacent outputs. Tuples have MAX_TARGETS items, 0 beyond the last projection."""
+
+    count: int
+    ids: tuple[int, ...] = (0,) * MAX_TARGETS
+    widths: tuple[int, ...] = (0,) * MAX_TARGETS
+    """Columns of each."""
+    columns: tuple[int, ...] = (0,) * MAX_TARGETS
+    """The first column of each."""
+    blocks: tuple[int, ...] = (0,) * MAX_TARGETS
+    """The first block of columns of each: a program's columns are of one projection."""
+
+    @classmethod
+    def build(cls, ids: Sequence[int], widths: Sequence[int], block_n: int) -> Modules:
+        """block_n: columns of a block."""
+        padded = [*widths, *[0] * (MAX_TARGETS - len(widths))]
+        return cls(
+            count=len(ids),
+            ids=(*ids, *[0] * (MAX_TARGETS - len(ids))),
+            widths=tuple(padded),
+            columns=tuple(accumulate(padded[:-1], initial=0)),
+            blocks=tuple(accumulate((-(-width // block_n) for width in padded[:-1]), initial=0)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """How a launch finds rank-rows; see `SgmvTables`."""
+
+    page: int = 0
+    """Elements of a page."""
+    vec: int = 0
+    """Elements in 16 bytes."""
+    blocks: int = 0
+    """Records of an adapter in a layer, each of PLACE_ROWS rank-rows."""
+    pages: int = 0
+    """Pages of a record; 0: records are not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkConstants:
+    """Compile-time constants of a shrink launch."""
+
+    modules: Modules
+    records: Records
+    d_in: int
+    chunks: int
+    """Blocks of inputs of a program."""
+    lanes: int
+    """Programs that share a tile's rank-rows."""
+    block_r: int
+    block_k: int
+    block_t: int
+    """Tokens of a tile."""
+    warps: int
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandConstants:
+    """Compile-time constants of an expand launch."""
+
+    modules: Modules
+    records: Records
+    row: int
+    """The most columns of a projection."""
+    splits: int
+    """Number of shrink's partial sums."""
+    split_block: int
+    """`splits`, or the next power of two."""
+    block_r: int
+    block_n: int
+    block_t: int
+    """Tokens of a tile."""
+    stages: int
+    """Blocks of rank-rows in flight at once, after the first."""
+    pdl: bool = False
+    """See `ShrinkConstants`."""
 
 
 def shrink_constants(
@@ -140,16 +218,19 @@ def shrink_constants(
     itemsize: int,
     rank: int,
     pages: int,
-) -> dict[str, int]:
-    """Compile-time constants of a shrink launch. rank: the tables' largest. pages: of one of their records."""
-    ids = [module for module, _, _ in modules]
-    constants = _each("M", ids)
-    constants |= {"MODULES": len(ids), "D_IN": d_in, "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
-    constants |= {"BLOCKS": place_blocks(rank), "CHUNKS": schedule.chunks(d_in), "LANES": schedule.lanes}
-    constants |= {"BLOCK_R": schedule.block_r, "BLOCK_K": schedule.block_k}
-    if schedule.tensor_cores:
-        return constants | {"BLOCK_T": schedule.tile_tokens}
-    return constants | {"PAGES": pages, "WARPS": schedule.warps, "PDL": 0}
+) -> ShrinkConstants:
+    """rank: the tables' largest. pages: of one of their records."""
+    return ShrinkConstants(
+        Modules.build([module for module, _, _ in modules], (), 1),
+        Records(page_elems, max(1, 16 // itemsize), place_blocks(rank), 0 if schedule.tensor_cores else pages),
+        d_in=d_in,
+        chunks=schedule.chunks(d_in),
+        lanes=schedule.lanes,
+        block_r=schedule.block_r,
+        block_k=schedule.block_k,
+        block_t=schedule.tile_tokens,
+        warps=schedule.warps,
+    )
 
 
 def expand_constants(
@@ -160,24 +241,25 @@ def expand_constants(
     itemsize: int,
     rank: int,
     pages: int,
-) -> dict[str, int]:
-    """Compile-time constants of an expand launch."""
-    ids, widths = [module for module, _, _ in modules], [width for _, _, width in modules]
-    splits = schedule.splits(d_in)
-    constants = _each("M", ids) | _each("W", widths)
-    constants |= {"MODULES": len(ids), "ROW": max(widths), "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
-    constants |= {"BLOCKS": place_blocks(rank), "SPLITS": splits}
-    constants |= {"BLOCK_R": schedule.expand_r, "BLOCK_N": schedule.block_n}
-    if schedule.tensor_cores:
-        return constants | {"BLOCK_T": schedule.tile_tokens}
-    constants |= {"PAGES": pages, "SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
-    stages = schedule.stages if itemsize <= 2 else 1  # a block of float32 takes the registers of two
-    return constants | {"STAGES": stages, "PDL": 0}
+) -> ExpandConstants:
+    """See `shrink_constants`."""
+    widths, splits = [width for _, _, width in modules], schedule.splits(d_in)
+    return ExpandConstants(
+        Modules.build([module for module, _, _ in modules], widths, schedule.block_n),
+        Records(page_elems, max(1, 16 // itemsize), place_blocks(rank), 0 if schedule.tensor_cores else pages),
+        row=max(widths),
+        splits=splits,
+        split_block=1 << (splits - 1).bit_length(),
+        block_r=schedule.expand_r,
+        block_n=schedule.block_n,
+        block_t=schedule.tile_tokens,
+        stages=schedule.stages if itemsize <= 2 else 1,  # a block of float32 takes the registers of two
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandShape:
-    """Compile-time constants of the adapters that a GEMM expands."""
+    """The adapters that a GEMM expands, as its compile-time constants have them."""
 
     modules: tuple[int, ...]
     """Ids of the projections."""
@@ -215,17 +297,7 @@ class ExpandShape:
             pages=pages,
         )
 
-    def constants(self) -> dict[str, int]:
-        return (
-            _each("M", self.modules)
-            | _each("W", self.widths)
-            | {
-                "MODULES": len(self.modules),
-                "PAGE": self.page_elems,
-                "VEC": max(1, 16 // self.itemsize),
-                "BLOCKS": place_blocks(self.max_rank),
-                "PAGES": self.pages,
-                "PARTS": self.splits,
-                "PART_BLOCK": 1 << (self.splits - 1).bit_length(),
-            }
-        )
+    @property
+    def records(self) -> Records:
+        """How the launch finds rank-rows."""
+        return Records(self.page_elems, max(1, 16 // self.itemsize), place_blocks(self.max_rank), self.pages)

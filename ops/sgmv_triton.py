@@ -19,6 +19,7 @@ Import this module lazily: it needs triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -49,21 +50,37 @@ _RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TI
 _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
 
 
+class Adapters(NamedTuple):
+    """What kernels read of adapters, as one argument: tensors on the host, pointers in a kernel.
+
+    h: the partial sums of shrink, float32 [splits, tokens, modules, blocks · PLACE_ROWS]. arena: [num_pages, page].
+    tiles: of a step. The others are those of `SgmvTables`, int32, and first_elem int64.
+    """
+
+    h: torch.Tensor
+    arena: torch.Tensor
+    tiles: torch.Tensor
+    offsets: torch.Tensor
+    places: torch.Tensor
+    first_elem: torch.Tensor
+    pages: torch.Tensor
+
+
 @triton.jit
-def _pick(index, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr, COUNT: tl.constexpr):
+def _pick(index, VALUES: tl.constexpr, COUNT: tl.constexpr):
     """Return item `index` of the first COUNT of four constants."""
-    last = V2
+    last = VALUES[2]
     if COUNT > 3:
-        last = tl.where(index == 2, V2, V3)
-    return tl.where(index == 0, V0, tl.where(index == 1, V1, last))
+        last = tl.where(index == 2, VALUES[2], VALUES[3])
+    return tl.where(index == 0, VALUES[0], tl.where(index == 1, VALUES[1], last))
 
 
 @triton.jit
-def _find_module(block, BLOCKS_0: tl.constexpr, BLOCKS_1: tl.constexpr, BLOCKS_2: tl.constexpr, COUNT: tl.constexpr):
-    """Return the index of the module, of up to four, that has a block of columns. BLOCKS: where the next one begins."""
-    index = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    if COUNT > 3:
-        index += (block >= BLOCKS_2).to(tl.int32)
+def _find_module(block, C: tl.constexpr):
+    """Return the index of the module, of up to four, that has a block of columns."""
+    index = (block >= C.modules.blocks[1]).to(tl.int32) + (block >= C.modules.blocks[2]).to(tl.int32)
+    if C.modules.count > 3:
+        index += (block >= C.modules.blocks[3]).to(tl.int32)
     return index
 
 
@@ -81,21 +98,10 @@ def _find_rows(pages, start, live, width, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(
-    arena,
-    pages,
-    start,
-    first,
-    second,
-    left,
-    column,
-    live,
-    width,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-):
+def _load_rows(arena, pages, start, first, second, left, column, live, width, ROW: tl.constexpr, C: tl.constexpr):
     """Load columns `column` of rank-rows `[rows, columns]`; 0 if not live or beyond `width`. ROW: the longest row."""
+    PAGE: tl.constexpr = C.records.page
+    VEC: tl.constexpr = C.records.vec
     mask = live[:, None] & (column < width)[None, :]
     if ROW <= PAGE:
         at = tl.where(column[None, :] < left[:, None], first[:, None], second[:, None]) + column[None, :]
@@ -107,45 +113,38 @@ def _load_rows(
 
 
 @triton.jit
-def _find_block(
-    places,
-    first_elem,
-    table_row,
-    layer,
-    layers,
-    offset,
-    slab,
-    row,
-    rows,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
+def _find_block(adapters, table_row, layer, layers, offset, slab, row, rows, C: tl.constexpr):
     """Locate an adapter's rank-rows `rows`, from `row` on, of one layer and of the module at `offset`.
 
-    Return whether the adapter has any, where they begin, and pages. With records (PAGES), the beginnings are elements
-    counted from the first page of the rows' record, and the pages are the record's, loaded independently of each other.
+    Return whether the adapter has any, where they begin, and pages. With records, the beginnings are elements counted
+    from the first page of the rows' record, and the pages are the record's, loaded independently of each other.
     Without records, the beginnings are elements counted from the adapter's beginning, and there are no pages.
     """
+    PAGES: tl.constexpr = C.records.pages
     near = ()
     if PAGES:
-        place = places + ((table_row * layers + layer) * BLOCKS + row // _ROWS) * (PAGES + 1)
+        record = (table_row * layers + layer) * C.records.blocks + row // _ROWS
+        place = adapters.places + record * (PAGES + 1)
         base = tl.load(place)
         for i in tl.static_range(PAGES):
             near = near + (tl.load(place + 1 + i),)  # noqa: RUF005, Triton's tuples are not unpacked
         start = base + offset + (rows - row // _ROWS * _ROWS) * slab
     else:
-        base = tl.load(first_elem + table_row * layers + layer)
+        base = tl.load(adapters.first_elem + table_row * layers + layer)
         start = base + offset + rows.to(tl.int64) * slab
     return (offset >= 0) & (base >= 0), start, near
 
 
 @triton.jit
-def _find_columns(pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr):
+def _find_columns(pages, near, start, column, live, width, C: tl.constexpr):
     """Return the arena elements of columns `column` of the rank-rows that `_find_block` found, `[…rows, columns]`, and
     a mask of the elements that are live and within `width`.
 
     Without records, `pages` are the adapter's, and one more load finds the page.
     """
+    PAGES: tl.constexpr = C.records.pages
+    PAGE: tl.constexpr = C.records.page
+    VEC: tl.constexpr = C.records.vec
     mask = tl.expand_dims(live, -1) & (column < width)
     elem = tl.expand_dims(start, -1) + column
     index = elem // PAGE
@@ -164,180 +163,112 @@ def _find_columns(pages, near, start, column, live, width, PAGES: tl.constexpr, 
 
 
 @triton.jit
-def _load_block(
-    arena,
-    pages,
-    near,
-    start,
-    column,
-    live,
-    width,
-    PAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-):
+def _load_block(arena, pages, near, start, column, live, width, C: tl.constexpr):
     """Load columns `column` of rank-rows, see `_find_columns`; zero where there are none."""
-    at, mask = _find_columns(pages, near, start, column, live, width, PAGES, PAGE, VEC)
+    at, mask = _find_columns(pages, near, start, column, live, width, C)
     return tl.load(arena + at, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
-def shrink_decode(
-    h,
-    x,
-    arena,
-    tiles,
-    offsets,
-    places,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tokens,
-    x_stride,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    M3: tl.constexpr,
-    MODULES: tl.constexpr,
-    D_IN: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LANES: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def shrink_decode(x, adapters, layer, layers, max_pages, tokens, x_stride, C: tl.constexpr):
     """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], where k runs over the split's share of the inputs; a tile is one
     token.
 
-    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: warps of a program. h: float32 [splits,
-    tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart. arena: [num_pages, PAGE]. tiles,
-    offsets, places, first_elem, pages: see SgmvTables. M0 … M3: ids of the modules.
+    Grid (tiles, modules · lanes, splits). x: [tokens, d_in], rows x_stride apart. adapters: see `Adapters`; h is
+    written. layers, max_pages: lengths of rows of first_elem and pages. C: `ShrinkConstants`.
 
-    Each warp has its own rank-rows, [BLOCK_R / WARPS, WARPS], and loads x for itself, so no warp waits for another.
-    With PDL the first weight loads are issued before the previous launch has ended.
+    Each warp has its own rank-rows, [block_r / warps, warps], and loads x for itself, so no warp waits for another.
+    With pdl the first weight loads are issued before the previous launch has ended.
     """
+    PDL: tl.constexpr = C.pdl
+    WARPS: tl.constexpr = C.warps
+    CHUNKS: tl.constexpr = C.chunks
+    BLOCK_R: tl.constexpr = C.block_r
+    BLOCK_K: tl.constexpr = C.block_k
+    D_IN: tl.constexpr = C.d_in
+    MODULES: tl.constexpr = C.modules.count
     if PDL:
         cuda.gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
-    tiles += tile * _TILE
+    tiles = adapters.tiles + tile * _TILE
     table_row, rank, slab = tl.load(tiles + _TABLE_ROW), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     token = tl.load(tiles + _BEGIN).to(tl.int64)
     if table_row < 0:
         if PDL:
             cuda.gdc_wait()
         return
-    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2, M3, MODULES))
-    pages += table_row.to(tl.int64) * max_pages
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _pick(group, C.modules.ids, MODULES))
+    pages = adapters.pages + table_row.to(tl.int64) * max_pages
     warp = tl.arange(0, WARPS)
     each = tl.arange(0, BLOCK_R // WARPS)[:, None] * WARPS + warp[None, :]
-    for row in range(lane * BLOCK_R, rank, LANES * BLOCK_R):
+    for row in range(lane * BLOCK_R, rank, C.lanes * BLOCK_R):
         rows = row + each
         live = rows < rank
-        is_changed, start, near = _find_block(
-            places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-        )
+        is_changed, start, near = _find_block(adapters, table_row, layer, layers, offset, slab, row, rows, C)
         if is_changed:
             total = tl.zeros([BLOCK_R // WARPS, WARPS, BLOCK_K], dtype=tl.float32)
             for chunk in tl.static_range(CHUNKS):
                 column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = _load_block(arena, pages, near, start, column, live, D_IN, PAGES, PAGE, VEC)
+                a = _load_block(adapters.arena, pages, near, start, column, live, D_IN, C)
                 if PDL and chunk == 0:
                     cuda.gdc_wait()
                 shared = x + token * x_stride + column[None, :] + 0 * warp[:, None]
                 values = tl.load(shared, mask=((column < D_IN)[None, :]) & (warp >= 0)[:, None], other=0.0)
                 total += a.to(tl.float32) * values.to(tl.float32)[None, :, :]
-            at = ((split * tokens + token) * MODULES + group) * (BLOCKS * _ROWS)
-            tl.store(h + at + rows, tl.sum(total, axis=2), mask=live)
+            at = ((split * tokens + token) * MODULES + group) * (C.records.blocks * _ROWS)
+            tl.store(adapters.h + at + rows, tl.sum(total, axis=2), mask=live)
     if PDL:
         cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
-def shrink_prefill(
-    h,
-    x,
-    arena,
-    tiles,
-    offsets,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tokens,
-    x_stride,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    M3: tl.constexpr,
-    MODULES: tl.constexpr,
-    D_IN: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Like shrink_decode, with the same arguments and grid, for BLOCK_T tokens of a tile at once on tensor cores."""
+def shrink_prefill(x, adapters, layer, layers, max_pages, tokens, x_stride, C: tl.constexpr):
+    """Like shrink_decode, with the same arguments and grid, for block_t tokens of a tile at once on tensor cores."""
+    BLOCK_T: tl.constexpr = C.block_t
+    BLOCK_R: tl.constexpr = C.block_r
+    BLOCK_K: tl.constexpr = C.block_k
+    D_IN: tl.constexpr = C.d_in
+    MODULES: tl.constexpr = C.modules.count
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
-    tiles += tile * _TILE
+    tiles = adapters.tiles + tile * _TILE
     table_row = tl.load(tiles + _TABLE_ROW)
     if table_row < 0:
         return
-    offset = tl.load(offsets + table_row * _OFFSETS + _pick(group, M0, M1, M2, M3, MODULES))
-    base = tl.load(first_elem + table_row * layers + layer)
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _pick(group, C.modules.ids, MODULES))
+    base = tl.load(adapters.first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
     token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
     own = token < tl.load(tiles + _END)
     rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
-    pages += table_row.to(tl.int64) * max_pages
+    pages = adapters.pages + table_row.to(tl.int64) * max_pages
     x_rows = x + token.to(tl.int64)[:, None] * x_stride
-    for row in range(lane * BLOCK_R, rank, LANES * BLOCK_R):
+    for row in range(lane * BLOCK_R, rank, C.lanes * BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
         live = rows < rank
         start = base + offset + rows.to(tl.int64) * slab
-        first, second, left = _find_rows(pages, start, live, D_IN, PAGE)
+        first, second, left = _find_rows(pages, start, live, D_IN, C.records.page)
         total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-        for chunk in range(CHUNKS):
-            column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
-            a = _load_rows(arena, pages, start, first, second, left, column, live, D_IN, D_IN, PAGE, VEC)
+        for chunk in range(C.chunks):
+            column = (split * C.chunks + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
+            a = _load_rows(adapters.arena, pages, start, first, second, left, column, live, D_IN, D_IN, C)
             values = tl.load(x_rows + column[None, :], mask=own[:, None] & (column < D_IN)[None, :], other=0.0)
             total = tl.dot(values, tl.trans(a), total, input_precision="ieee")
-        at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (BLOCKS * _ROWS)
-        tl.store(h + at[:, None] + rows[None, :], total, mask=own[:, None] & live[None, :])
+        at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (C.records.blocks * _ROWS)
+        tl.store(adapters.h + at[:, None] + rows[None, :], total, mask=own[:, None] & live[None, :])
 
 
 @triton.jit
-def _load_parts(
-    h,
-    token,
-    tokens,
-    group,
-    row,
-    MODULES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Load the partial sums of a block of rank-rows, `[SPLIT_BLOCK, BLOCK_R]`; values beyond the rank are arbitrary."""
+def _load_parts(h, token, tokens, group, row, C: tl.constexpr):
+    """Load the partial sums of a block of rank-rows, `[split_block, block_r]`; values beyond the rank are arbitrary."""
+    SPLIT_BLOCK: tl.constexpr = C.split_block
+    BLOCK_R: tl.constexpr = C.block_r
     part = tl.arange(0, SPLIT_BLOCK)
-    at = ((part * tokens + token) * MODULES + group) * WIDTH + row
+    at = ((part * tokens + token) * C.modules.count + group) * (C.records.blocks * _ROWS) + row
     places = tl.multiple_of(at, BLOCK_R)[:, None] + tl.arange(0, BLOCK_R)[None, :]
-    return tl.load(h + places, mask=tl.broadcast_to((part < SPLITS)[:, None], [SPLIT_BLOCK, BLOCK_R]), other=0.0)
+    return tl.load(h + places, mask=tl.broadcast_to((part < C.splits)[:, None], [SPLIT_BLOCK, BLOCK_R]), other=0.0)
 
 
 @triton.jit
@@ -348,55 +279,23 @@ def _product(parts, b, live):
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
-def expand_decode(
-    y,
-    h,
-    arena,
-    tiles,
-    offsets,
-    places,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tokens,
-    y_stride,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    M3: tl.constexpr,
-    MODULES: tl.constexpr,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
-    W2: tl.constexpr,
-    W3: tl.constexpr,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def expand_decode(y, adapters, layer, layers, max_pages, tokens, y_stride, C: tl.constexpr):
     """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; a tile is one token.
 
-    Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + … + W3], rows y_stride apart; the W_m columns of
-    module m begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
-    PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
-    next power of two. STAGES: blocks of rank-rows in flight at once, after the first.
+    Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ Σ widths], rows y_stride apart; the columns of module
+    m begin at c_m. adapters: see `Adapters`. layers, max_pages: see shrink_decode. C: `ExpandConstants`.
 
-    The loads of y and h are issued before the weight loads. With PDL, y and h may not be complete at the start, so
+    The loads of y and h are issued before the weight loads. With pdl, y and h may not be complete at the start, so
     their loads are issued right after the first weight loads.
     """
+    PDL: tl.constexpr = C.pdl
+    BLOCK_R: tl.constexpr = C.block_r
+    BLOCK_N: tl.constexpr = C.block_n
+    MODULES: tl.constexpr = C.modules.count
     if PDL:
         cuda.gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
-    tiles += tile * _TILE
+    tiles = adapters.tiles + tile * _TILE
     table_row, rank, slab = tl.load(tiles + _TABLE_ROW), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     token = tl.load(tiles + _BEGIN).to(tl.int64)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
@@ -404,39 +303,31 @@ def expand_decode(
         if PDL:
             cuda.gdc_wait()
         return
-    BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_2: tl.constexpr = BLOCKS_1 + (W2 + BLOCK_N - 1) // BLOCK_N
-    WIDTH: tl.constexpr = BLOCKS * _ROWS
-    group = _find_module(block, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
-    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2, M3, MODULES))
-    pages += table_row.to(tl.int64) * max_pages
-    width = _pick(group, W0, W1, W2, W3, MODULES)
-    column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = y + token * y_stride + _pick(group, 0, W0, W0 + W1, W0 + W1 + W2, MODULES) + column
+    group = _find_module(block, C)
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + _pick(group, C.modules.ids, MODULES))
+    pages = adapters.pages + table_row.to(tl.int64) * max_pages
+    width = _pick(group, C.modules.widths, MODULES)
+    column = (block - _pick(group, C.modules.blocks, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = y + token * y_stride + _pick(group, C.modules.columns, MODULES) + column
     rows = tl.arange(0, BLOCK_R)
-    is_changed, start, near = _find_block(
-        places, first_elem, table_row, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
-    )
+    is_changed, start, near = _find_block(adapters, table_row, layer, layers, offset, slab, 0, rows, C)
     if not PDL:
         before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
-        parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+        parts = _load_parts(adapters.h, token, tokens, group, 0, C)
     # Without weights the loads are masked instead of skipped: a branch would be one more thing to wait for.
     own = tl.where(is_changed, rank, 0)
-    b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+    b = _load_block(adapters.arena, pages, near, start, column, rows < own, width, C)
     if PDL:
         cuda.gdc_wait()
         before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
-        parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+        parts = _load_parts(adapters.h, token, tokens, group, 0, C)
     total = _product(parts, b, rows < rank)
-    if BLOCKS > 1:
-        for row in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=STAGES):
-            parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+    if C.records.blocks > 1:
+        for row in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=C.stages):
+            parts = _load_parts(adapters.h, token, tokens, group, row, C)
             rows = row + tl.arange(0, BLOCK_R)
-            _, start, near = _find_block(
-                places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-            )
-            b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+            _, start, near = _find_block(adapters, table_row, layer, layers, offset, slab, row, rows, C)
+            b = _load_block(adapters.arena, pages, near, start, column, rows < own, width, C)
             total += _product(parts, b, rows < rank)
     after = (before + factor * total).to(y.dtype.element_ty)
     tl.store(target, after, mask=column < tl.where(is_changed, width, 0))
@@ -445,93 +336,57 @@ def expand_decode(
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
-def expand_prefill(
-    y,
-    h,
-    arena,
-    tiles,
-    offsets,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tokens,
-    y_stride,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    M3: tl.constexpr,
-    MODULES: tl.constexpr,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
-    W2: tl.constexpr,
-    W3: tl.constexpr,
-    ROW: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Like expand_decode, with the same arguments and grid, for BLOCK_T tokens of a tile at once on tensor cores.
+def expand_prefill(y, adapters, layer, layers, max_pages, tokens, y_stride, C: tl.constexpr):
+    """Like expand_decode, with the same arguments and grid, for block_t tokens of a tile at once on tensor cores.
 
     The tensor cores take h in the dtype of B.
     """
+    BLOCK_T: tl.constexpr = C.block_t
+    BLOCK_R: tl.constexpr = C.block_r
+    BLOCK_N: tl.constexpr = C.block_n
+    MODULES: tl.constexpr = C.modules.count
     block, tile = tl.program_id(0), tl.program_id(1)
-    tiles += tile * _TILE
+    tiles = adapters.tiles + tile * _TILE
     table_row = tl.load(tiles + _TABLE_ROW)
     if table_row < 0:
         return
-    BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_2: tl.constexpr = BLOCKS_1 + (W2 + BLOCK_N - 1) // BLOCK_N
-    group = _find_module(block, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
-    offset = tl.load(offsets + table_row * _OFFSETS + _B + _pick(group, M0, M1, M2, M3, MODULES))
-    base = tl.load(first_elem + table_row * layers + layer)
+    group = _find_module(block, C)
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + _pick(group, C.modules.ids, MODULES))
+    base = tl.load(adapters.first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
     token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
     own = token < tl.load(tiles + _END)
     rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
-    pages += table_row.to(tl.int64) * max_pages
-    width = _pick(group, W0, W1, W2, W3, MODULES)
-    column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pages = adapters.pages + table_row.to(tl.int64) * max_pages
+    width = _pick(group, C.modules.widths, MODULES)
+    column = (block - _pick(group, C.modules.blocks, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
     for row in range(0, rank, BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
         live = rows < rank
         start = base + offset + rows.to(tl.int64) * slab
-        first, second, left = _find_rows(pages, start, live, width, PAGE)
-        b = _load_rows(arena, pages, start, first, second, left, column, live, width, ROW, PAGE, VEC)
+        first, second, left = _find_rows(pages, start, live, width, C.records.page)
+        b = _load_rows(adapters.arena, pages, start, first, second, left, column, live, width, C.row, C)
         value = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
-        for split in tl.range(SPLITS, num_stages=1):  # unrolled, the parts would take more registers
-            at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (BLOCKS * _ROWS)
-            value += tl.load(h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
+        for split in tl.range(C.splits, num_stages=1):  # unrolled, the parts would take more registers
+            at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (C.records.blocks * _ROWS)
+            value += tl.load(adapters.h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
-    target = (
-        y
-        + token.to(tl.int64)[:, None] * y_stride
-        + _pick(group, 0, W0, W0 + W1, W0 + W1 + W2, MODULES)
-        + column[None, :]
-    )
+    target = y + token.to(tl.int64)[:, None] * y_stride + _pick(group, C.modules.columns, MODULES) + column[None, :]
     mask = own[:, None] & (column < width)[None, :]
     after = tl.load(target, mask=mask, other=0.0).to(tl.float32) + factor * total
     tl.store(target, after.to(y.dtype.element_ty), mask=mask)
 
 
 class Shrunk(NamedTuple):
-    """The result of shrink, for a GEMM that also expands (`small_gemm_triton`).
-
-    It holds tensors and numbers in the order in which `multiply_rows` takes them.
-    """
+    """The result of shrink, for a GEMM that also expands (`small_gemm_triton`)."""
 
     shape: ExpandShape
-    tensors: tuple[torch.Tensor, ...]
+    adapters: Adapters
     free: tuple[int, ...]
+    """Numbers in the order in which `multiply_rows` takes them."""
 
 
 class Sgmv:
@@ -560,9 +415,6 @@ class Sgmv:
             tables.place_pages,
         )
         self._launch = launch = _launch(*shape, dependent_launch.begins_early(arena.device))
-        self._of_table_rows = tables.offsets, tables.first_elem, tables.pages
-        if not schedule.tensor_cores:
-            self._of_table_rows = tables.offsets, tables.places, tables.first_elem, tables.pages
         self._shape = ExpandShape.build(*shape)
         self._layers, self._max_pages = tables.first_elem.shape[1], tables.pages.shape[1]
         per_token = tables.scratch_elems(launch.splits, 1, len(modules), tables.max_rank)
@@ -575,6 +427,7 @@ class Sgmv:
         if not arena.is_contiguous():
             raise ValueError("the arena must be contiguous")
         self._arena = arena
+        self._adapters: Adapters | None = None
 
     def __call__(
         self,
@@ -603,8 +456,9 @@ class Sgmv:
             raise ValueError("rows of y must be contiguous")
         expand, free = self._launch.expand, self._numbers(layer, tokens)
         for every in tiles:
-            self._shrink(x, every, num_tiles, free, compile_only=compile_only)
-            expanded, strides = (y, *self._read(every)), (y.stride(0),)
+            adapters = self._read(every)
+            self._shrink(x, adapters, num_tiles, free, compile_only=compile_only)
+            expanded, strides = (y, adapters), (y.stride(0),)
             if compile_only:
                 expand.compile(expanded, free, strides)
             else:
@@ -618,25 +472,29 @@ class Sgmv:
         The arguments are those of `__call__`, for one pass of tiles with one token each.
         """
         free = self._numbers(layer, len(x))
-        self._shrink(x, tiles, num_tiles, free, compile_only=compile_only)
-        return Shrunk(self._shape, self._read(tiles), (*free[:-1], num_tiles))
+        adapters = self._read(tiles)
+        self._shrink(x, adapters, num_tiles, free, compile_only=compile_only)
+        return Shrunk(self._shape, adapters, (*free[:-1], num_tiles))
 
     def _numbers(self, layer: int, tokens: int) -> tuple[int, int, int, int]:
         if tokens > self._max_tokens:
             raise ValueError(f"{tokens} tokens in {self._launch.splits} splits need more partial sums than h can hold")
         return layer, self._layers, self._max_pages, tokens
 
-    def _read(self, tiles: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors that an expand of these tiles reads."""
-        return self._tables.h, self._arena, tiles, *self._of_table_rows
+    def _read(self, tiles: torch.Tensor) -> Adapters:
+        """What the launches of these tiles read; layers of a step have the same tiles."""
+        if self._adapters is None or self._adapters.tiles is not tiles:
+            its = self._tables
+            self._adapters = Adapters(its.h, self._arena, tiles, its.offsets, its.places, its.first_elem, its.pages)
+        return self._adapters
 
     def _shrink(
-        self, x: torch.Tensor, tiles: torch.Tensor, num_tiles: int, free: tuple[int, ...], *, compile_only: bool
+        self, x: torch.Tensor, adapters: Adapters, num_tiles: int, free: tuple[int, ...], *, compile_only: bool
     ) -> None:
         if x.stride(1) != 1:
             raise ValueError("rows of x must be contiguous")
         launch, strides = self._launch, (x.stride(0),)
-        shrunk = self._tables.h, x, self._arena, tiles, *self._of_table_rows
+        shrunk = x, adapters
         if compile_only:
             launch.shrink.compile(shrunk, free, strides)
         else:
@@ -670,15 +528,17 @@ def _launch(
     if page_elems * itemsize % 16:
         raise ValueError("the size of a page must be a multiple of 16 bytes")
     shape = schedule, modules, d_in, page_elems, itemsize, rank, pages
-    early = {"PDL": 1, **dependent_launch.OPTIONS} if pdl and not schedule.tensor_cores else {}
+    pdl = pdl and not schedule.tensor_cores
+    early = dependent_launch.options(pdl)
+    shrink_c, expand_c = replace(shrink_constants(*shape), pdl=pdl), replace(expand_constants(*shape), pdl=pdl)
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
     expand = expand_prefill if schedule.tensor_cores else expand_decode
     return _Launch(
         splits=schedule.splits(d_in),
         groups=len(modules) * schedule.lanes,
         blocks=sum(-(-width // schedule.block_n) for _, _, width in modules),
-        shrink=KernelLauncher(shrink, shrink_constants(*shape) | schedule.options(expand=False) | early),
-        expand=KernelLauncher(expand, expand_constants(*shape) | schedule.options(expand=True) | early),
+        shrink=KernelLauncher(shrink, {"C": shrink_c, **schedule.options(expand=False), **early}),
+        expand=KernelLauncher(expand, {"C": expand_c, **schedule.options(expand=True), **early}),
     )
 
 

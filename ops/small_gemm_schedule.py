@@ -6,9 +6,9 @@ Tests: tests/ops/test_small_gemm_triton.py, tests/core/executors/test_cuda_gemm_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from .sgmv_schedule import ExpandShape
+from .sgmv_schedule import ExpandShape, Modules, Records
 
 #: Rows of a launch's tile, which are computed in any case: those of one matrix instruction of a warp, and of a warp
 #: group (`wgmma`).
@@ -75,10 +75,32 @@ class GemmSchedule:
         return min(1024, _FETCHED_BYTES // (2 * self.block_n))
 
 
-#: Constants of a launch that expands no adapters, except the width of its result.
-_ALONE = dict.fromkeys(
-    ("MODULES", "M0", "M1", "M2", "M3", "W1", "W2", "W3", "PAGE", "VEC", "BLOCKS", "PAGES", "PARTS", "PART_BLOCK"), 0
-)
+@dataclass(frozen=True, slots=True)
+class GemmConstants:
+    """Compile-time constants of a launch."""
+
+    d_in: int
+    d_out: int
+    """Columns of the result; with `silu`, half the weight's rows."""
+    block_t: int
+    block_n: int
+    """Columns of the result of a program."""
+    block_k: int
+    splits: int
+    stages: int
+    fetched: int
+    tiles: int
+    bias: bool
+    silu: bool
+    modules: Modules
+    """The projections whose adapters it expands, if there are any, else one module as wide as the result."""
+    records: Records = field(default_factory=Records)
+    parts: int = 0
+    """Number of shrink's partial sums; 0: it expands no adapters."""
+    part_block: int = 0
+    """`parts`, or the next power of two."""
+    pdl: bool = False
+    """The previous launch may still be running when this one begins."""
 
 
 def tile_rows(rows: int) -> int:
@@ -113,23 +135,28 @@ def gemm_constants(
     bias: bool = False,
     silu: bool = False,
     shape: ExpandShape | None = None,
-) -> dict[str, int]:
-    """Compile-time constants of a launch. d_out: columns of its result; with `silu`, half the weight's rows."""
-    return {
-        "D_IN": d_in,
-        "D_OUT": d_out,
-        "BLOCK_T": schedule.block_t,
-        "BLOCK_N": schedule.columns(silu),
-        "BLOCK_K": schedule.block_k,
-        "SPLITS": schedule.splits,
-        "STAGES": schedule.stages,
-        "FETCHED": schedule.fetched,
-        "TILES": schedule.tiles,
-        "BIAS": int(bias),
-        "SILU": int(silu),
-        "PDL": 0,
-        **(_ALONE | {"W0": d_out} if shape is None else shape.constants()),
-    }
+) -> GemmConstants:
+    """d_out: columns of the result; with `silu`, half the weight's rows."""
+    ids, widths = ((0,), (d_out,)) if shape is None else (shape.modules, shape.widths)
+    constants = GemmConstants(
+        d_in=d_in,
+        d_out=d_out,
+        block_t=schedule.block_t,
+        block_n=schedule.columns(silu),
+        block_k=schedule.block_k,
+        splits=schedule.splits,
+        stages=schedule.stages,
+        fetched=schedule.fetched,
+        tiles=schedule.tiles,
+        bias=bias,
+        silu=silu,
+        modules=Modules.build(ids, widths, schedule.columns(silu)),
+    )
+    if shape is None:
+        return constants
+    return replace(
+        constants, records=shape.records, parts=shape.splits, part_block=1 << (shape.splits - 1).bit_length()
+    )
 
 
 def gemm_options(schedule: GemmSchedule) -> dict[str, int | bool]:

@@ -20,6 +20,7 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -31,7 +32,7 @@ from . import dependent_launch
 from .launch_triton import KernelLauncher
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
-from .sgmv_triton import Shrunk, _find_block, _find_columns, _find_module, _pick
+from .sgmv_triton import Adapters, Shrunk, _find_block, _find_columns, _find_module, _pick
 from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
 
 #: 16-bit elements of a cache line, and those of a row that one prefetch step covers.
@@ -85,145 +86,49 @@ def _load_tiles(tiles, first, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _find_rank_rows(
-    offsets,
-    places,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tile,
-    module,
-    row,
-    column,
-    width,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
+def _find_rank_rows(adapters, level, tile, module, row, column, width, C: tl.constexpr):
     """Locate columns `column` of the rank-rows of a module's Bᵀ, from `row` on, for each tile.
 
     Return the arena elements `[PLACE_ROWS, TILES, columns]`, a mask of those that exist, and a mask of the rank-rows
-    that belong to an adapter, `[PLACE_ROWS, TILES]`.
+    that belong to an adapter, `[PLACE_ROWS, TILES]`. level: the layer, and the lengths of rows of first_elem and pages.
     """
+    layer, layers, max_pages = level
+    PAGES: tl.constexpr = C.records.pages
     table_row, rank, slab = tile[1], tile[2], tile[3]
     rows = row + tl.arange(0, _ROWS)[:, None]
-    offset = tl.load(offsets + table_row * _OFFSETS + _B + module)
-    is_changed, start, found = _find_block(
-        places, first_elem, table_row, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-    )
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + module)
+    is_changed, start, found = _find_block(adapters, table_row, layer, layers, offset, slab, row, rows, C)
     near = ()
     for i in tl.static_range(PAGES):
         near = near + (tl.expand_dims(found[i], 2),)  # noqa: RUF005, Triton's tuples are not unpacked
     own = is_changed & (rows < rank)
-    of_table_row = tl.expand_dims(pages + table_row.to(tl.int64) * max_pages, 2)
-    at, mask = _find_columns(of_table_row, near, start, column, own, width, PAGES, PAGE, VEC)
+    of_table_row = tl.expand_dims(adapters.pages + table_row.to(tl.int64) * max_pages, 2)
+    at, mask = _find_columns(of_table_row, near, start, column, own, width, C)
     return at, mask, own
 
 
 @triton.jit
-def _load_rank_rows(
-    arena,
-    offsets,
-    places,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tile,
-    module,
-    row,
-    column,
-    width,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
+def _load_rank_rows(adapters, level, tile, module, row, column, width, C: tl.constexpr):
     """Load columns of rank-rows, zero beyond an adapter's own, and the mask of its own; see `_find_rank_rows`."""
-    at, mask, own = _find_rank_rows(
-        offsets,
-        places,
-        first_elem,
-        pages,
-        layer,
-        layers,
-        max_pages,
-        tile,
-        module,
-        row,
-        column,
-        width,
-        PAGE,
-        VEC,
-        BLOCKS,
-        PAGES,
-    )
-    return tl.load(arena + at, mask=mask, other=0.0), own
+    at, mask, own = _find_rank_rows(adapters, level, tile, module, row, column, width, C)
+    return tl.load(adapters.arena + at, mask=mask, other=0.0), own
 
 
 @triton.jit
-def _fetch_rank_rows(
-    arena,
-    offsets,
-    places,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
-    tile,
-    module,
-    block,
-    width,
-    PAGE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _fetch_rank_rows(adapters, level, tile, module, block, width, C: tl.constexpr):
     """Fetch the tiles' first rank-rows into the L2 cache: lines of the program's first and last columns."""
-    ends = tl.minimum(block * BLOCK_N + tl.arange(0, 2) * (BLOCK_N - 1), width - 1)
-    at, mask, _ = _find_rank_rows(
-        offsets,
-        places,
-        first_elem,
-        pages,
-        layer,
-        layers,
-        max_pages,
-        tile,
-        module,
-        0,
-        ends,
-        width,
-        PAGE,
-        1,
-        BLOCKS,
-        PAGES,
-    )
-    _prefetch(arena + tl.where(mask, at, 0))
+    ends = tl.minimum(block * C.block_n + tl.arange(0, 2) * (C.block_n - 1), width - 1)
+    at, mask, _ = _find_rank_rows(adapters, level, tile, module, 0, ends, width, C)
+    _prefetch(adapters.arena + tl.where(mask, at, 0))
 
 
 @triton.jit
-def _load_shrunk(
-    h,
-    tile,
-    tokens,
-    group,
-    row,
-    own,
-    MODULES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-):
-    """Load the tiles' partial sums of rank-rows from `row` on, `[SPLIT_BLOCK, PLACE_ROWS, TILES]`; 0 if not own."""
-    part = tl.arange(0, SPLIT_BLOCK)[:, None, None]
-    at = ((part * tokens + tl.maximum(tile[0], 0)[None, :, :]) * MODULES + group) * WIDTH + row
-    return tl.load(h + at + tl.arange(0, _ROWS)[None, :, None], mask=(part < SPLITS) & own[None, :, :], other=0.0)
+def _load_shrunk(h, tile, tokens, group, row, own, C: tl.constexpr):
+    """Load the tiles' partial sums of rank-rows from `row` on, `[part_block, PLACE_ROWS, TILES]`; 0 if not own."""
+    WIDTH: tl.constexpr = C.records.blocks * _ROWS
+    part = tl.arange(0, C.part_block)[:, None, None]
+    at = ((part * tokens + tl.maximum(tile[0], 0)[None, :, :]) * C.modules.count + group) * WIDTH + row
+    return tl.load(h + at + tl.arange(0, _ROWS)[None, :, None], mask=(part < C.parts) & own[None, :, :], other=0.0)
 
 
 @triton.jit
@@ -246,16 +151,8 @@ def _to_rows(total, tile, token):
 def _expand(
     parts,
     b,
-    h,
-    arena,
-    tiles,
-    offsets,
-    places,
-    first_elem,
-    pages,
-    layer,
-    layers,
-    max_pages,
+    adapters,
+    level,
     num_tiles,
     tokens,
     token,
@@ -264,68 +161,25 @@ def _expand(
     module,
     column,
     width,
-    MODULES: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Return the LoRA terms of the rows for a module's columns, `[rows, columns]`.
 
     The caller has loaded the partial sums and B for the first rank-rows of the first tiles.
     """
-    WIDTH: tl.constexpr = BLOCKS * _ROWS
+    TILES: tl.constexpr = C.tiles
     total = _product(parts, b)
-    if BLOCKS > 1:
+    if C.records.blocks > 1:
         for row in tl.range(_ROWS, tl.max(tl.max(tile[2], axis=1), axis=0), _ROWS, num_stages=1):
-            b, own = _load_rank_rows(
-                arena,
-                offsets,
-                places,
-                first_elem,
-                pages,
-                layer,
-                layers,
-                max_pages,
-                tile,
-                module,
-                row,
-                column,
-                width,
-                PAGE,
-                VEC,
-                BLOCKS,
-                PAGES,
-            )
-            total += _product(_load_shrunk(h, tile, tokens, group, row, own, MODULES, WIDTH, SPLITS, SPLIT_BLOCK), b)
+            b, own = _load_rank_rows(adapters, level, tile, module, row, column, width, C)
+            total += _product(_load_shrunk(adapters.h, tile, tokens, group, row, own, C), b)
     added = _to_rows(total, tile, token)
     for first in tl.range(TILES, num_tiles, TILES, num_stages=1):  # adapters of several parts
-        more = _load_tiles(tiles, first, num_tiles, TILES)
+        more = _load_tiles(adapters.tiles, first, num_tiles, TILES)
         total = tl.zeros_like(total)
         for row in tl.range(0, tl.max(tl.max(more[2], axis=1), axis=0), _ROWS, num_stages=1):
-            b, own = _load_rank_rows(
-                arena,
-                offsets,
-                places,
-                first_elem,
-                pages,
-                layer,
-                layers,
-                max_pages,
-                more,
-                module,
-                row,
-                column,
-                width,
-                PAGE,
-                VEC,
-                BLOCKS,
-                PAGES,
-            )
-            total += _product(_load_shrunk(h, more, tokens, group, row, own, MODULES, WIDTH, SPLITS, SPLIT_BLOCK), b)
+            b, own = _load_rank_rows(adapters, level, more, module, row, column, width, C)
+            total += _product(_load_shrunk(adapters.h, more, tokens, group, row, own, C), b)
         added += _to_rows(total, more, token)
     return added
 
@@ -337,82 +191,41 @@ def _add(value, added):
 
 
 @triton.jit(do_not_specialize=["tokens", "layer", "layers", "max_pages", "num_tiles"])
-def multiply_rows(
-    y,
-    x,
-    weight,
-    bias,
-    h,
-    arena,
-    tiles,
-    offsets,
-    places,
-    first_elem,
-    pages,
-    tokens,
-    layer,
-    layers,
-    max_pages,
-    num_tiles,
-    y_stride,
-    x_stride,
-    D_IN: tl.constexpr,
-    D_OUT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCHED: tl.constexpr,
-    TILES: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    MODULES: tl.constexpr,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    M3: tl.constexpr,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
-    W2: tl.constexpr,
-    W3: tl.constexpr,
-    PAGE: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y[t, n] = Σ_k x[t, k] · weight[n, k] + bias[n], rounded; with MODULES plus the terms of `expand_decode`.
+def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages, num_tiles, x_stride, C: tl.constexpr):
+    """y[t, n] = Σ_k x[t, k] · weight[n, k] + bias[n], rounded; with adapters plus the terms of `expand_decode`.
 
-    With SILU, y = silu(gate) · up, where gate and up are these results for weight[n] and weight[D_OUT + n], each
+    With silu, y = silu(gate) · up, where gate and up are these results for weight[n] and weight[d_out + n], each
     rounded first, as `silu_and_mul_rows` rounds.
 
-    Grid (blocks of columns of all modules,); with SILU, of the gate's columns. y: [tokens, D_OUT], x: [tokens, D_IN],
-    with the given row strides. weight: [D_OUT or 2 · D_OUT, D_IN], contiguous. The W_m columns of module m begin at
-    Σ_{j<m} W_j; without MODULES, W0 is D_OUT. h: the partial sums in PARTS parts. See `expand_decode` for h … pages,
-    layer, layers, max_pages, M, PAGE, VEC, BLOCKS and PAGES. The first num_tiles tiles have one token each, and at most
-    one tile of a token changes a module.
+    Grid (blocks of columns of all modules,); with silu, of the gate's columns. y: [tokens, d_out], contiguous. x:
+    [tokens, d_in], rows x_stride apart. weight: [d_out or 2 · d_out, d_in], contiguous. See `expand_decode` for
+    adapters, layer, layers and max_pages. C: `GemmConstants`. The first num_tiles tiles have one token each, and at
+    most one tile of a token changes a module.
 
-    With PDL, the kernel fetches the first weights into the L2 cache and loads rank-rows before the previous launch has
+    With pdl, the kernel fetches the first weights into the L2 cache and loads rank-rows before the previous launch has
     ended.
     """
+    PDL: tl.constexpr = C.pdl
+    SILU: tl.constexpr = C.silu
+    MODULES: tl.constexpr = C.modules.count if C.parts else 0
+    BLOCK_T: tl.constexpr = C.block_t
+    BLOCK_N: tl.constexpr = C.block_n
+    BLOCK_K: tl.constexpr = C.block_k
+    SPLITS: tl.constexpr = C.splits
+    D_IN: tl.constexpr = C.d_in
+    D_OUT: tl.constexpr = C.d_out
     if PDL:
         cuda.gdc_launch_dependents()
     PERIOD: tl.constexpr = SPLITS * BLOCK_K
     SUMS: tl.constexpr = (SPLITS, BLOCK_T, BLOCK_N) if SPLITS > 1 else (BLOCK_T, BLOCK_N)
-    WIDTH: tl.constexpr = BLOCKS * _ROWS
+    FETCHED: tl.constexpr = min(C.fetched, D_IN // _LINE * _LINE)
     block = tl.program_id(0)
     dtype = y.dtype.element_ty
-    BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS_2: tl.constexpr = BLOCKS_1 + (W2 + BLOCK_N - 1) // BLOCK_N
-    group, begin, width = 0, 0, W0
+    group, begin, width = 0, 0, C.modules.widths[0]
     if MODULES > 1 and not SILU:
-        group = _find_module(block, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
-        begin, width = _pick(group, 0, W0, W0 + W1, W0 + W1 + W2, MODULES), _pick(group, W0, W1, W2, W3, MODULES)
-        block -= _pick(group, 0, BLOCKS_0, BLOCKS_1, BLOCKS_2, MODULES)
+        group = _find_module(block, C)
+        begin, width = _pick(group, C.modules.columns, MODULES), _pick(group, C.modules.widths, MODULES)
+        block -= _pick(group, C.modules.blocks, MODULES)
     within = block * BLOCK_N + tl.arange(0, BLOCK_N)
     own_column = within < width
     column = begin + within
@@ -421,96 +234,27 @@ def multiply_rows(
     if PDL:
         lines = tl.arange(0, _LINES // _LINE)[None, :] * _LINE
         first = weight + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * D_IN
-        for step in tl.static_range(0, min(FETCHED, D_IN // _LINE * _LINE), _LINES):
+        for step in tl.static_range(0, FETCHED, _LINES):
             place = tl.minimum(step + lines, D_IN - 1)
             _prefetch(first + place)
             if SILU:
                 _prefetch(first + place + D_OUT * D_IN)
+    level = (layer, layers, max_pages)
     if MODULES:
-        module = _pick(group, M0, M1, M2, M3, MODULES)
-        tile = _load_tiles(tiles, 0, num_tiles, TILES)
-        b, own = _load_rank_rows(
-            arena,
-            offsets,
-            places,
-            first_elem,
-            pages,
-            layer,
-            layers,
-            max_pages,
-            tile,
-            module,
-            0,
-            within,
-            width,
-            PAGE,
-            VEC,
-            BLOCKS,
-            PAGES,
-        )
+        module, up = _pick(group, C.modules.ids, MODULES), C.modules.ids[1]
+        tile = _load_tiles(adapters.tiles, 0, num_tiles, C.tiles)
+        b, own = _load_rank_rows(adapters, level, tile, module, 0, within, width, C)
         if SILU:
-            b_up, own_up = _load_rank_rows(
-                arena,
-                offsets,
-                places,
-                first_elem,
-                pages,
-                layer,
-                layers,
-                max_pages,
-                tile,
-                M1,
-                0,
-                within,
-                width,
-                PAGE,
-                VEC,
-                BLOCKS,
-                PAGES,
-            )
+            b_up, own_up = _load_rank_rows(adapters, level, tile, up, 0, within, width, C)
         if PDL:
-            later = _load_tiles(tiles, TILES, num_tiles, TILES)
-            _fetch_rank_rows(
-                arena,
-                offsets,
-                places,
-                first_elem,
-                pages,
-                layer,
-                layers,
-                max_pages,
-                later,
-                module,
-                block,
-                width,
-                PAGE,
-                BLOCKS,
-                PAGES,
-                BLOCK_N,
-            )
+            later = _load_tiles(adapters.tiles, C.tiles, num_tiles, C.tiles)
+            _fetch_rank_rows(adapters, level, later, module, block, width, C)
             if SILU:
-                _fetch_rank_rows(
-                    arena,
-                    offsets,
-                    places,
-                    first_elem,
-                    pages,
-                    layer,
-                    layers,
-                    max_pages,
-                    later,
-                    M1,
-                    block,
-                    width,
-                    PAGE,
-                    BLOCKS,
-                    PAGES,
-                    BLOCK_N,
-                )
+                _fetch_rank_rows(adapters, level, later, up, block, width, C)
     if PDL:
         cuda.gdc_wait()
     if MODULES:
-        parts = _load_shrunk(h, tile, tokens, group, 0, own, MODULES, WIDTH, PARTS, PART_BLOCK)
+        parts = _load_shrunk(adapters.h, tile, tokens, group, 0, own, C)
     total = tl.zeros(SUMS, dtype=tl.float32)
     if SILU:
         total_up = tl.zeros(SUMS, dtype=tl.float32)
@@ -520,7 +264,7 @@ def multiply_rows(
     if SPLITS > 1:
         k = tl.expand_dims(k, 0) + tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
         weights, rows, w_own, x_own = weights[None], rows[None], w_own[None], x_own[None]
-    for step in tl.range(0, D_IN, PERIOD, num_stages=STAGES):
+    for step in tl.range(0, D_IN, PERIOD, num_stages=C.stages):
         at = step + k
         inside = at < D_IN
         w_mask = w_own & inside
@@ -530,23 +274,15 @@ def multiply_rows(
         if SILU:
             w = tl.load(weights + D_OUT * D_IN + at, mask=w_mask, other=0.0)
             total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
-    out = _finish(total, bias, column, own_column, dtype, BIAS)
+    out = _finish(total, bias, column, own_column, dtype, C.bias)
     if MODULES:
         if SILU:  # here, during the sum's last loads: loaded earlier they would take registers from it
-            parts_up = _load_shrunk(h, tile, tokens, 1, 0, own_up, MODULES, WIDTH, PARTS, PART_BLOCK)
+            parts_up = _load_shrunk(adapters.h, tile, tokens, 1, 0, own_up, C)
         added = _expand(
             parts,
             b,
-            h,
-            arena,
-            tiles,
-            offsets,
-            places,
-            first_elem,
-            pages,
-            layer,
-            layers,
-            max_pages,
+            adapters,
+            level,
             num_tiles,
             tokens,
             token,
@@ -555,54 +291,32 @@ def multiply_rows(
             module,
             within,
             width,
-            MODULES,
-            PAGE,
-            VEC,
-            BLOCKS,
-            PAGES,
-            PARTS,
-            PART_BLOCK,
-            TILES,
+            C,
         )
         out = _add(out, added)
     if SILU:
-        up = _finish(total_up, bias + D_OUT, column, own_column, dtype, BIAS)
+        result = _finish(total_up, bias + D_OUT, column, own_column, dtype, C.bias)
         if MODULES:
             added = _expand(
                 parts_up,
                 b_up,
-                h,
-                arena,
-                tiles,
-                offsets,
-                places,
-                first_elem,
-                pages,
-                layer,
-                layers,
-                max_pages,
+                adapters,
+                level,
                 num_tiles,
                 tokens,
                 token,
                 tile,
                 1,
-                M1,
+                up,
                 within,
                 width,
-                MODULES,
-                PAGE,
-                VEC,
-                BLOCKS,
-                PAGES,
-                PARTS,
-                PART_BLOCK,
-                TILES,
+                C,
             )
-            up = _add(up, added)
+            result = _add(result, added)
         gate = out.to(tl.float32)
         silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        out = (silu * up.to(tl.float32)).to(dtype)
-    place = y + token.to(tl.int64)[:, None] * y_stride + column[None, :]
+        out = (silu * result.to(tl.float32)).to(dtype)
+    place = y + token.to(tl.int64)[:, None] * D_OUT + column[None, :]
     tl.store(place, out, mask=own_token[:, None] & own_column[None, :])
 
 
@@ -634,8 +348,8 @@ def multiply(
     shape = None if shrunk is None else shrunk.shape
     early = dependent_launch.begins_early(x.device)
     launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), bias is not None, silu, shape, early)
-    adapters, free = ((x,) * 7, (0,) * 4) if shrunk is None else (shrunk.tensors, shrunk.free)
-    tensors, strides = (y, x, weight, weight if bias is None else bias, *adapters), (y.stride(0), x.stride(0))
+    adapters, free = (Adapters(*(x,) * 7), (0,) * 4) if shrunk is None else (shrunk.adapters, shrunk.free)
+    tensors, strides = (y, x, weight, weight if bias is None else bias, adapters), (x.stride(0),)
     if compile_only:
         launch.compile(tensors, (tokens, *free), strides)
     else:
@@ -652,9 +366,9 @@ def _launch(
     if shape is not None and sum(shape.widths) != outputs:
         raise ValueError(f"the modules' widths {shape.widths} must add up to the weight's {outputs} rows")
     widths = (d_out,) if silu or shape is None else shape.widths
-    constants = gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape) | gemm_options(schedule)
-    options = {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
-    return KernelLauncher(multiply_rows, constants | options), schedule.blocks(widths, silu=silu)
+    constants = replace(gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape), pdl=early)
+    options = {**gemm_options(schedule), **dependent_launch.options(early)}
+    return KernelLauncher(multiply_rows, {"C": constants, **options}), schedule.blocks(widths, silu=silu)
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.

@@ -396,7 +396,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     @model_validator(mode="after")
     def _pulled_models_have_names(self) -> Settings:
         with suppress(PullError):  # loading reports a model that is not found
-            if (model := resolve_model(self.model)) != self.model:
+            if (model := resolve_model(self.model, tokenizer=self.tokenizer is None)) != self.model:
                 self.model = model
         return self
 

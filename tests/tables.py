@@ -32,5 +32,5 @@ def llama_table(num_layers: int, dims: Mapping[str, tuple[int, int]]) -> Project
 
 def hybrid_table(pattern: str = "LLAL", hidden: int = 16, ffn: int = 24) -> Projections:
     """A: a layer with full attention, L: one with linear attention."""
-    mixers = {"A": attention_projections(hidden, 2, 1, 8), "L": linear_projections(hidden, 32, 16, 4)}
+    mixers = {"A": attention_projections(hidden, 2, 1, 8), "L": linear_projections(hidden, 8, 16, 2, 4)}
     return Projections(tuple(mixers[kind] + gated_projections(hidden, ffn) for kind in pattern))

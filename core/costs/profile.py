@@ -95,6 +95,7 @@ class Module(_Strict):
     inputs: int = Field(ge=1)
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
+    sections: list[int] = []
     layers: list[int] = Field(min_length=1)
 
 
@@ -137,6 +138,7 @@ class Geometry(_Strict):
                 inputs=each.inputs,
                 outputs=each.outputs,
                 units=each.units,
+                sections=list(each.sections),
                 layers=list(projections.layers_of(each.name)),
             )
             for each in projections
@@ -152,7 +154,8 @@ class Geometry(_Strict):
         layers: list[list[Projection]] = [[] for _ in range(self.num_layers)]
         for each in self.modules:
             for layer in each.layers:
-                layers[layer].append(Projection(each.path, Group(each.group), each.inputs, each.outputs, each.units))
+                sizes = each.inputs, each.outputs, each.units, tuple(each.sections)
+                layers[layer].append(Projection(each.path, Group(each.group), *sizes))
         return Projections(tuple(map(tuple, layers)))
 
     def page_layout(self, block_tokens: int) -> PageLayout:

@@ -48,6 +48,7 @@ def _of_sequences(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
             break  # chunks come first
         pairs += count * (sequence.start + (count + 1) / 2)
         if rank := ranks[sequence.lora_index]:
+            count -= sequence.num_base_tokens
             more_using += count - 1
             token_ranks += (count - 1) * rank
     largest = max(ranks)

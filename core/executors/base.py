@@ -184,16 +184,26 @@ class ModelExecutor(ExecutorBase):
         limit = max_model_len_of(config, model, within_window=self.within_window)
         window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
-        self.layout = PageLayout(
-            num_layers=len(model.attention_layers),
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_tokens=config.block_tokens,
-            itemsize=self._dtype.itemsize,
-            state_slots=self.state_slots,
-            state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
-            windows=tuple(mixer.window_within(limit) for mixer in model.attention_layers),
-        )
+        self.layout = self._page_layout(config.block_tokens, limit)
+
+    def _page_layout(self, block_tokens: int, max_model_len: int) -> PageLayout:
+        """Raises UnsupportedModel."""
+        model = self.config
+        try:
+            return PageLayout(
+                num_layers=len(model.attention_layers),
+                kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                block_tokens=block_tokens,
+                itemsize=self._dtype.itemsize,
+                state_slots=self.state_slots,
+                state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
+                windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
+            )
+        except ValueError as error:
+            size = self.shard.size
+            fix = "raise it" if size == 1 else f"raise it, or lower tensor_parallel_size, which is {size}"
+            raise UnsupportedModel(f"block_tokens is {block_tokens}, but {error}; {fix}") from error
 
     def warn_if_dequantised(self, who: str) -> None:
         """Say that quantised weights are kept dequantised, if there are any. who: what multiplies them."""
@@ -218,21 +228,21 @@ def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | 
 
 
 def max_model_len_of(config: EngineConfig, model: ModelConfig, *, within_window: bool = False) -> int:
-    """The configured limit, or else the model's own; with `within_window` its attention window where that is shorter,
-    within which windowed attention is plain causal attention.
+    """The configured limit, or else the model's own: with longrope its original positions, and with `within_window` its
+    attention window where that is shorter, within which windowed attention is plain causal attention.
     """
-    limit = model.max_context
-    if config.max_model_len is None:
-        if within_window and model.window is not None and model.window < limit:
-            logger.info(
-                "max_model_len is %d, the model's attention window, not its %d positions: attention is faster within "
-                "it; set max_model_len to serve more",
-                model.window,
-                limit,
+    most, limit = model.max_position_embeddings, model.max_context
+    if config.max_model_len is not None:
+        if config.max_model_len > most:
+            raise UnsupportedModel(
+                f"max_model_len is {config.max_model_len}, the model's max_position_embeddings {most}; lower it"
             )
-            return model.window
-        return limit
-    if config.max_model_len > limit:
-        name = "max_position_embeddings" if limit == model.max_position_embeddings else "original positions of longrope"
-        raise UnsupportedModel(f"max_model_len is {config.max_model_len}, the model's {name} {limit}; lower it")
-    return config.max_model_len
+        return config.max_model_len
+    message = "max_model_len is %d, %s, not the model's %d positions: %s; set max_model_len to serve more"
+    if within_window and model.window is not None and model.window < limit:
+        logger.info(message, model.window, "its attention window", most, "attention is faster within it")
+        return model.window
+    if limit < most:
+        why = "all requests have longrope's short factors within them, and its long ones beyond"
+        logger.info(message, limit, "longrope's original positions", most, why)
+    return limit

@@ -39,7 +39,7 @@ from ..model.sampler import (
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.weights import kept_bytes
-from ..requests.types import StepPlan, StepResult
+from ..requests.types import StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
 from .base import ModelExecutor
 from .cpu_setup import cpu_pages, cpu_threads, torch_gemms, use_native
@@ -209,11 +209,7 @@ class CpuSteps(ABC, Generic[A]):
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
         if plan.mode is not StepMode.BASE:
-            lora_indices, lengths = (
-                [row.lora_index for row in plan.sequences],
-                [len(row.tokens) for row in plan.sequences],
-            )
-            self._lora.set_step(plan.adapters, lora_indices, lengths, plan.merged)
+            self._lora.set_step(plan.adapters, *adapter_runs(plan.sequences), plan.merged)
             lora = self._lora
         batch = ragged_batch(
             plan.sequences,

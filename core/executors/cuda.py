@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
@@ -69,11 +69,15 @@ class watched:
             raise ExecutorLost(f"the device failed: {failure}") from error
 
 
-class CudaExecutor(ModelExecutor):
-    """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
+class CudaShapes(ModelExecutor):
+    """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
     within_window = True
     state_slots = 3
+
+
+class CudaExecutor(CudaShapes):
+    """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
 
     def __init__(
         self,
@@ -242,23 +246,23 @@ class CudaExecutor(ModelExecutor):
     def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
         """Make the static buffers, and choose the attention backend."""
         config, model, device = self._config, self.config, self._device
-        limit, windows = self.model.max_model_len, self.layout.group_windows
+        limit, layout = self.model.max_model_len, self.layout
         scores = [scores_of(mixer, limit) for mixer in model.attention_layers]
         setup = AttentionSetup(
             decoder.heads,
             self._dtype,
             device.torch_device,
             max_rows=config.max_num_seqs,
-            max_pages_per_row=self.layout.blocks_for_tokens(limit),
+            max_pages_per_row=layout.blocks_for_tokens(limit),
         )
+        groups = []
         try:
-            backends = {
-                window: choose_attention(setup, config.attention, [each for each in scores if each.window == window])
-                for window in dict.fromkeys(windows)
-            }
+            for layers, window in layout.groups:
+                of_group = replace(setup, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
+                groups.append((choose_attention(of_group, config.attention), window))
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
-        attention = GroupedBackend([(backends[window], window) for window in windows], self.layout.block_tokens)
+        attention = GroupedBackend(groups, layout.block_tokens)
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)

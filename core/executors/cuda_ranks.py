@@ -28,7 +28,7 @@ from ..config import EngineConfig
 from ..requests.plan_wire import plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import StartedStep
-from .cuda import CudaExecutor
+from .cuda import CudaExecutor, CudaShapes
 from .cuda_rank import CudaTpWorker
 from .cuda_rank_copies import CudaRankAdapters, RankCopies, RankTransfer
 from .cuda_rank_memory import DeviceRankContext, RankDevices
@@ -60,7 +60,7 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         if devices is None:
             devices = RankDevices()
             check_gpus(config)
-        super().__init__(config, patience)
+        super().__init__(config, patience, CudaShapes)
         shapes, size = self.shapes, config.tensor_parallel_size
         self._open, self._wait, self._is_closed = deque[_RankStep](), None, threading.Event()
         layout = MemoryLayout(size, 0, DeviceRankContext.more_bytes(size), image_bytes(config.host_bytes))

@@ -39,7 +39,7 @@ from ..model.sampler import (
 )
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
-from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult
+from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult, adapter_runs
 from . import cuda_memory
 from .cuda_gemm_backends import choose_gemm_backends
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
@@ -175,7 +175,7 @@ class CudaSteps:
         weights.
         """
         lora, is_merged = None, merged is not None
-        lora_indices, lengths = [row.lora_index for row in rows], [len(row.tokens) for row in rows]
+        lora_indices, lengths = adapter_runs(rows)
         num_tokens = sum(lengths)
         bucket = None if is_merged or num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
         if bucket is not None:

@@ -143,13 +143,13 @@ def _cut(
     layer: int,
     whole: tuple[AdapterLayout, torch.Tensor],
     share: tuple[AdapterLayout, torch.Tensor],
-    parts: Mapping[str, tuple[slice, slice]],
+    parts: Mapping[str, tuple[slice, tuple[slice, ...]]],
     projections: tuple[Projections, Projections],
 ) -> None:
     """Copy a rank's part of a layer.
 
-    whole, share: layout and elements. parts: the rank's inputs and outputs of each projection. projections: the whole
-    ones and the shares.
+    whole, share: layout and elements. parts: the rank's inputs, and parts of the outputs, of each projection.
+    projections: the whole ones and the shares.
     """
     places = zip(manifest.parts, whole[0].parts, share[0].parts, strict=True)
     for part, from_place, to_place in places:
@@ -166,4 +166,5 @@ def _cut(
             a, b = from_place.slabs.a_offset[m], from_place.slabs.b_offset[m]
             to_a, to_b = to_place.slabs.a_offset[m], to_place.slabs.b_offset[m]
             target[:, to_a : to_a + to_in] = source[:, a : a + d_in][:, inputs]
-            target[:, to_b : to_b + to_out] = source[:, b : b + d_out][:, outputs]
+            rows = source[:, b : b + d_out]
+            target[:, to_b : to_b + to_out] = torch.cat([rows[:, each] for each in outputs], 1)

@@ -12,7 +12,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -62,15 +61,19 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
     first: First
     num_pages: int
 
-    def __init__(self, config: EngineConfig, patience: float) -> None:
-        """patience: seconds that ranks wait for each other. Raises UnsupportedModel."""
+    def __init__(
+        self, config: EngineConfig, patience: float, shapes_class: type[ModelExecutor] = ModelExecutor
+    ) -> None:
+        """patience: seconds that ranks wait for each other. shapes_class: shapes and defaults of `first`.
+
+        Raises UnsupportedModel.
+        """
         super().__init__()
         self._config, self._patience, self._size = config, patience, config.tensor_parallel_size
-        self.shapes = ModelExecutor(config, Shard(0, self._size))
+        self.shapes = shapes_class(config, Shard(0, self._size))
         """Shapes of the first rank's share."""
         self.model, one = self.shapes.model, self.shapes.layout
-        heads = self._size * one.kv_heads
-        self.layout = replace(one, kv_heads=heads)
+        self.layout = one.of_ranks(self._size)
         """Of a page of all ranks together."""
 
     def _begin(self, make: Callable[[Shard, int], Any], memory_fd: int, ranks: Losable) -> None:
@@ -90,8 +93,8 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
             return
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
-            "%d ranks: weights of %s MiB (V·h + h + L·(2h + (2h·q + 2h·kv + 3h·f)/N) + V·h/N of untied embeddings: "
-            "%.2f)",
+            "%d ranks: weights of %s MiB (V·h + h + 2·L·h + P/N + V·h/N of untied embeddings, with P weights of "
+            "projections: %.2f)",
             self._size,
             " + ".join(f"{each / _MIB:.2f}" for each in weights),
             by_formula / _MIB,
@@ -119,12 +122,14 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
 
 
 def weights_of_rank(whole: ModelConfig, size: int) -> int:
-    """Number of weights of each of `size` ranks, by the formula of docs/explanation/memory.md, which ignores biases."""
-    hidden, q, kv, ffn = whole.hidden_size, whole.q_size, whole.kv_size, whole.intermediate_size
-    shared = 2 * hidden * q + 2 * hidden * kv + 3 * hidden * ffn
+    """Number of weights of each of `size` ranks, by the formula of docs/explanation/memory.md.
+
+    It ignores biases, norms of heads, more than two norms of a layer, and the small weights of Gated DeltaNet.
+    """
+    hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden
     head = 0 if whole.tie_word_embeddings else embeddings // size
-    return embeddings + head + hidden + whole.num_layers * (2 * hidden + shared // size)
+    return embeddings + head + hidden + whole.num_layers * 2 * hidden + whole.projections.num_weights // size
 
 
 class RanksExecutor(RanksExecutorBase[CpuExecutor]):

@@ -15,7 +15,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_STORED = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn}
+_STORED = {
+    **_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,18 @@ class TensorEntry:
     dtype: str
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _STORED.get(self.dtype, torch.uint8).itemsize
+
+    @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * _STORED[self.dtype].itemsize
+        return torch.Size(self.shape).numel() * self.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it holds floating-point numbers of at least 16 bits."""
+        return self.dtype in _DTYPES
 
 
 class Checkpoint:
@@ -37,27 +55,16 @@ class Checkpoint:
     Raises UnsupportedModel for files that are missing or broken.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
+        """entries: the tensors. None: those of the directory's safetensors files."""
         self._directory = directory
-        self._entries: dict[str, TensorEntry] = {}
-        for path in _files(directory):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118
-                        header = file.get_slice(name)
-                        self._entries[name] = TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
-            except (SafetensorError, OSError) as error:
-                raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
+        self._entries = _read_headers(directory) if entries is None else dict(entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
-
-    def itemsize(self, name: str) -> int:
-        """Bytes of an element of a tensor."""
-        return _STORED[self._entries[name].dtype].itemsize
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -67,7 +74,7 @@ class Checkpoint:
         for name, shape in shapes.items():
             entry = self._entries.get(name)
             if entry is None:
-                raise UnsupportedModel(f"{self._directory}: tensor {name} is missing from its safetensors files")
+                raise UnsupportedModel(f"{self._directory}: tensor {name} is missing from its weight files")
             if entry.shape != shape:
                 raise UnsupportedModel(
                     f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json needs {list(shape)}"
@@ -92,17 +99,35 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 return file.get_slice(name)[tuple(part)] if part else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise UnsupportedModel(f"{path}: tensor {name} cannot be read: {error}") from error
+            raise UnsupportedModel(
+                f"{path}: tensor {name} cannot be read: {error}; download the checkpoint again"
+            ) from error
+
+
+def _read_headers(directory: Path) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    for path in _files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    header = file.get_slice(name)
+                    entries[name] = TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedModel(f"{path}: cannot be read: {error}; download the checkpoint again") from error
+    return entries
 
 
 def _files(directory: Path) -> list[Path]:
     """The weight files: the index's shards, or the single file."""
     index = directory / INDEX
     if not index.is_file():
+        others = list(directory.glob("*.safetensors"))
+        if not (directory / SINGLE).is_file() and len(others) == 1:
+            return others  # older tools name the file after what they did
         if not (directory / SINGLE).is_file():
             pickled = any(directory.glob("pytorch_model*.bin"))
             hint = "; pickle files are never read: convert pytorch_model.bin to safetensors" if pickled else ""
-            raise UnsupportedModel(f"{directory}: no {SINGLE}, nor {INDEX}{hint}")
+            raise UnsupportedModel(f"{directory}: no {SINGLE}, nor {INDEX}, nor a GGUF file{hint}")
         return [directory / SINGLE]
     raw = ConfigJson.read(index)
     weight_map = raw.object("weight_map")

@@ -112,8 +112,8 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """The most tokens a request may have. Longrope's frequencies change behind its original positions, which
-        would make a request's earlier keys stale.
+        """The most tokens of a request unless `max_model_len` asks for up to `max_position_embeddings`: within the
+        original positions of longrope, other frequencies are better.
         """
         ropes = [it.rope for it in self.attention_layers]
         short = [rope.original_max_position_embeddings for rope in ropes if rope is not None and rope.short_factors]
@@ -133,7 +133,8 @@ class ModelConfig:
             for path, parts in self.tensors.fused.items()
         )
         renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
-        return ModulePaths(self.projections, tuple(renamed), tuple(fused), self.tensors.left_out)
+        left_out = self.tensors.left_out
+        return ModulePaths(self.projections, tuple(renamed), tuple(fused), left_out, self.vocab_size)
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""

@@ -21,7 +21,7 @@ from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
 from .layer import HEAD, Layer, Residual, multiply
-from .layers import AttentionSpec, NormSpec
+from .layers import AttentionSpec, HeadNorm, NormSpec
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.groups import plain
@@ -101,7 +101,7 @@ class DecoderModel:
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
-        self._norms = [_head_norms(layer, config.norm) for layer in self.layers]
+        self._norms = self._head_norms()
         self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
@@ -294,6 +294,13 @@ class DecoderModel:
     def join(self, ranks: Collectives) -> None:
         """Have these ranks compute the other shares of layers; see `DecoderModel`."""
         self._ranks = ranks
+        self._norms = self._head_norms()
+
+    def _head_norms(self) -> list[HeadNorms | None]:
+        return [
+            _head_norms(layer, spec.attention, self.config.norm, self._ranks)
+            for layer, spec in zip(self.layers, self.config.layers, strict=True)
+        ]
 
     @property
     def arena(self) -> Arena:
@@ -382,7 +389,7 @@ def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool) -> Pack | No
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
-    frequencies = rope.inverse_frequencies()
+    frequencies = rope.inverse_frequencies(positions)
     factor, interleaved = rope.attention_factor, rope.interleaved
     return RotaryEmbedding(frequencies, positions, dtype, device, factor=factor, interleaved=interleaved)
 
@@ -418,7 +425,11 @@ def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtyp
     return weight.to(device) if norm.wide else weight.to(device, dtype)
 
 
-def _head_norms(layer: LayerWeights, norm: NormSpec) -> HeadNorms | None:
-    if layer.q_norm is None or layer.k_norm is None:
+def _head_norms(
+    layer: LayerWeights, attention: AttentionSpec | None, norm: NormSpec, ranks: Collectives | None
+) -> HeadNorms | None:
+    if attention is None or layer.q_norm is None or layer.k_norm is None:
         return None
-    return HeadNorms(layer.q_norm, layer.k_norm, norm.eps)
+    if attention.head_norm is not HeadNorm.ALL:
+        ranks = None
+    return HeadNorms(layer.q_norm, layer.k_norm, norm.eps, ranks, attention.kv_copies)

@@ -41,7 +41,7 @@ class DummyWeights(Weights):
         if self._shard.size == 1 or whole:
             return made
         parts = zip(names, made.split([shape[0] for shape in shapes]), strict=True)
-        return torch.cat([part[self._part(name) or ...] for name, part in parts])
+        return torch.cat([part[own or ...] for name, part in parts for own in self._parts(name)])
 
     def _first_rank(self, name: str) -> torch.Tensor | None:
         made = self._read(name)  # what comes next is the same on all ranks

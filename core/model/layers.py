@@ -117,6 +117,9 @@ class AttentionSpec:
 
     query_growth: QueryGrowth | None = None
 
+    kv_copies: int = 1
+    """TP ranks that have the same K/V heads, because there are more ranks than heads."""
+
     def window_within(self, max_model_len: int) -> int | None:
         """The window, unless no request of so many tokens can leave it."""
         return None if self.window is None or self.window >= max_model_len else self.window
@@ -140,7 +143,12 @@ class AttentionSpec:
 
     def share(self, size: int) -> AttentionSpec:
         """One of `size` ranks' share."""
-        return replace(self, num_heads=self.num_heads // size, num_kv_heads=max(1, self.num_kv_heads // size))
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            kv_copies=max(1, size // self.num_kv_heads),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +201,7 @@ class GatedDeltaSpec:
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """See `AttentionSpec.projections`."""
-        return linear_projections(hidden, self.channels, self.v_size, self.num_v_heads)
+        return linear_projections(hidden, self.k_size, self.v_size, self.num_k_heads, self.num_v_heads)
 
     def share(self, size: int) -> GatedDeltaSpec:
         """One of `size` ranks' share."""

@@ -87,6 +87,7 @@ class NativeDecoderModel:
             lm_head=packed.add(head), norm=weights.norm().float(), arena=arena.pages,
             embedding_multiplier=config.embedding_factor(embed.dtype), logits_scale=config.logits_scale,
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
+            kv_copies=config.attention.kv_copies,
             delta=_native_delta(config.delta, arena.layout),
         )  # fmt: skip
         self._arena = arena
@@ -251,7 +252,7 @@ def _layer_values(
 
 def _angles(rope: RopeConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rotary_table(
-        rope.inverse_frequencies(), positions, factor=rope.attention_factor, interleaved=rope.interleaved
+        rope.inverse_frequencies(positions), positions, factor=rope.attention_factor, interleaved=rope.interleaved
     )
 
 

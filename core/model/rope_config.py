@@ -41,10 +41,17 @@ class RopeConfig:
     truncate: bool = True
 
     short_factors: tuple[float, ...] = ()
-    """Of `longrope`, for each frequency, within the original positions."""
+    """Of `longrope`, for each frequency, where no request is longer than the original positions."""
 
-    def inverse_frequencies(self) -> torch.Tensor:
-        """Rotary frequencies `[dim / 2]` float32."""
+    long_factors: tuple[float, ...] = ()
+    """Likewise, where requests may be longer."""
+
+    def inverse_frequencies(self, positions: int = 0) -> torch.Tensor:
+        """Rotary frequencies `[dim / 2]` float32. positions: the most of a request.
+
+        One set of factors serves all positions of all requests: keys of an earlier token would be stale if a request
+        changed from one to the other where it outgrows the original positions.
+        """
         import torch
 
         powers = self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
@@ -56,7 +63,9 @@ class RopeConfig:
             case "yarn":
                 return self._yarn(powers)
             case "longrope":
-                return 1.0 / (torch.tensor(self.short_factors, dtype=torch.float32) * powers)
+                is_long = positions > self.original_max_position_embeddings
+                factors = self.long_factors if is_long else self.short_factors
+                return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
             case _:
                 return 1.0 / powers
 

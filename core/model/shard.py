@@ -1,16 +1,27 @@
 """The share of a model that one of several ranks computes (tensor parallel, as in Megatron-LM).
 
-Ranks share a layer by heads and by columns of the MLP: of q, k, v, gate and up a rank has rows of the weight, of o and
-down columns, so that the ranks add up what o and down give, and nothing else of a layer passes between them. Of the
-output projection each has rows, too.
+Ranks share a layer by heads and by columns of the MLP. Of q, k, v, gate and up a rank has rows of the weight, of o and
+down columns: the ranks add up the outputs of o and down. Where one norm is of all heads at once, they also add up the
+heads' squares. Of Gated DeltaNet a rank has some heads of keys, each with the heads of values that it serves. Of the
+output projection each rank has rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...memory.pages.projections import share_of
 from .config import ModelConfig, UnsupportedModel
 from .layers import HeadNorm
+
+#: A part of a tensor: slices of its first dimensions.
+Part = tuple[slice, ...]
+
+#: What a rank has of a tensor that ranks do not share.
+_WHOLE: tuple[Part, ...] = ((),)
+
+#: Tensors of Gated DeltaNet that ranks share as they share the outputs of a projection, by the ends of their names.
+_SHARED_AS = {"conv1d.weight": "in_proj_qkv", "dt_bias": "in_proj_b", "A_log": "in_proj_a"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +42,6 @@ class Shard:
         if why := _why_not(size, whole):
             sizes = ", ".join(str(each) for each in range(1, whole.num_heads + 1) if not _why_not(each, whole))
             raise UnsupportedModel(f"tensor_parallel_size is {size}, and the model's {why}; set it to one of {sizes}")
-        if whole.delta is not None:
-            raise UnsupportedModel(
-                f"tensor_parallel_size is {size}, and ranks can't share the model's Gated DeltaNet layers; set it to 1"
-            )
-        if any(it.head_norm is HeadNorm.ALL for it in whole.attention_layers):
-            raise UnsupportedModel(
-                f"tensor_parallel_size is {size}, and the model norms all heads of a token at once, of which a rank "
-                "has a share only; set it to 1"
-            )
         return whole.share(size)
 
     def of_vocab(self, whole: ModelConfig) -> slice:
@@ -47,24 +49,39 @@ class Shard:
         first, end = (rank * whole.vocab_size // self.size for rank in (self.rank, self.rank + 1))
         return slice(first, end)
 
-    def of_tensor(self, name: str, whole: ModelConfig) -> tuple[slice, ...]:
-        """What this rank reads of a checkpoint's tensor, by dimension: of a weight `[out, in]`, of a bias `[out]`."""
+    def of_tensor(self, name: str, whole: ModelConfig) -> tuple[Part, ...]:
+        """What this rank reads of a checkpoint's tensor: parts, one after the other in its first dimension. A weight is
+        `[out, in]`, a bias `[out]`.
+        """
         if self.size == 1:
-            return ()
+            return _WHOLE
         path, _, kind = name.rpartition(".")
         module = path.rpartition(".")[2]
         if module == "lm_head":
-            return (self.of_vocab(whole),)
-        if module not in whole.projections:
-            return ()
-        inputs, outputs = whole.projections[module].share(self.rank, self.size)
-        return (outputs,) if kind == "bias" else (outputs, inputs)
+            return ((self.of_vocab(whole),),)
+        if module in whole.projections:
+            inputs, outputs = whole.projections[module].share(self.rank, self.size)
+            return tuple((each,) if kind == "bias" else (each, inputs) for each in outputs)
+        if like := next((each for end, each in _SHARED_AS.items() if name.endswith(f".{end}")), None):
+            return tuple((each,) for each in whole.projections[like].share(self.rank, self.size)[1])
+        if module in ("q_norm", "k_norm"):
+            return self._of_head_norm(module, whole)
+        return _WHOLE
+
+    def _of_head_norm(self, module: str, whole: ModelConfig) -> tuple[Part, ...]:
+        attention = whole.attention
+        if attention.head_norm is not HeadNorm.ALL:
+            return _WHOLE
+        heads = attention.num_heads if module == "q_norm" else attention.num_kv_heads
+        return ((share_of(heads * attention.head_dim, heads, self.rank, self.size),),)
 
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
-    kv_heads = whole.num_kv_heads
-    for name, count in (("num_attention_heads", whole.num_heads), ("intermediate_size", whole.intermediate_size)):
+    kv_heads, shared = whole.num_kv_heads, {"num_attention_heads": whole.num_heads}
+    if whole.delta is not None:
+        shared["linear_num_key_heads"] = whole.delta.num_k_heads
+    for name, count in {**shared, "intermediate_size": whole.intermediate_size}.items():
         if count % size:
             return f"{name} {count} is no multiple of it"
     if kv_heads % size and size % kv_heads:

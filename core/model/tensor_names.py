@@ -45,3 +45,10 @@ class TensorNames:
 
 
 LLAMA_TENSORS = TensorNames()
+
+#: Of the text part next to a vision tower (Mistral 3, Gemma 3).
+BESIDE_VISION = TensorNames(
+    prefixes=("language_model.model.", "model.language_model."),
+    heads=("language_model.lm_head.weight", "lm_head.weight"),
+    left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)

@@ -14,15 +14,20 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ops.gated_delta import DeltaWeights
-from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
-from .quantization.group_scaled import GroupScaled
+from .open_checkpoint import open_checkpoint
+from .quantization.format import rows_and_columns
+from .quantization.group_scaled import GroupScaled, row_chunks
 from .quantization.groups import part_of, plain, stacked
+from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
-from .shard import WHOLE, Shard
+from .shard import WHOLE, Part, Shard
 
 logger = logging.getLogger(__name__)
+
+#: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
+_CHUNK, _ROWS = 1 << 23, 128
 
 #: Makes what is kept of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
@@ -196,10 +201,16 @@ def kept_bytes(
     return num_bytes + sum(quantiser.num_bytes(*each) - itemsize * math.prod(each) for each in found)
 
 
-def _shard_shape(shape: Sequence[int], of: Sequence[slice]) -> torch.Size:
-    """Shape of these slices of a tensor; further dimensions are whole."""
-    lengths = [len(range(*part.indices(length))) for part, length in zip(of, shape, strict=False)]
-    return torch.Size((*lengths, *shape[len(of) :]))
+def _shard_shape(shape: Sequence[int], parts: Sequence[Part]) -> torch.Size:
+    """Shape of parts of a tensor, one after the other in its first dimension."""
+    shapes = [_part_shape(shape, part) for part in parts]
+    return torch.Size((sum(each[0] for each in shapes), *shapes[0][1:]))
+
+
+def _part_shape(shape: Sequence[int], part: Part) -> torch.Size:
+    """Shape of a part of a tensor; further dimensions are whole."""
+    lengths = [len(range(*own.indices(length))) for own, length in zip(part, shape, strict=False)]
+    return torch.Size((*lengths, *shape[len(part) :]))
 
 
 class Weights(ABC):
@@ -308,9 +319,10 @@ class Weights(ABC):
         if self._shard.size == 1:
             return whole
         for name in names:
-            rows, columns = self._part(name) or (slice(None), slice(None))
-            start, stop, _ = rows.indices(self._shapes[name][0])
-            shares.append(part_of(whole, slice(first + start, first + stop), columns))
+            for part in self._parts(name):
+                rows, columns = (*part, slice(None), slice(None))[:2]
+                start, stop, _ = rows.indices(self._shapes[name][0])
+                shares.append(part_of(whole, slice(first + start, first + stop), columns))
             first += self._shapes[name][0]
         return stacked(shares)
 
@@ -321,13 +333,13 @@ class Weights(ABC):
         )
         return DeltaWeights(conv.squeeze(1).T.contiguous(), dt_bias, a_log, norm)
 
-    def _part(self, name: str) -> tuple[slice, ...]:
-        """The rank's share of a tensor, by dimension; embeddings are whole, whatever their name."""
-        return () if name == self._embed_name else self._shard.of_tensor(name, self._config)
+    def _parts(self, name: str) -> tuple[Part, ...]:
+        """The rank's share of a tensor; embeddings are whole, whatever their name."""
+        return ((),) if name == self._embed_name else self._shard.of_tensor(name, self._config)
 
     def _shape(self, names: Sequence[str], whole: bool = False) -> torch.Size:
-        """Shape of the rank's shares of tensors, stacked along their first dimension."""
-        shapes = [_shard_shape(self._shapes[name], () if whole else self._part(name)) for name in names]
+        """Shape of the rank's shares of tensors, or of whole ones, stacked along their first dimension."""
+        shapes = [_shard_shape(self._shapes[name], ((),) if whole else self._parts(name)) for name in names]
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
@@ -357,31 +369,38 @@ class WeightLoader(Weights):
         super().__init__(config, dtype, shard)
         self.advance = advance
         self._scratch = torch.empty(0, dtype=dtype)
-        self._checkpoint = Checkpoint(directory)
+        self._checkpoint = open_checkpoint(directory, {source.name for source in sources(config, ()).values()})
         self._sources = sources(config, self._checkpoint)
         if config.tie_word_embeddings and self._sources[LM_HEAD].name in self._checkpoint:
             if self._sources[EMBED].name not in self._checkpoint:  # tied weights may be stored under either name
                 self._embed_name = LM_HEAD
                 del self._shapes[EMBED]
             self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        stored = self._stored()
-        self._quantised = self._find_quantised(stored)
-        self._checkpoint.check({name: shape for name, shape in stored.items() if name not in self._quantised})
+        self._stored = self._stored_shapes()
+        self._quantised = self._find_quantised()
+        self._checkpoint.check({name: shape for name, shape in self._stored.items() if name not in self._quantised})
         self._check_unused()
+        self._num_bytes = {
+            name: sum(self._checkpoint[each].num_bytes for each in self._quantised.get(name, (name,)))
+            for name in self._stored
+        }
 
-    def _find_quantised(self, stored: dict[str, tuple[int, ...]]) -> dict[str, Collection[str]]:
-        """Quantised projections of layers → the checkpoint's tensors that each consists of."""
+    def _find_quantised(self) -> dict[str, Collection[str]]:
+        """Quantised projections → the checkpoint's tensors that each consists of."""
         how = self._config.weight_format
         if how is None:
             return {}
-        layers = matrices(self._config, self._checkpoint)
-        return {
-            name: how.check(self._checkpoint, name, shape)
-            for name, shape in stored.items()
-            if name in layers and how.covers(name)
-        }
+        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or _IN_LAYER.match(part)}
+        try:
+            return {
+                name: how.check(self._checkpoint, name, shape)
+                for name, shape in self._stored.items()
+                if name in matrices and len(shape) == 2 and how.covers(self._checkpoint, name)
+            }
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}; {REMEDY}") from None
 
-    def _stored(self) -> dict[str, tuple[int, ...]]:
+    def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
         shapes: dict[str, tuple[int, ...]] = {}
         for part, (rows, *others) in self._shapes.items():
@@ -399,12 +418,12 @@ class WeightLoader(Weights):
                 left_out += 1
             elif name in used:
                 continue
-            elif how is not None and how.left_out(name):
+            elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
             elif not _IGNORED.search(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if scales:
-            logger.info("%d scales of activations and of the KV cache are left out: neither is quantised", scales)
+            logger.info("%d scales of activations and of the KV cache, and biases of zeros, are left out", scales)
         if left_out:
             beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
             logger.info(
@@ -414,7 +433,7 @@ class WeightLoader(Weights):
     @property
     def num_bytes(self) -> int:
         """Bytes to read in all."""
-        return sum(self._checkpoint[name].num_bytes for name in self._stored())
+        return sum(self._num_bytes.values())
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         tied = self._tied(embed)
@@ -439,23 +458,28 @@ class WeightLoader(Weights):
             target = self._scratch[: shape.numel()].view(shape)
         else:
             target = torch.empty(shape, dtype=dtype or self._dtype)
-        for name, part in zip(names, target.split([self._shape([name], whole)[0] for name in names]), strict=True):
-            source = self._sources[name]
-            self._read_part(part, source.name, self._rows(name, source, whole))
-            self.advance(math.prod(self._shapes[name]) * self._checkpoint.itemsize(source.name))
+        for name, share in zip(names, target.split([self._shape([name], whole)[0] for name in names]), strict=True):
+            source, parts = self._sources[name], ((),) if whole else self._parts(name)
+            places = share.split([_part_shape(self._shapes[name], part)[0] for part in parts])
+            for part, place in zip(parts, places, strict=True):
+                self._read_part(place, source.name, self._rows(name, source, part))
+            self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
         return target
 
-    def _read_part(self, target: torch.Tensor, name: str, part: tuple[slice, ...]) -> None:
+    def _read_part(self, target: torch.Tensor, name: str, part: Part) -> None:
         how = self._config.weight_format
         if how is not None and name in self._quantised:
-            how.read_into(target, self._checkpoint, name, part)
+            rows, columns = rows_and_columns(part, self._stored[name])
+            for chunk in row_chunks(target, _CHUNK, _ROWS):  # what is read is never as large as the projection
+                these = slice(rows.start + chunk.start, rows.start + chunk.stop)
+                how.read_into(target[chunk], self._checkpoint, name, (these, columns))
         else:
             self._checkpoint.read_into(target, name, part)
 
-    def _rows(self, name: str, source: Source, whole: bool = False) -> tuple[slice, ...]:
-        """The rank's share of a part, or the whole, as slices of the tensor that the checkpoint has it in."""
-        share, rows = () if whole else self._part(name), self._shapes[name][0]
-        if rows == self._checkpoint[source.name].shape[0]:
+    def _rows(self, name: str, source: Source, share: Part) -> Part:
+        """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
+        rows = self._shapes[name][0]
+        if rows == self._stored[source.name][0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
         return slice(source.first + start, source.first + stop), *share[1:]

@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.pages.states import StateSlots
 from .grammar import Grammar
 from .sampling_params import SamplingParams
 from .types import ScheduledSequence, StepPlan
 
-VERSION = 6
+VERSION = 8
 
 _PARAMS = tuple(one.name for one in fields(SamplingParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -58,11 +59,19 @@ def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
     return {
         "request_id": sequence.request_id,
         "lora_index": sequence.lora_index,
+        "lora_from": sequence.lora_from,
         "tokens": list(sequence.tokens),
         "start": sequence.start,
         "pages": list(sequence.pages),
         "samples": sequence.samples,
+        "states": _states_to_wire(sequence),
     }
+
+
+def _states_to_wire(sequence: ScheduledSequence) -> list[list[int]] | None:
+    """The pages of the states that the step reads and writes."""
+    states, step = sequence.states, sequence.state_step
+    return None if states is None else [list(states.read_by(step)), list(states.written_by(step))]
 
 
 def _sampling_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
@@ -75,9 +84,12 @@ def _sampling_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
 
 
 def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
+    slots = sequence["states"]
+    values: dict[str, Any] = {**sequence, "states": None if slots is None else StateSlots(slots)}
     if "params" not in sequence:
-        return ScheduledSequence(**sequence, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
-    return ScheduledSequence(**{**sequence, "params": params_from_wire(sequence["params"])})
+        return ScheduledSequence(**values, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
+    values["params"] = params_from_wire(sequence["params"])
+    return ScheduledSequence(**values)
 
 
 def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def to_record(request: Request, now: float) -> dict[str, Any]:
         "tokens": list(request.token_ids),
         "num_prompt_tokens": request.num_prompt_tokens,
         "params": params_to_wire(request.params),
-        "adapter": request.adapter_name,
+        "adapter": None if adapter is None else request.adapter_name,
         "content_hash": None if adapter is None else adapter.manifest.content_hash,
         "tenant": request.tenant,
         "cache_salt": request.cache_salt,

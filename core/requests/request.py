@@ -87,6 +87,8 @@ class Request:
     seed: int = 0
     """The seed of its parameters."""
     adapter: Adapter | None = None
+    lora_from: int = 0
+    """Position of the first token that its adapter changes; before it, its KV is the base model's."""
     bound: BoundVersion | None = None
     """The version that all of its steps compute with, once it is accepted."""
     sibling: Request | None = None

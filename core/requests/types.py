@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...graphs.runner import StepMode
@@ -76,11 +77,18 @@ class ScheduledSequence:
     """Its recurrent states; None for a model without. A sequence that starts at 0 begins with a state of zeros."""
     state_step: int = 0
     """The step says which slot it reads, and which it writes."""
+    lora_from: int = 0
+    """Position of the first token that its adapter changes; before it, tokens are the base model's."""
 
     @property
     def kv_len(self) -> int:
         """Tokens in the KV cache after this step."""
         return self.start + len(self.tokens)
+
+    @property
+    def num_base_tokens(self) -> int:
+        """Its first tokens that its adapter does not change."""
+        return min(max(0, self.lora_from - self.start), len(self.tokens))
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -98,6 +106,21 @@ class ScheduledSequence:
     def is_ragged(self) -> bool:
         """True if no captured step can compute it: it has several tokens, or asks for prompt logprobs."""
         return len(self.tokens) != 1 or self.wants_prompt_logprobs
+
+
+def adapter_runs(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:
+    """`lora_index` and number of tokens of runs of tokens, in a plan's order. A sequence is one run, or two if its
+    adapter begins after its first token.
+    """
+    lora_indices = [sequence.lora_index for sequence in sequences]
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    chunks = takewhile(lambda sequence: len(sequence.tokens) > 1, sequences)  # they come first
+    divided = [index for index, chunk in enumerate(chunks) if chunk.start < chunk.lora_from < chunk.kv_len]
+    for index in reversed(divided):
+        before = sequences[index].num_base_tokens
+        lora_indices.insert(index, BASE_LORA_INDEX)
+        lengths[index : index + 1] = before, lengths[index] - before
+    return lora_indices, lengths
 
 
 @dataclass(slots=True)

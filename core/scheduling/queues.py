@@ -9,6 +9,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -242,6 +243,7 @@ def plan_step(
         groups = {None: groups[None], **groups}  # base-model sequences come first
     prefills: list[ScheduledSequence] = []
     decodes: list[ScheduledSequence] = []
+    unchanged: list[ScheduledSequence] = []  # chunks before their adapter's first token
     is_ragged = False
     for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
@@ -250,12 +252,33 @@ def plan_step(
                 sequence = _new_sequence(request, counts.get(request, 1))
                 is_ragged = is_ragged or sequence.is_ragged
                 (decodes if len(sequence.tokens) == 1 else prefills).append(sequence)
+                unchanged += [sequence] * (sequence.kv_len <= sequence.lora_from)
             else:
                 decodes.append(sequence)
             sequence.lora_index = lora_index
     bucket = None if is_ragged else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
+    if unchanged:
+        adapters = _leave_to_base(unchanged, prefills, decodes, adapters)
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
+
+
+def _leave_to_base(
+    unchanged: list[ScheduledSequence],
+    prefills: list[ScheduledSequence],
+    decodes: list[ScheduledSequence],
+    adapters: list[Adapter],
+) -> list[Adapter]:
+    """Make sequences the base model's; return the adapters of the others, numbered anew."""
+    for sequence in unchanged:
+        sequence.lora_index = BASE_LORA_INDEX
+    used = sorted({sequence.lora_index for sequence in prefills + decodes} - {BASE_LORA_INDEX})
+    number = {before: index for index, before in enumerate(used)} | {BASE_LORA_INDEX: BASE_LORA_INDEX}
+    for sequences in (prefills, decodes):
+        for sequence in sequences:
+            sequence.lora_index = number[sequence.lora_index]
+        sequences.sort(key=attrgetter("lora_index"))
+    return [adapters[before] for before in used]
 
 
 @contextmanager
@@ -327,6 +350,7 @@ def _new_sequence(request: Request, count: int) -> ScheduledSequence:
         state=request.sampler,
         states=states,
         state_step=0 if states is None else states.steps,
+        lora_from=request.lora_from,
     )
     if count == 1 and samples:
         request.sequence = sequence

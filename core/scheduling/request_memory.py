@@ -61,7 +61,8 @@ class RequestMemory:
         """Return the cached blocks of the request's prefix; none if it asks for its prompt's log-probabilities."""
         if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
-        blocks = self.prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+        version, scope = _version(request.adapter), self.scope(request)
+        blocks = self.prefix.match(version, request.token_ids, scope, request.lora_from)
         if blocks and self.layout.state_pages and not self.fits(request, blocks) and self.fits(request, []):
             return []  # the pages of the checkpoint and of the request's own states don't fit at the same time
         return blocks
@@ -336,9 +337,9 @@ class RequestMemory:
             version, scope = _version(request.adapter), self.scope(request)
             block = None
             if not request.is_refilling:
-                block = self.prefix.insert(version, request.last_block, tokens, pages, scope)
+                block = self.prefix.insert(version, request.last_block, tokens, pages, scope, request.lora_from)
             if block is None and (self.layout.has_windows or self.layout.state_pages):
-                block = self.prefix.refill(version, request.last_block, tokens, pages, scope)
+                block = self.prefix.refill(version, request.last_block, tokens, pages, scope, request.lora_from)
                 request.is_refilling = True
             if block is None:
                 request.caching = False

@@ -26,6 +26,7 @@ MAX_CONFIG_BYTES = 1 << 18
 MAX_RANK = 4096
 MAX_BASE_CHARACTERS = 256
 MAX_PATTERNS = 1024
+MAX_INVOCATION_TOKENS = 1024
 
 #: The modules that PEFT targets in a Llama-like model if `target_modules` is null.
 DEFAULT_TARGETS = ("q_proj", "v_proj")
@@ -46,8 +47,47 @@ _UNSERVED = {
     "arrow_config": "Arrow routing is not supported; serve its adapters under names of their own",
     "kasa_config": "KaSA is not supported; train plain LoRA",
     "monteclora_config": "MonteCLoRA is not supported; train plain LoRA",
-    "alora_invocation_tokens": "activated LoRA is not supported; train plain LoRA",
+    "velora_config": "VeLoRA is not supported; train plain LoRA",
 }
+
+#: Fields that are obeyed, or that change nothing once an adapter is trained. What they change in training is in its
+#: weights, and in `init_lora_weights` where it is also in the base model's.
+_SERVED = frozenset(
+    [
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "bias",
+        "init_lora_weights",
+        "alora_invocation_tokens",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_config",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+    ]
+)
+
+#: Names that PEFT gives to switches of its variants of LoRA.
+_VARIANT = re.compile(r"use_\w+|\w+_config")
 
 #: Tasks of models whose head samples no tokens.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
@@ -79,6 +119,8 @@ class AdapterConfig:
         self._targets = _Matcher(fields, "target_modules", DEFAULT_TARGETS if targets is None else targets)
         self._excluded = _Matcher(fields, "exclude_modules", fields.names("exclude_modules") or ())
         self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+        self.invocation_tokens = fields.invocation_tokens()
+        """Of activated LoRA: it changes a prompt's tokens from the last occurrence of these on; empty: all tokens."""
 
     @classmethod
     def read(cls, directory: AdapterDirectory) -> AdapterConfig:
@@ -143,6 +185,9 @@ class _Fields:
         for name, why in _UNSERVED.items():
             if self.raw.get(name):
                 raise self.refuse(name, why)
+        for name, value in self.raw.items():
+            if value and name not in _SERVED and _VARIANT.fullmatch(name):
+                raise self.refuse(name, "this variant of LoRA is not known; train plain LoRA, or remove the field")
         init = self.raw.get("init_lora_weights")
         if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
             raise self.refuse(
@@ -184,6 +229,16 @@ class _Fields:
             return value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(name, "a list of module names or one regular expression is needed")
+        return tuple(value)
+
+    def invocation_tokens(self) -> tuple[int, ...]:
+        value = self.raw.get("alora_invocation_tokens")
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in value):
+            raise self.refuse("alora_invocation_tokens", "a list of token ids is needed")
+        if not 0 < len(value) <= MAX_INVOCATION_TOKENS:
+            raise self.refuse("alora_invocation_tokens", f"from 1 to {MAX_INVOCATION_TOKENS} tokens are needed")
         return tuple(value)
 
     def layers(self) -> frozenset[int] | None:

@@ -68,6 +68,9 @@ class AdapterManifest:
     num_left_out: int = 0
     """Tensors of the file that have no effect on text."""
 
+    invocation_tokens: tuple[int, ...] = ()
+    """See `AdapterConfig.invocation_tokens`."""
+
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
@@ -99,6 +102,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             raise missing_config(directory, CONFIG_FILE)
         refuse_other_weights(directory, WEIGHTS_FILE)
         config = AdapterConfig.read(directory)
+        _check_invocation(config, path, modules.vocab_size)
         with _open_weights(directory, modules) as file:
             stem = file.stem
             targets, projections = _targets(config, path, stem, modules), modules.projections
@@ -120,6 +124,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 base_model=config.base_model,
                 modules=modules,
                 num_left_out=file.num_left_out,
+                invocation_tokens=config.invocation_tokens,
             )
 
 
@@ -259,6 +264,16 @@ def _targets(
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
     return targets
+
+
+def _check_invocation(config: AdapterConfig, path: Path, vocab_size: int | None) -> None:
+    """An invocation that no prompt can have would make the adapter a copy of the base model."""
+    unknown = [token for token in config.invocation_tokens if vocab_size is not None and token >= vocab_size]
+    if unknown:
+        raise AdapterFormatError(
+            f"{path / CONFIG_FILE}: alora_invocation_tokens has {unknown[0]}, the base model's tokens end at "
+            f"{vocab_size}; serve it with the base model that it was trained on"
+        )
 
 
 def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:

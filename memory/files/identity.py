@@ -44,9 +44,9 @@ def with_effect(manifest: AdapterManifest) -> AdapterManifest:
 def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
-    The hash covers every target's rank, scale and weights in the order of layers and modules. Two adapters with equal
-    hashes give the same outputs, wherever they are stored and in whatever order their tensors were saved. It reads all
-    weights.
+    The hash covers every target's rank, scale and weights in the order of layers and modules, and the tokens that
+    activate the adapter. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
+    order their tensors were saved. It reads all weights.
     """
     with open_unchanged(manifest) as file:
         reader = _Reader(file)
@@ -99,6 +99,8 @@ class _Reader:
             for module in part.targets
         }
         by_id, digest = tuple(projections), hashlib.sha256(b"chorus adapter 1\n")
+        if manifest.invocation_tokens:
+            digest.update(f"from {manifest.invocation_tokens}\n".encode())
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))

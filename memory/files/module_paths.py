@@ -27,6 +27,9 @@ class ModulePaths:
     left_out: tuple[str, ...] = ()
     """Beginnings of names in the base model that text does not need, such as a vision tower's."""
 
+    vocab_size: int | None = None
+    """None: not known."""
+
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
         """Each path that PEFT may target, and the projections that it is, in the table's order."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -92,6 +92,11 @@ class PageLayout:
     @property
     def has_windows(self) -> bool:
         return bool(self._windows)
+
+    def of_ranks(self, size: int) -> PageLayout:
+        """The layout of the pages of `size` TP ranks together, each with its share of every page in this layout."""
+        state = None if self.state is None else self.state.of_ranks(size)
+        return replace(self, kv_heads=size * self.kv_heads, state=state)
 
     def first_leaving(self, computed: int) -> int:
         """The number of computed tokens at which, after `computed` of them, another page leaves a window."""

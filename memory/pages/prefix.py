@@ -3,17 +3,18 @@
 A block has a page of each page group, and may have a checkpoint: the recurrent state after its tokens. Pages in windows
 and checkpoints are evicted apart from their block.
 
-There is one trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so hash collisions
-can't occur. A removed version takes its tries with it, so a reloaded adapter can't get the KV of its predecessor. The
-scope (tenant and salt) selects the trie before any token is compared, so no choice of tokens reaches another scope's
-blocks.
+There is one trie of blocks per adapter version and scope. An adapter that changes a prompt's tokens only from one of
+them on shares the base model's blocks before it; its own blocks branch off there. Lookups compare the tokens
+themselves, so hash collisions can't occur. A removed version takes its tries and branches with it, so a reloaded
+adapter can't get the KV of its predecessor. The scope (tenant and salt) selects the trie before any token is compared,
+so no choice of tokens reaches another scope's blocks.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .eviction import EvictionOrder, RestoreCosts
 from .pool import PageKind, PagePool
@@ -22,10 +23,20 @@ from .pool import PageKind, PagePool
 BASE_VERSION = 0
 
 
+class Branch(NamedTuple):
+    """The block in which an adapter begins to act."""
+
+    version: int
+
+    changed_from: int
+    """Index of the first token of the block that it changes."""
+
+
 class Block:
     """A full block in the trie: its pages hold the KV of `tokens`, computed after its ancestors' tokens."""
 
     __slots__ = (
+        "branch",
         "checkpoint",
         "children",
         "depth",
@@ -38,8 +49,17 @@ class Block:
         "uses",
     )
 
-    def __init__(self, parent: Block | None, tokens: tuple[int, ...], pages: Sequence[int], number: int) -> None:
+    def __init__(
+        self,
+        parent: Block | None,
+        tokens: tuple[int, ...],
+        pages: Sequence[int],
+        number: int,
+        branch: Branch | None = None,
+    ) -> None:
         self.parent = parent
+        self.branch = branch
+        """Not None if an adapter begins to act in it, after tokens that it leaves to the base model."""
         self.number = number
         """By which events name it: no other block ever has it, unlike its pages."""
         self.tokens = tokens
@@ -53,6 +73,11 @@ class Block:
         """The item that stands for its pages in windows in the eviction order, if the model has windows."""
         self.checkpoint: KeptState | None = None
         """The state after its tokens, if it is kept."""
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Its parent's key for it."""
+        return _key(self.tokens, self.branch)
 
 
 class WindowPages:
@@ -123,6 +148,7 @@ class PrefixCache:
             0 if window is None else -(-(window - 1) // block_tokens) for window in windows
         ]  # blocks that the next token of a group with a window sees
         self._roots: dict[int, dict[Hashable, Root]] = {}
+        self._branches: dict[int, dict[Block, None]] = {}  # by version
         self._numbers = itertools.count(1)
         self.by_page: dict[int, Block] = {}
         """The known blocks."""
@@ -134,20 +160,24 @@ class PrefixCache:
         """Pages of known blocks."""
         return len(self.by_page)
 
-    def match(self, version: int, tokens: Sequence[int], scope: Hashable = None) -> list[Block]:
+    def match(self, version: int, tokens: Sequence[int], scope: Hashable = None, changed_from: int = 0) -> list[Block]:
         """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute, from
         which a request can go on: each page group has all pages that the next token sees.
 
-        scope: only blocks stored with an equal scope are found.
+        scope: only blocks stored with an equal scope are found. changed_from: index of the first token that the version
+        changes; the blocks before it are the base model's.
         """
         found: list[Block] = []
-        roots = self._roots.get(version)
+        roots = self._roots.get(BASE_VERSION if changed_from else version)
         block: Block | None = None if roots is None else roots.get(scope)
         if block is None:
             return found
         step = self._block_tokens
         for start in range(0, (len(tokens) - 1) // step * step, step):
-            block = block.children.get(tuple(tokens[start : start + step]))
+            key = tuple(tokens[start : start + step])
+            if start <= changed_from < start + step:
+                key = _key(key, self._branch(version, start, changed_from))
+            block = block.children.get(key)
             if block is None:
                 break
             found.append(block)
@@ -234,25 +264,34 @@ class PrefixCache:
         return True
 
     def insert(
-        self, version: int, parent: Block | None, tokens: Sequence[int], pages: Sequence[int], scope: Hashable = None
+        self,
+        version: int,
+        parent: Block | None,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        scope: Hashable = None,
+        changed_from: int = 0,
     ) -> Block | None:
         """Store a block whose KV was just completed in `pages`, one of each group, which the caller uses.
 
-        parent: the block before it, as returned by `insert` or `match`; None for the first. Returns None if an equal
+        parent: the block before it, as returned by `insert` or `match`; None for the first. changed_from: see `match`.
+        Returns None if an equal
         block is already known: then the caller keeps its own pages to itself and inserts nothing after it, but see
         `refill`.
         """
         if parent is None:
-            roots = self._roots.setdefault(version, {})
-            parent = roots.get(scope)
-            if parent is None:
-                parent = roots[scope] = Root(version, scope)
-        key = tuple(tokens)
+            parent = self._root(BASE_VERSION if changed_from else version, scope)
+        start = parent.depth * self._block_tokens
+        branch = self._branch(version, start, changed_from)
+        tokens = tuple(tokens)
+        key = _key(tokens, branch)
         if key in parent.children:
             return None
         if not parent.is_known or not any(pages):  # the parent was evicted, or all pages have left, behind a window
             return None
-        block = parent.children[key] = Block(parent, key, pages, next(self._numbers))
+        block = parent.children[key] = Block(parent, tokens, pages, next(self._numbers), branch)
+        if branch is not None:
+            self._branches.setdefault(version, {})[block] = None
         if self._windowed:
             block.in_windows = WindowPages(block)
             self._offer(parent)
@@ -261,18 +300,44 @@ class PrefixCache:
                 self.by_page[page] = block
                 self._pool.keep(page)
         if self.listener is not None:
-            self.listener.stored(version, scope, block)
+            is_changed = changed_from < start + self._block_tokens
+            self.listener.stored(version if is_changed else BASE_VERSION, scope, block)
         return block
 
+    def _root(self, version: int, scope: Hashable) -> Root:
+        """Return the root of a trie, which may be new."""
+        roots = self._roots.setdefault(version, {})
+        root = roots.get(scope)
+        if root is None:
+            root = roots[scope] = Root(version, scope)
+        return root
+
+    def _branch(self, version: int, start: int, changed_from: int) -> Branch | None:
+        """Return where a version begins to act in the block of the tokens from `start` on; None if it does not begin
+        there, or at a prompt's first token.
+        """
+        if not changed_from or not start <= changed_from < start + self._block_tokens:
+            return None
+        return Branch(version, changed_from - start)
+
     def refill(
-        self, version: int, parent: Block | None, tokens: Sequence[int], pages: Sequence[int], scope: Hashable = None
+        self,
+        version: int,
+        parent: Block | None,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        scope: Hashable = None,
+        changed_from: int = 0,
     ) -> Block | None:
         """Give a known block the pages in windows that it has lost; arguments as of `insert`. Return the block; None if
         no such block is known.
         """
         if parent is None:
-            parent = self._roots.get(version, {}).get(scope)
-        block = None if parent is None else parent.children.get(tuple(tokens))
+            parent = self._roots.get(BASE_VERSION if changed_from else version, {}).get(scope)
+        if parent is None:
+            return None
+        branch = self._branch(version, parent.depth * self._block_tokens, changed_from)
+        block = parent.children.get(_key(tuple(tokens), branch))
         if block is None:
             return None
         for group in self._windowed:
@@ -305,9 +370,12 @@ class PrefixCache:
         if item.in_windows is not None:
             self._order.discard(item.in_windows)
         self._forget_block(item)
-        if (parent := item.parent) is None:  # the root of a trie has no page and is never offered
-            return
-        del parent.children[item.tokens]
+        if item.parent is not None:  # the root of a trie has no page and is never offered
+            self._remove_child(item.parent, item)
+
+    def _remove_child(self, parent: Block, block: Block) -> None:
+        """Take a forgotten block out of the trie."""
+        del parent.children[block.key]
         if isinstance(parent, Root):
             if not parent.children:
                 self._drop(parent)
@@ -343,6 +411,8 @@ class PrefixCache:
         """Forget all blocks of an adapter version that no request holds any more."""
         roots = self._roots.pop(version, {})
         stack = [block for root in roots.values() for block in root.children.values()]
+        branches = list(self._branches.get(version, ()))
+        stack += branches
         while stack:
             block = stack.pop()
             stack.extend(block.children.values())
@@ -350,6 +420,9 @@ class PrefixCache:
             if block.in_windows is not None:
                 self._order.discard(block.in_windows)
             self._forget_block(block)
+        for block in branches:
+            if block.parent is not None:
+                self._remove_child(block.parent, block)
 
     def _drop(self, root: Root) -> None:
         """Forget an empty trie, or else every scope would leave one for good."""
@@ -361,6 +434,11 @@ class PrefixCache:
 
     def _forget_block(self, block: Block) -> None:
         block.is_known = False
+        if block.branch is not None:
+            branches = self._branches[block.branch.version]
+            del branches[block]
+            if not branches:
+                del self._branches[block.branch.version]
         if self.listener is not None:
             self.listener.removed(block.number)
         self._forget(block, range(len(block.pages)))
@@ -419,3 +497,8 @@ class PrefixCache:
     def _add(self, item: Block | WindowPages, block: Block, count: int) -> None:
         """Make `count` pages of a block evictable."""
         self._order.add(item, count, count * self._costs.prefix_page, block.uses, depth=block.depth)
+
+
+def _key(tokens: tuple[int, ...], branch: Branch | None) -> tuple[int, ...]:
+    """A child's key: branches of other versions, or from other tokens on, are other children."""
+    return tokens if branch is None else (*tokens, *branch)

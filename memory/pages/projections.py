@@ -38,6 +38,9 @@ class Projection:
     units: int
     """Equal parts, such as heads, that TP ranks share: of its inputs where it is row-parallel, else of its outputs."""
 
+    sections: tuple[int, ...] = ()
+    """Widths of parts of its outputs, each of which has all units; empty: the outputs are one part."""
+
     @property
     def name(self) -> str:
         return self.path.rpartition(".")[2]
@@ -52,12 +55,23 @@ class Projection:
         """True if TP ranks share its inputs and add up their outputs."""
         return self.group in (Group.MIXER_OUT, Group.DOWN)
 
-    def share(self, rank: int, size: int) -> tuple[slice, slice]:
-        """Inputs and outputs of one of `size` ranks. If there are more ranks than units, several have the same unit."""
-        width = (self.inputs if self.is_row_parallel else self.outputs) // self.units
-        first, count = rank * self.units // size, max(1, self.units // size)
-        share, every = slice(first * width, (first + count) * width), slice(None)
-        return (share, every) if self.is_row_parallel else (every, share)
+    def share(self, rank: int, size: int) -> tuple[slice, tuple[slice, ...]]:
+        """Inputs, and parts of the outputs, of one of `size` ranks."""
+        if self.is_row_parallel:
+            return share_of(self.inputs, self.units, rank, size), (slice(None),)
+        shares, first = [], 0
+        for width in self.sections or (self.outputs,):
+            own = share_of(width, self.units, rank, size)
+            shares.append(slice(first + own.start, first + own.stop))
+            first += width
+        return slice(None), tuple(shares)
+
+
+def share_of(width: int, units: int, rank: int, size: int) -> slice:
+    """The part of `width` that one of `size` ranks has; with more ranks than units, several have the same unit."""
+    each = width // units
+    first, count = rank * units // size, max(1, units // size)
+    return slice(first * each, (first + count) * each)
 
 
 class Product(NamedTuple):
@@ -202,14 +216,18 @@ def attention_projections(
     )
 
 
-def linear_projections(hidden: int, channels: int, value: int, heads: int) -> tuple[Projection, ...]:
-    """Those of Gated DeltaNet: channels of the convolution, width and number of the heads of values."""
+def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads: int) -> tuple[Projection, ...]:
+    """Those of Gated DeltaNet. key, value: widths of all heads of keys, and of values.
+
+    TP ranks share heads of keys, each with the heads of values that it serves.
+    """
+    channels, sections = 2 * key + value, (key, key, value)
     return (
-        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, heads),
-        Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, heads),
-        Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, heads, heads),
-        Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, heads, heads),
-        Projection("linear_attn.out_proj", Group.MIXER_OUT, value, hidden, heads),
+        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, k_heads, sections),
+        Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, k_heads),
+        Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
+        Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),
+        Projection("linear_attn.out_proj", Group.MIXER_OUT, value, hidden, k_heads),
     )
 
 

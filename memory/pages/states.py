@@ -11,7 +11,7 @@ Pure arithmetic and lists of page numbers, no tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FLOAT_BYTES = 4
 """States are float32, whatever the model's dtype."""
@@ -27,6 +27,10 @@ class StateShape:
     conv_elems: int
     num_heads: int
     head_elems: int
+
+    def of_ranks(self, size: int) -> StateShape:
+        """What `size` TP ranks keep together. Their parts are as wide as a page is, so a state takes as many pages."""
+        return replace(self, conv_elems=size * self.conv_elems, head_elems=size * self.head_elems)
 
 
 class StateLayout:

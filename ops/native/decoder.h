@@ -215,11 +215,7 @@ class Decoder final : public AnyDecoder {
         const PagedCache<T> cache{keys,           keys + plane, m_.page_elems, m_.block_tokens,
                                   m_.page_groups, m_.kv_heads,  m_.head_dim,   m_.heads / m_.kv_heads,
                                   w.scale,        w.softcap,    w.window};
-        if (w.norms_all_heads)
-            each_part(team_, me, step.tokens, [&](int t, bool) {
-                norm_.run(y[t], w.q_norm, q_size(), y[t]);
-                norm_.run(y[t] + q_rows(), w.k_norm, kv_size(), y[t] + q_rows());
-            });
+        if (w.norms_all_heads) normalise_heads(me, w, step.tokens, y);
         auto rotate = [&](int t, int first, int count) {
             for (int h = first; h < first + count; h++) rotate_and_store(step, w, cache, t, h);
         };
@@ -245,6 +241,35 @@ class Decoder final : public AnyDecoder {
                               attention_scratch_[me.thread]);
             for (int t = unit.token; t < unit.token + unit.tokens; t++)
                 gate(y[t], unit.kv_head * cache.group, cache.group, out[t]);
+        });
+    }
+
+    // Norm all heads of q, and of k, of each token at once; of several ranks the heads of all of them.
+    //
+    //   y  [tokens, outputs]: q and k are changed
+    void normalise_heads(Team::Member& me, const LayerDesc& w, int tokens, Rows<float> y) {
+        if (!ranks_) {
+            each_part(team_, me, tokens, [&](int t, bool) {
+                norm_.run(y[t], w.q_norm, q_size(), y[t]);
+                norm_.run(y[t] + q_rows(), w.k_norm, kv_size(), y[t] + q_rows());
+            });
+            return;
+        }
+        const Rows<float> own{ranks_->mine(), 2};
+        const bool counts_k = ranks_->rank() % m_.kv_copies == 0;  // of ranks with the same K/V heads, the first does
+        each_part(team_, me, tokens, [&](int t, bool) {
+            own[t][0] = sum_of_squares(y[t], q_size());
+            own[t][1] = counts_k ? sum_of_squares(y[t] + q_rows(), kv_size()) : 0.0f;
+        });
+        team_.each(me, 1, [&](int) { ranks_->meet(); });
+        const float q_count = (float)q_size() * ranks_->size();
+        const float k_count = (float)kv_size() * (ranks_->size() / m_.kv_copies);
+        each_part(team_, me, tokens, [&](int t, bool) {
+            float squares[2] = {};
+            ranks_->add(squares, 2 * t, 2);
+            float* k = y[t] + q_rows();
+            scale_to_norm(y[t], w.q_norm, q_size(), squares[0] / q_count, m_.eps, y[t]);
+            scale_to_norm(k, w.k_norm, kv_size(), squares[1] / k_count, m_.eps, k);
         });
     }
 

@@ -66,6 +66,7 @@ struct ModelDesc {
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
     DeltaShape delta;  // without heads where no layer has Gated DeltaNet
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
+    int32_t kv_copies;  // TP ranks that have the same K/V heads
 };
 
 class Ranks;

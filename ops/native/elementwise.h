@@ -5,23 +5,35 @@
 
 namespace chorus {
 
-// out = x / sqrt(mean(x²) + eps) · weight
-//
-//   x, out  [n]; may be the same
-//   weight  [n] float32
-//   n       elements
-template <class T>
-inline void rms_norm(const float* x, const float* weight, int n, float eps, T* out) {
+// Σ x²
+inline float sum_of_squares(const float* x, int n) {
     Floats squares = floats(0);
     for (int i = 0; i < n; i += kLanes) {
         const Floats v = load16(x + i, head(n - i));
         squares = fma(v, v, squares);
     }
-    const Floats factor = floats(1.0f / __builtin_sqrtf(sum(squares) / n + eps));
+    return sum(squares);
+}
+
+// out = x / sqrt(mean + eps) · weight
+//
+//   x, out  [n]; may be the same
+//   weight  [n] float32
+//   n       elements
+//   mean    of the squares of all elements that are normalised together
+template <class T>
+inline void scale_to_norm(const float* x, const float* weight, int n, float mean, float eps, T* out) {
+    const Floats factor = floats(1.0f / __builtin_sqrtf(mean + eps));
     for (int i = 0; i < n; i += kLanes) {
         const Head here = head(n - i);
         store16(out + i, load16(x + i, here) * factor * load16(weight + i, here), here);
     }
+}
+
+// out = x / sqrt(mean(x²) + eps) · weight; parameters as above
+template <class T>
+inline void rms_norm(const float* x, const float* weight, int n, float eps, T* out) {
+    scale_to_norm(x, weight, n, sum_of_squares(x, n) / n, eps, out);
 }
 
 // out = (x - mean(x)) / sqrt(variance(x) + eps) · weight; parameters as above

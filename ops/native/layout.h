@@ -49,6 +49,7 @@ constexpr Field kLayout[] = {
         NAMED(ModelDesc, k_dim, delta.k_dim), NAMED(ModelDesc, v_dim, delta.v_dim),
         NAMED(ModelDesc, conv_size, delta.conv_size), NAMED(ModelDesc, delta_eps, delta.eps),
         AT(ModelDesc, convs_per_page), AT(ModelDesc, heads_per_page), AT(ModelDesc, conv_pages),
+        AT(ModelDesc, kv_copies),
     ALL(Segments), AT(Segments, count), AT(Segments, begin), AT(Segments, end), AT(Segments, adapters),
         AT(Segments, level),
     ALL(StepDesc), AT(StepDesc, tokens), AT(StepDesc, rows), AT(StepDesc, logits_wanted), AT(StepDesc, prompt_logits_wanted),

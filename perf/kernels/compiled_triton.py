@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections import namedtuple
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -55,9 +56,11 @@ class Job:
     """A kernel compiled for `capability` (90: Hopper), as for a launch with pointers and strides divisible by 16."""
 
     kernel: Any
-    signature: Mapping[str, str]
-    """Triton's type per argument that is not constant, `*bf16`, `i32`; names ending in `_stride` are strides."""
-    constants: Mapping[str, int]
+    signature: Mapping[str, str | tuple[tuple[str, str], ...]]
+    """Triton's type per argument that is not constant, `*bf16`, `i32`; names ending in `_stride` are strides. An
+    argument that is a named tuple: its fields' names and types.
+    """
+    constants: Mapping[str, Any]
     capability: int
     options: Mapping[str, int | bool]
     pointer: str = ""
@@ -66,18 +69,27 @@ class Job:
     """Pointers to memory that no previous launch writes."""
 
     @property
-    def _types(self) -> dict[str, str]:
-        return {name: self.signature.get(name, "constexpr") for name in self.kernel.arg_names}
+    def _types(self) -> dict[str, Any]:
+        return {name: _type(name, self.signature.get(name, "constexpr")) for name in self.kernel.arg_names}
+
+    def _arguments(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and place of each argument, and of each field of those that are tuples."""
+        for index, name in enumerate(self.kernel.arg_names):
+            kind = self.signature.get(name, "constexpr")
+            if isinstance(kind, str):
+                yield name, kind, (index,)
+            else:
+                yield from ((field, of_field, (index, at)) for at, (field, of_field) in enumerate(kind))
 
     @property
     def _source(self) -> ASTSource:
         names = self.kernel.arg_names
-        aligned = [name for name, kind in self.signature.items() if kind.startswith("*") or name.endswith("_stride")]
+        aligned = [at for name, kind, at in self._arguments() if kind.startswith("*") or name.endswith("_stride")]
         return ASTSource(
             self.kernel,
             self._types,
             {(names.index(name),): value for name, value in self.constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+            attrs={at: [["tt.divisibility", 16]] for at in aligned},
         )
 
     @property
@@ -106,7 +118,7 @@ class Job:
         named = matrix[1].replace("mma_async.sync.aligned.", "").replace("mma.sync.aligned.", "mma.") if matrix else ""
         code, shared = Ptx.parse(ptx), compiled.metadata.shared
         threads = 32 * compiled.metadata.num_warps
-        given = {name: kind for name, kind in self._types.items() if kind != "constexpr"}
+        given = {name: kind for name, kind, _ in self._arguments() if kind != "constexpr"}
         written = [kind.startswith("*") and name not in self.ready for name, kind in given.items()]
         return Compiled(
             registers=registers,
@@ -119,6 +131,11 @@ class Job:
             bytes_in_flight=code.bytes_at_once * threads * _resident(self.capability, threads, registers, shared),
             is_early=code.is_early(index for index, writes in enumerate(written) if writes),
         )
+
+
+def _type(name: str, kind: str | tuple[tuple[str, str], ...]) -> Any:
+    """A type of the signature in Triton's form."""
+    return kind if isinstance(kind, str) else namedtuple(name, [field for field, _ in kind])(*dict(kind).values())
 
 
 #: KiB of shared memory, threads and programs of a multiprocessor (CUDA C++ Programming Guide, "Compute Capabilities").

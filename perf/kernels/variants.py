@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
@@ -35,13 +35,24 @@ SHARED_LIMIT = 80 * 1024
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
-_TABLES = {"tiles": "*i32", "offsets": "*i32", "first_elem": "*i64", "pages": "*i32"}
-_PLACES = {"places": "*i32"}  # that launches of decode steps read
+#: `sgmv_triton.Adapters`.
+_ADAPTERS = (
+    ("h", "*fp32"),
+    ("arena", "*own"),
+    *((name, "*i32") for name in ("tiles", "offsets", "places")),
+    ("first_elem", "*i64"),
+    ("pages", "*i32"),
+)
 
 #: Pointers to memory that exists before a step's first launch.
-_READY = {"arena", "weight", "bias", "norm", "indptr", "last_page_len", "indices", *_TABLES, *_PLACES}
+_READY = {"arena", "weight", "bias", "norm", "indptr", "last_page_len", "indices"}
+_READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
 
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
+
+
+Fields = tuple[tuple[str, str], ...]
+"""Pointers that are one argument: the names of its fields, with their types."""
 
 
 class Elementwise(NamedTuple):
@@ -50,12 +61,12 @@ class Elementwise(NamedTuple):
     module: str
     """Module of `ops`."""
     kernel: str
-    constants: dict[str, int]
+    constants: dict[str, Any]
     options: dict[str, int | bool]
     own: tuple[str, ...]
     """Arguments that point to the variant's dtype."""
-    others: dict[str, str]
-    """Other arguments, with their types."""
+    others: dict[str, str | Fields]
+    """Other arguments, with their types; `*own`: a pointer to the variant's dtype."""
     pointer: str = ""
     """The argument for weights, or keys, which are multiplied on tensor cores."""
 
@@ -70,7 +81,7 @@ _elementwise = partial(Elementwise, "elementwise_triton")
 def _norm(hidden: int, add: bool) -> Elementwise:
     return _elementwise(
         "rms_norm_rows",
-        elementwise_schedule.norm_constants(hidden, add),
+        {"C": elementwise_schedule.norm_constants(hidden, add)},
         elementwise_schedule.norm_options(hidden),
         ("y", "x", "residual", "weight"),
         {"eps": "fp32", **_strides("x", "y", "residual")},
@@ -80,7 +91,7 @@ def _norm(hidden: int, add: bool) -> Elementwise:
 def _silu(ffn: int) -> Elementwise:
     return _elementwise(
         "silu_and_mul_rows",
-        elementwise_schedule.silu_constants(ffn),
+        {"C": elementwise_schedule.SiluConstants(ffn)},
         elementwise_schedule.silu_options(),
         ("y", "gate_up"),
         _strides("gate_up", "y"),
@@ -90,11 +101,12 @@ def _silu(ffn: int) -> Elementwise:
 def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise:
     return _elementwise(
         "rotate_and_write_heads",
-        elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm),
+        {"C": elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm)},
         elementwise_schedule.rotary_options(),
-        ("q", "k_cache", "v_cache", "qkv", "cos", "sin", "q_norm", "k_norm"),
+        ("q", "qkv", "q_norm", "k_norm"),
         {
-            **dict.fromkeys(("rows", "page", "offset"), "*i64"),
+            "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
+            "slots": (("k_cache", "*own"), ("v_cache", "*own"), ("page", "*i64"), ("offset", "*i64")),
             "eps": "fp32",
             **_strides("qkv", "table", "page", "token", "head"),
         },
@@ -129,10 +141,10 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
     return Elementwise(
         "small_gemm_triton",
         "multiply_rows",
-        constants=small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape),
+        constants={"C": small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape)},
         options=small.gemm_options(schedule),
-        own=("y", "x", "weight", "bias", "arena"),
-        others={"h": "*fp32", **_TABLES, **_PLACES, **_COUNTS, "num_tiles": "i32", **_strides("y", "x")},
+        own=("y", "x", "weight", "bias"),
+        others={"adapters": _ADAPTERS, **_COUNTS, "num_tiles": "i32", **_strides("x")},
         pointer="weight",
     )
 
@@ -173,22 +185,22 @@ _BLOCK_TOKENS = 16  # of a page
 
 
 #: Of a group with a window: what its kernel has besides.
-WINDOWED = {"WINDOW": 4096, "CAPS": 1}
+WINDOWED = {"window": 4096, "caps": True}
 
 
 def _attention(
-    heads: int, kv_heads: int, head_dim: int, itemsize: int, more: Mapping[str, int] = MappingProxyType({})
+    heads: int, kv_heads: int, head_dim: int, itemsize: int, more: Mapping[str, Any] = MappingProxyType({})
 ) -> Elementwise:
     shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
     return Elementwise(
         "attention_triton",
         "attend_rows",
-        constants={**attention_constants(*shape, itemsize), **more},
+        constants={"C": replace(attention_constants(*shape, itemsize), **more)},
         options=attention_options(),
         own=("out", "q", "k_cache", "v_cache"),
         others={
-            **dict.fromkeys(("indptr", "last_page_len", "indices", "arrived"), "*i32"),
-            **dict.fromkeys(("values", "tops", "totals"), "*fp32"),
+            "planned": tuple((name, "*i32") for name in ("indptr", "last_page_len", "indices")),
+            "partial": (("sums", "*fp32"), ("tops", "*fp32"), ("totals", "*fp32"), ("arrived", "*i32")),
             **dict.fromkeys(("scale", "softcap"), "fp32"),
             "least": "i32",
             **_strides("page", "token", "head"),
@@ -203,14 +215,14 @@ _SUMS = {"sums": "*fp64"}
 
 
 def _draws(vocab: int) -> dict[str, Elementwise]:
-    its = sampling_schedule
+    its, constants = sampling_schedule, {"C": sampling_schedule.sampling_constants(vocab)}
     read = {**_PEAKS, **_DRAWN}
     drawn = {**_SUMS, "tokens": "*i64", "lists": "*i32", "columns": "i32", **read}
     made = partial(Elementwise, "sampling_triton")
     return {
-        "peaks": made("find_peaks", its.peak_constants(vocab), its.peak_options(), (), read),
-        "weights": made("weigh_blocks", its.weigh_constants(vocab), its.weigh_options(), (), {**_SUMS, **read}),
-        "tokens": made("pick_tokens", its.pick_constants(vocab), its.pick_options(), (), drawn),
+        "peaks": made("find_peaks", constants, its.peak_options(), (), read),
+        "weights": made("weigh_blocks", constants, its.weigh_options(), (), {**_SUMS, **read}),
+        "tokens": made("pick_tokens", constants, its.pick_options(), (), drawn),
     }
 
 
@@ -221,12 +233,13 @@ DRAWS = _draws(128256)
 def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
     its, made = gated_delta_schedule, partial(Elementwise, "gated_delta_triton")
     floats = dict.fromkeys(("conv_in", "conv_out", "recurrent", "taps", "dt_bias", "a_log", "norm"), "*fp32")
-    step = {**floats, "eps": "fp32", **_strides("mixed", "out")}
+    step = {**floats, "eps": "fp32", **_strides("mixed")}
     scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
-    constants = its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)
+    constants = {"C": its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)}
+    scanned = {"C": its.scan_constants(v_heads, k_dim, v_dim)}
     return {
         "delta.step": made("step_heads", constants, its.step_options(k_dim, v_dim), ("out", "mixed"), step),
-        "delta.scan": made("scan_heads", its.scan_constants(v_heads, k_dim, v_dim), its.scan_options(), (), scan),
+        "delta.scan": made("scan_heads", scanned, its.scan_options(), (), scan),
     }
 
 
@@ -281,30 +294,32 @@ class Variant:
             return prefill(self.tokens, self.max_rank, ITEMSIZE[self.dtype])
         return decode(self.tokens, self.max_rank)
 
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         if (launch := self.launch) is not None:
             return launch.constants
         d_in, modules = GROUPS[self.group]
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
         sizes = {"page_elems": PAGE_ELEMS, "itemsize": ITEMSIZE[self.dtype], "rank": self.max_rank, "pages": pages}
-        return make(self.schedule(), modules, d_in, **sizes)
+        return {"C": make(self.schedule(), modules, d_in, **sizes)}
 
-    def signature(self) -> dict[str, str]:
+    def signature(self) -> dict[str, str | Fields]:
         own = f"*{self.dtype}"
         if (launch := self.launch) is not None:
-            return {**dict.fromkeys(launch.own, own), **launch.others}
-        tables = {**_TABLES, **_COUNTS} if self.tensor_cores else {**_TABLES, **_PLACES, **_COUNTS}
-        if self.kernel.startswith("shrink"):
-            return {"h": "*fp32", "x": own, "arena": own, **tables, "x_stride": "i32"}
-        return {"y": own, "h": "*fp32", "arena": own, **tables, "y_stride": "i32"}
+            found = {**dict.fromkeys(launch.own, own), **launch.others}
+        else:
+            rows = "x" if self.kernel.startswith("shrink") else "y"
+            found = {rows: own, "adapters": _ADAPTERS, **_COUNTS, **_strides(rows)}
+        return {name: _owned(kind, own) for name, kind in found.items()}
 
     @property
     def num_weights(self) -> int:
         """Elements of the weights that are read, or of adapters for each rank; 0 without any."""
         if (launch := self.launch) is not None:
-            its = launch.constants
-            return its["D_IN"] * its["D_OUT"] * (1 + its["SILU"]) if self.group in PRODUCTS else 0
+            if self.group not in PRODUCTS:
+                return 0
+            its: small.GemmConstants = launch.constants["C"]
+            return its.d_in * its.d_out * (1 + its.silu)
         d_in, modules = GROUPS[self.group]
         return len(modules) * d_in if self.kernel.startswith("shrink") else sum(width for _, _, width in modules)
 
@@ -313,6 +328,13 @@ class Variant:
         """The inputs of the compilation; the same for variants that are one launch."""
         items = (self.constants().items(), self.options().items(), self.signature().items())
         return self.kernel, *(tuple(sorted(each)) for each in items)
+
+
+def _owned(kind: str | Fields, own: str) -> str | Fields:
+    """The type, with pointers to the variant's dtype."""
+    if isinstance(kind, str):
+        return kind
+    return tuple((name, own if of_field == "*own" else of_field) for name, of_field in kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +399,9 @@ def plain_variants() -> Iterator[Variant]:
             yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in PRODUCTS.items():
         for dtype in ("bf16", "fp16"):
-            most = small.MAX_EXPANDED_ROWS if launch.constants["MODULES"] else small.MAX_ROWS
-            yield Variant(launch.kernel, group, dtype, min(launch.constants["BLOCK_T"], most))
+            its: small.GemmConstants = launch.constants["C"]
+            most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
+            yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
     for group, launch in DRAWS.items():
         yield Variant(launch.kernel, group, "fp32", 64)
     for group, launch in DELTAS.items():
@@ -390,8 +413,8 @@ def job_of(variant: Variant, arch: str) -> Job:
     from .compiled_triton import Job
 
     capability, constants, options = int(arch.removeprefix("sm_")), variant.constants(), variant.options()
-    if "PDL" in constants and capability // 10 >= LEAST_MAJOR:  # like serving launches it there
-        constants, options = constants | {"PDL": 1}, options | {"launch_pdl": True}
+    if capability // 10 >= LEAST_MAJOR and (early := _early(variant, constants)) is not None:
+        constants, options = early, options | {"launch_pdl": True}
     kernel = getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel)
     return Job(
         kernel,
@@ -402,6 +425,13 @@ def job_of(variant: Variant, arch: str) -> Job:
         pointer=variant.pointer,
         ready=_READY,
     )
+
+
+def _early(variant: Variant, constants: dict[str, Any]) -> dict[str, Any] | None:
+    """The constants of a launch that begins early, as serving launches it; None if it never does."""
+    if not hasattr(constants["C"], "pdl") or variant.kernel.endswith("prefill"):
+        return None
+    return {"C": replace(constants["C"], pdl=True)}
 
 
 def compile_variant(wanted: tuple[Variant, str]) -> dict[str, Any]:

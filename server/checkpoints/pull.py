@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...core.model.config_json import UnsupportedModel
 from .gguf_checkpoint import MissingGguf, convert, require_gguf
+from .gguf_model import directory_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -82,20 +84,17 @@ def models_dir() -> Path:
     return cache_dir() / "models"
 
 
-def resolve_model(value: str | Path) -> Path:
-    """The directory for a `--model` value: the value itself if it is one, that of a pulled model's name, or for
-    ORG/MODEL the one in this machine's Hugging Face Hub cache.
+def resolve_model(value: str | Path, *, tokenizer: bool = False) -> Path:
+    """The directory for a `--model` value: the value itself if it is one, that of a pulled model's name, for ORG/MODEL
+    the one in this machine's Hugging Face Hub cache, or for a GGUF file one with what the file lacks.
 
-    Raises PullError if there is none.
+    tokenizer: a GGUF file's directory needs one. Raises PullError if there is none.
     """
     path, name = Path(value), str(value)
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        raise PullError(
-            f"{name} is a GGUF file; only checkpoints in safetensors can be served: use the repository that it was "
-            "made from, or convert it with transformers: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE)"
-        )
+        return _of_gguf(path, tokenizer)
     if name in MODELS:
         path = models_dir() / name
         if not path.is_dir():
@@ -104,6 +103,18 @@ def resolve_model(value: str | Path) -> Path:
     if _HUB_NAME.fullmatch(name):
         return _in_hub_cache(name)
     raise PullError(f"{name} is neither a directory nor a known model; known: {', '.join(MODELS)}")
+
+
+def _of_gguf(file: Path, tokenizer: bool) -> Path:
+    if not file.is_file():
+        raise PullError(f"there is no file {file}")
+    cache = cache_dir() / "gguf"
+    try:
+        return directory_of(file, cache, tokenizer=tokenizer)
+    except UnsupportedModel as error:
+        raise PullError(str(error)) from None
+    except OSError as error:
+        raise PullError(f"{cache} can't be written: {error}; set XDG_CACHE_HOME to another directory") from error
 
 
 def hub_name(model: Path) -> str | None:

@@ -151,7 +151,10 @@ def _own_base(path: Path) -> _Base:
     A layer has linear attention if the adapter has a tensor of it there.
     """
     feed_forward = gated_projections(1, 1)
-    attention, linear = attention_projections(1, 1, 1, 1) + feed_forward, linear_projections(1, 1, 1, 1) + feed_forward
+    attention, linear = (
+        attention_projections(1, 1, 1, 1) + feed_forward,
+        linear_projections(1, 1, 1, 1, 1) + feed_forward,
+    )
     usual = Projections((attention, linear))
     dims, layers_of = _own_modules(path, usual)
     found = set[int]().union(*layers_of.values())

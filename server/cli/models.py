@@ -6,8 +6,12 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoints.pull import PullError, resolve_model
+
+if TYPE_CHECKING:
+    from ...core.model.config import ModelConfig
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help="directory or name of a model: say whether it would be served, and how; its weights are not read",
+        help="directory, GGUF file or name of a model: say whether it would be served, and how; reads no weights",
     )
 
 
@@ -41,6 +45,16 @@ def families() -> list[str]:
     return [f"{title:{first}}  {names:{second}}  {notes}".rstrip() for title, names, notes in rows]
 
 
+def _form(directory: Path, model: ModelConfig) -> str | None:
+    """How the weights are quantised; None: they are not."""
+    from ...core.model.gguf_file import gguf_in
+
+    if model.weight_format is not None:
+        return model.weight_format.title
+    file = gguf_in(directory)
+    return None if file is None else f"GGUF ({file.resolve().name})"
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.families import FAMILIES
@@ -48,13 +62,17 @@ def described(directory: Path) -> list[str]:
 
     model = read_model_config(directory)
     kinds = Counter((it.window, it.rope) for it in model.attention_layers)
+    most = model.max_position_embeddings
+    more = f"; with --max-model-len, up to {most:,}" if most > model.max_context else ""
     lines = [
         f"{FAMILIES[model.architecture].title} ({model.architecture}) is served",
-        f"context: {model.max_context:,} tokens",
+        f"context: {model.max_context:,} tokens{more}",
         f"shapes: hidden {model.hidden_size}, feed-forward {model.intermediate_size}, {model.num_heads} heads of "
         f"{model.head_dim}, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}",
         f"adapters may target: {model.module_paths.names}",
     ]
+    if (form := _form(directory, model)) is not None:
+        lines.append(f"weights: {form}, dequantised when they are loaded")
     for (window, rope), count in kinds.items():
         seen = "all tokens" if window is None else f"the last {window:,} tokens"
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"

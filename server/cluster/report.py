@@ -16,6 +16,7 @@ from ...core.engine_stats import EngineStats, TenantStats
 from ...core.executors.base import ModelInfo
 from ...core.merging.learned_prices import LearnedPrices
 from ...core.merging.modes import batch_of, context_of
+from ...core.model.quantization.registry import FILES as QUANTIZATION_FILES
 from ...core.model.read_config import read_model_config
 from ..version import VERSION
 from .wire import Malformed
@@ -98,14 +99,14 @@ def _level(cpu_kernels: str, device: str) -> str:
 
 
 def model_hash(directory: Path, *, dummy: bool = False, form: str = "") -> str:
-    """Hash of a checkpoint: its configuration, and the names, sizes and bytes of its weights.
+    """Hash of a checkpoint: its configuration with the form of its weights, and their names, sizes and bytes.
 
     dummy: without weights. form: what weights are quantised to while they are read; empty: nothing.
     """
     digest = hashlib.sha256(b"chorus model 1\n")
     if form:
         digest.update(f"quantised to {form}\n".encode())
-    patterns = ("config.json",) if dummy else ("config.json", "*.safetensors")
+    patterns = ("config.json", *QUANTIZATION_FILES) + (() if dummy else ("*.safetensors", "*.gguf"))
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())

@@ -60,7 +60,8 @@ class KvBatches:
     """Converts the engine's events to vLLM's; a block's hash covers its parent's hash and its tokens.
 
     The hash of a prompt's first block covers the model, the adapter's content hash and the sharing scope instead of a
-    parent. So two servers give the same block the same hash, and one server never gives different blocks the same hash.
+    parent. That of the block in which an activated LoRA begins also covers adapter and token. So two servers give
+    the same block the same hash, and one server never gives different blocks the same hash.
     """
 
     def __init__(self, model: str, block_tokens: int) -> None:
@@ -73,7 +74,7 @@ class KvBatches:
         return len(self._hashes)
 
     def events(self, recorded: Iterable[Stored | int]) -> list[Event]:
-        """The events in order; consecutive stored blocks, or blocks removed together, form one event."""
+        """The events in order; consecutive stored blocks of one adapter, or blocks removed together, form one event."""
         made: list[Event] = []
         last: Hash | None = None  # of a stored event that further blocks may be added to
         for event in recorded:
@@ -87,7 +88,7 @@ class KvBatches:
                 continue  # the parent's event was lost, so this block's hash is unknown
             digest = self._hashes[event.number] = self._hash(parent, event)
             self._num_blocks[digest] += 1
-            if last is not None and parent == last:
+            if last is not None and parent == last and event.changed_from is None:
                 made[-1]["block_hashes"].append(digest)
                 made[-1]["token_ids"].extend(event.tokens)
             else:
@@ -125,10 +126,12 @@ class KvBatches:
         return [{"type": "AllBlocksCleared"}]
 
     def _hash(self, parent: Hash | None, event: Stored) -> Hash:
-        if parent is None:
-            start = repr((self._model, event.content_hash, event.scope)).encode()
-        else:
+        if parent is not None:
             start = parent.to_bytes(8, "big")
+        else:
+            start = repr((self._model, event.content_hash, event.scope)).encode()
+        if event.changed_from is not None:
+            start += repr((event.content_hash, event.changed_from)).encode()
         return int.from_bytes(hashlib.sha256(start + repr(event.tokens).encode()).digest()[:8], "big")
 
 

@@ -20,7 +20,7 @@ class LaunchError(Exception):
 def check_model(settings: Settings) -> None:
     """Raises LaunchError unless the directories that the settings name exist."""
     try:
-        resolve_model(settings.model)
+        resolve_model(settings.model, tokenizer=settings.tokenizer is None)
     except PullError as error:
         raise LaunchError(str(error)) from None
     if not (settings.model / "config.json").is_file():

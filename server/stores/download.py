@@ -21,6 +21,7 @@ from .archive import SUFFIXES, unpack
 from .deadline import Deadline
 from .errors import NotInStore, StoreAway, StoreError, StoreRefused
 from .guarded_http import guarded_client
+from .plugins import PluginStore
 from .rules import Location
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -114,6 +115,9 @@ def _store(location: Location, allowed: Allowed, deadline: Deadline) -> Iterator
     if location.scheme in _PACKAGES:
         allowed.check_bucket(location.scheme, urlsplit(location.url).netloc)
         yield _Bucket(location, deadline)
+        return
+    if location.scheme not in ("http", "https"):
+        yield PluginStore(location.scheme, location.url, deadline)
         return
     with guarded_client(allowed, deadline) as client:
         yield _Web(client, location.url)

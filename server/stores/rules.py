@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from .plugins import GROUP, plugin, schemes
+
 _CAPTURED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*(?:@[A-Za-z0-9_][A-Za-z0-9._-]*)?")
 """Pattern of the text for `*`: parts of a path, none of which begins with a dot, and a revision."""
 
@@ -24,7 +26,7 @@ class Location:
 
     @property
     def scheme(self) -> str:
-        """`https`, `http`, `hf`, `s3` or `gs`; empty for a directory."""
+        """`https`, `http`, `hf`, `s3`, `gs`, or a plugin's; empty for a directory."""
         return urlsplit(self.url).scheme if "://" in self.url else ""
 
 
@@ -89,9 +91,14 @@ def _check_url(location: Location) -> None:
             raise ValueError("a source that is a directory must be an absolute path")
         return
     parts = urlsplit(location.url)
-    if location.scheme not in _SCHEMES:
-        raise ValueError(f"a source must be a directory, or a URL of {', '.join(_SCHEMES)}, not of {location.scheme}")
+    is_plugin = location.scheme not in _SCHEMES
+    if is_plugin and plugin(location.scheme) is None:
+        known = ", ".join((*_SCHEMES, *schemes()))
+        raise ValueError(
+            f"a source must be a directory, or a URL of {known}, not of {location.scheme}; a package with the entry "
+            f"point {location.scheme!r} of {GROUP} would read it"
+        )
     if parts.username is not None or "*" in parts.netloc.partition(":")[2]:
         raise ValueError("a source's URL must have neither a user nor a * in its port")
-    if location.scheme != "hf" and "*" in parts.netloc:
+    if location.scheme != "hf" and not is_plugin and "*" in parts.netloc:
         raise ValueError("a source's URL must name its host or bucket; the * comes after it")

@@ -116,6 +116,30 @@ def test_float16_takes_the_torch_path(tmp_path, prompts, family):
         executor_of(tmp_path, dtype="float16", cpu_kernels="native")
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_longrope_beyond_its_original_positions(tiny, drive, kernels):
+    """Prompts longer than 256 tokens get transformers' tokens, which takes the long factors for them."""
+    it = tiny("phi-4-mini")
+    driver = drive(it, cpu_kernels=kernels, max_num_seqs=3, max_num_batched_tokens=100, max_model_len=512)
+    want = {}
+    for index, (adapter, length) in enumerate([(None, 300), (next(iter(ADAPTERS)), 257), (None, 420)]):
+        prompt, want[str(index)] = it.case(adapter, length, seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    answers = driver.drain()
+    assert {name: answer.tokens for name, answer in answers.items()} == want
+
+
+def test_longrope_begins_with_the_long_factors_where_requests_may_be_long(tiny):
+    it = tiny("phi-4-mini")
+    rotary = it.reference.base_model.model.model.rotary_emb
+    rope = read_model_config(it.model).attention.rope
+    short = rotary.original_inv_freq
+    assert torch.equal(rope.inverse_frequencies(256), short)
+    rotary(torch.zeros(1, 1, 1), torch.tensor([[256]]))  # a request of 257 tokens
+    assert torch.equal(rope.inverse_frequencies(257), rotary.inv_freq)
+    assert not torch.equal(rotary.inv_freq, short)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     import transformers
@@ -126,9 +150,9 @@ def test_configuration_and_frequencies_are_transformers_own(tiny, family):
     rotary = it.reference.base_model.model.model.rotary_emb
     types = getattr(want, "layer_types", None) or [""] * config.num_layers
     for layer, kind in zip(config.layers, types, strict=True):
-        prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
+        prefix = f"{kind}_" if hasattr(rotary, f"{kind}_original_inv_freq") else ""
         if (rope := layer.mixer.rope) is not None:
-            assert torch.equal(rope.inverse_frequencies(), getattr(rotary, f"{prefix}inv_freq"))
+            assert torch.equal(rope.inverse_frequencies(), getattr(rotary, f"{prefix}original_inv_freq"))
             assert rope.attention_factor == getattr(rotary, f"{prefix}attention_scaling")
     assert (config.num_kv_heads, config.tie_word_embeddings) == (want.num_key_value_heads, want.tie_word_embeddings)
     assert config.max_context == 256

@@ -39,9 +39,6 @@ def _short() -> list[str]:
 GEOMETRIES = list(FAMILIES) if EVERY else _short()
 """Windows are shorter than most prompts."""
 
-SHARED = [name for name in GEOMETRIES if not name.startswith("olmo")]
-"""Geometries that ranks can share: OLMo norms all heads of a token at once, which is refused."""
-
 WINDOWED = [name for name in GEOMETRIES if _window(name)]
 CHUNKS = (
     list(itertools.product(GEOMETRIES, (1, 7, 64))) if EVERY else list(zip(GEOMETRIES, itertools.cycle((1, 7, 64))))
@@ -130,7 +127,7 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.parametrize("family", GEOMETRIES)
 def test_two_ranks(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)

@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch",
 answers = partial(test_family_paths.answers, adapters=(None,))
 told = test_family_paths.told
 
+on_one_or_two_ranks = pytest.mark.parametrize(("family", "ranks"), [*((name, 1) for name in HYBRIDS), ("qwen3.5", 2)])
+"""Both geometries on one rank, and on two the one with several heads of values for each of keys."""
+
 
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -30,12 +33,12 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@on_one_or_two_ranks
 @pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
-def test_adapters_on_layers_of_both_kinds(tiny, drive, family, is_merged):
+def test_adapters_on_layers_of_both_kinds(tiny, drive, family, ranks, is_merged):
     """In mixed steps with the base model; where one is merged into the weights, it is taken off the others."""
     it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
     if is_merged:
         merge(driver, "r3-all")
     rng, want = random.Random(family), {}
@@ -50,10 +53,11 @@ def test_adapters_on_layers_of_both_kinds(tiny, drive, family, is_merged):
     assert (len(manifest.parts), len(manifest.targets)) == (3, 12)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_prefixes_begin_at_checkpoints(tiny, drive, family):
+@on_one_or_two_ranks
+def test_prefixes_begin_at_checkpoints(tiny, drive, family, ranks):
     it = tiny(family)
-    driver = drive(it, adapters={}, max_num_batched_tokens=40, max_num_seqs=8, state_checkpoint_tokens=32)
+    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "state_checkpoint_tokens": 32}
+    driver = drive(it, adapters={}, tensor_parallel_size=ranks, **limits)
     for _ in range(2):
         want = answers(it, driver, 4, seed=2)
         assert told(driver, want) == want
@@ -61,12 +65,13 @@ def test_prefixes_begin_at_checkpoints(tiny, drive, family):
     assert driver.engine.stats().num_prefix_hit_tokens > 40
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, monkeypatch):
+@on_one_or_two_ranks
+def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, ranks, monkeypatch):
     """A step is launched before the tokens of the one before are read; sequences that have ended are discarded."""
     monkeypatch.setattr(ModelExecutor, "state_slots", 3)
     it = tiny(family)
-    driver = drive(it, adapters={}, is_async=True, max_num_batched_tokens=40, max_num_seqs=4)
+    limits = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
+    driver = drive(it, adapters={}, is_async=True, tensor_parallel_size=ranks, **limits)
     for _ in range(2):
         want = answers(it, driver, 9, seed=3, tokens=12)
         assert told(driver, want) == want
@@ -75,10 +80,13 @@ def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, monkeypat
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_preempted_requests_swap_and_go_on(tiny, drive, family):
+@on_one_or_two_ranks
+def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):
     it = tiny(family)
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap", "max_model_len": 128}
+    limits = {
+        "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap", "max_model_len": 128,
+        "tensor_parallel_size": ranks,
+    }  # fmt: skip
     layout = drive(it, adapters={}, **limits).engine.executor.layout
     driver = drive(it, adapters={}, num_pages=2 * layout.pages_for_tokens(80, chunk=64), **limits)
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)

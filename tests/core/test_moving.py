@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chorus.core.policies import Policies
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.core.requests.record import NotHere
-from chorus.core.requests.request import Request
+from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.service import TokenCounters
@@ -60,6 +60,25 @@ def test_a_plan_that_went_over_the_wire_gives_the_same_tokens(gqa, drive):
     driver.executor.inner = Remote()
     assert run(driver) == want
     assert StepMode.LORA in modes
+
+
+def test_a_plan_says_which_states_a_step_reads_and_writes(tiny, drive):
+    """Another rank has its own share of the same pages."""
+    found = []
+
+    def note(plan):
+        (own,) = plan.sequences
+        slots = own.states.read_by(own.state_step), own.states.written_by(own.state_step)
+        (sent,) = plan_from_wire(
+            json.loads(json.dumps(plan_to_wire(plan, samples=False))), lambda entry: None
+        ).sequences
+        assert (sent.states.read_by(sent.state_step), sent.states.written_by(sent.state_step)) == slots
+        found.append([pages[:] for pages in slots])
+
+    driver = drive(tiny("qwen3.5"), before=note, adapters={}, max_num_batched_tokens=32)
+    driver.run("a", None, PROMPT * 2, max_tokens=3)
+    assert len(found) > 3
+    assert all(before[1] == after[0] != after[1] for before, after in itertools.pairwise(found))
 
 
 def test_adapters_of_a_plan_are_told_by_what_they_hold_once_that_is_known(gqa, drive):
@@ -199,6 +218,58 @@ def test_moves_change_no_token(gqa, known):
             driver.answers.clear()
 
     check()
+
+
+WINDOWED = ["gemma-3", "mistral-window"]
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "qwen3.5"])
+def test_windows_and_states_are_computed_again_elsewhere(tiny, known, family):
+    """In the prompt and in the answer, and back again to what was kept of the request there."""
+    it, wanted = tiny(family), {}
+    here = known(it, max_num_seqs=4, max_num_batched_tokens=24, state_checkpoint_tokens=32)
+    there = known(it, max_num_seqs=4, max_num_batched_tokens=40, block_tokens=32, tensor_parallel_size=2)
+    if family in WINDOWED:
+        assert here.engine.executor.layout.has_windows
+    for index, adapter in enumerate((None, "r3-all")):
+        name = str(index)
+        prompt, wanted[name] = it.case(adapter, 60, seed=index, count=40)
+        here.add(name, adapter, prompt, max_tokens=40)
+    there.add("neighbour", "r8-qv", PROMPT[:9], max_tokens=30)
+    while not here.engine.scheduler.get("1").num_computed_tokens:
+        here.step()
+    for source, target in ((here, there), (there, here), (here, there)):
+        for name in wanted:
+            assert isinstance(move(name, source, target), Request)
+        told = {name: len(target.answers[name].tokens) for name in wanted}
+        while any(len(target.answers[name].tokens) == told[name] for name in wanted):
+            target.step()
+    here.drain()
+    answered = there.drain()
+    assert {name: answered[name].tokens for name in wanted} == wanted
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("family", ["gemma-3", "qwen3.5"])
+def test_a_swapped_request_goes_on_elsewhere(tiny, known, family):
+    """Its pages in host memory, with its window or its states, are freed where it was."""
+    it, wanted = tiny(family), {}
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "preemption": "swap", "max_model_len": 128}
+    layout = known(it, adapters={}, **limits).engine.executor.layout
+    few = layout.pages_for_tokens(66, chunk=30) + layout.pages_for_tokens(40, chunk=30)
+    here = known(it, adapters={}, num_pages=few, **limits)
+    there = known(it, adapters={}, **limits)
+    for index in range(4):
+        prompt, wanted[str(index)] = it.case(None, 30, seed=index, count=36)
+        here.add(str(index), None, prompt, max_tokens=36)
+    scheduler = here.engine.scheduler
+    while not (swapped := [name for name in wanted if scheduler.get(name).state is RequestState.SWAPPED]):
+        here.step()
+    for name in swapped:
+        move(name, here, there)
+    assert not here.engine.stats().num_swapped
+    answered = {**here.drain(), **there.drain()}
+    assert {name: answered[name].tokens for name in wanted} == wanted
 
 
 def test_a_record_means_its_adapters_content_whatever_that_is_called_here(gqa, known):

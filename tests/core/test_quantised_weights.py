@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -24,7 +25,6 @@ from chorus.server.cluster.report import model_hash
 
 from .executors.thread_ranks import ThreadProcess
 from .merging.test_merged import merge
-from .model.test_quantization import twins  # noqa: F401
 from .test_families import executor_of, logits_of
 from .test_parity import add_all, make_cases
 
@@ -143,8 +143,10 @@ def test_other_forms_are_refused(fields, why):
         EngineConfig(model=Path("any"), **fields)
 
 
-def test_a_quantised_checkpoint_is_not_quantised_again(twins):  # noqa: F811
-    quantised, _ = twins()
+def test_a_quantised_checkpoint_is_not_quantised_again(model, tmp_path):
+    quantised = shutil.copytree(model, tmp_path / "quantised")
+    config = json.loads((model / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(UnsupportedModel, match="quantization is 'int8', but the checkpoint is quantised already"):
         CpuExecutor(EngineConfig(model=quantised, quantization="int8", device="cpu", threads=1))
 

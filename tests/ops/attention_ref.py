@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
+
+from chorus.ops.attention import PLAIN, Scores
 
 
 def paged_attention_ref(
@@ -15,11 +16,13 @@ def paged_attention_ref(
     qo_indptr: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     kv_lens: Sequence[int],
+    how: Scores = PLAIN,
 ) -> torch.Tensor:
     """Causal attention of each row's last `qo_len` tokens over its `kv_len` cached ones.
 
     q: `[tokens, heads, head_dim]`; caches `[num_pages, block_tokens, kv_heads, head_dim]`; row i's tokens are
-    `qo_indptr[i]:qo_indptr[i+1]`, its pages `block_tables[i]`. Returns `[tokens, heads, head_dim]`.
+    `qo_indptr[i]:qo_indptr[i+1]`, its pages `block_tables[i]`. how: the scale, window and soft cap. Returns
+    `[tokens, heads, head_dim]`.
     """
     block_tokens, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     out = torch.empty_like(q)
@@ -27,9 +30,12 @@ def paged_attention_ref(
         first, last = qo_indptr[row], qo_indptr[row + 1]
         for t in range(first, last):
             visible = kv_len - (last - 1 - t)
-            slots = [(table[s // block_tokens], s % block_tokens) for s in range(visible)]
+            begin = 0 if how.window is None else max(0, visible - how.window)
+            slots = [(table[s // block_tokens], s % block_tokens) for s in range(begin, visible)]
             k = torch.stack([k_cache[p, o] for p, o in slots]).float().repeat_interleave(group, dim=1)
             v = torch.stack([v_cache[p, o] for p, o in slots]).float().repeat_interleave(group, dim=1)
-            scores = torch.einsum("hd,shd->hs", q[t].float(), k) / math.sqrt(q.shape[-1])
+            scores = torch.einsum("hd,shd->hs", q[t].float(), k) * (how.scale or q.shape[-1] ** -0.5)
+            if how.softcap is not None:
+                scores = how.softcap * torch.tanh(scores / how.softcap)
             out[t] = torch.einsum("hs,shd->hd", scores.softmax(-1), v).to(q.dtype)
     return out

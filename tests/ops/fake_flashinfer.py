@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
+from chorus.ops.attention import Scores
+
 from .attention_ref import paged_attention_ref
 
 
@@ -72,10 +74,23 @@ class Wrapper:
         setattr(self, name, target)
         self.fake.stream.copy(target, tensor)
 
-    def take(self, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type):
+    def take(
+        self,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        q_data_type,
+        kv_data_type,
+        sm_scale=None,
+        window_left=-1,
+        logits_soft_cap=None,
+    ):
         assert q_data_type is kv_data_type is not None
         self.shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         self.dtype = q_data_type
+        window = None if window_left == -1 else window_left + 1  # FlashInfer leaves out a query's own key
+        self.scores = Scores(sm_scale, window, logits_soft_cap)
         self.plans += 1
 
     def _attend(self, q, caches, qo_indptr, indptr, indices, last, out):
@@ -93,7 +108,7 @@ class Wrapper:
         assert all(1 <= length <= page_size for length in last)
         tables = [indices[a:b].tolist() for a, b in itertools.pairwise(indptr)]
         lens = [(len(table) - 1) * page_size + length for table, length in zip(tables, last, strict=True)]
-        result = paged_attention_ref(q, k, v, qo_indptr, tables, lens)
+        result = paged_attention_ref(q, k, v, qo_indptr, tables, lens, self.scores)
         if out is None:
             return result
         assert out.shape == q.shape
@@ -121,12 +136,11 @@ class Prefill(Wrapper):
         page_size,
         *,
         causal,
-        q_data_type,
-        kv_data_type,
+        **rest,
     ):
         assert causal
         rows = len(qo_indptr) - 1
-        self.take(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
+        self.take(num_qo_heads, num_kv_heads, head_dim_qk, page_size, **rest)
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         self._keep("qo_indptr", ints(qo_indptr, rows + 1))
         self._keep("indptr", ints(paged_kv_indptr, rows + 1))
@@ -179,12 +193,10 @@ class Decode(Wrapper):
         num_kv_heads,
         head_dim,
         page_size,
-        *,
-        q_data_type,
-        kv_data_type,
+        **rest,
     ):
         rows = len(last_page_len)
-        self.take(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
+        self.take(num_qo_heads, num_kv_heads, head_dim, page_size, **rest)
         ints(indptr, rows + 1)
         ints(last_page_len, rows)
         assert len(indices) == indptr[-1]

@@ -403,7 +403,7 @@ def rotated(rope: RopeConfig, x: torch.Tensor) -> torch.Tensor:
 def shares(model: Model, ranks: int, positions: int) -> list[native_model.NativeModel]:
     """Each rank's shard of a model, with pages of its own."""
     kind, whole = model.kind, model.native(positions)
-    head_dim = kind.head_dim
+    head_dim, every_head = kind.head_dim, kind.head_norm is HeadNorm.ALL
     q, kv = kind.heads * head_dim, kind.kv_heads * head_dim
 
     def of(rank: int, *sections: torch.Tensor | None) -> torch.Tensor | None:
@@ -423,6 +423,8 @@ def shares(model: Model, ranks: int, positions: int) -> list[native_model.Native
                 qkv_bias=of(rank, *cut(layer.qkv_bias, q, kv, kv)),
                 gate_up=of(rank, *cut(layer.gate_up, kind.ffn, kind.ffn)),
                 gate_up_bias=of(rank, *cut(layer.gate_up_bias, kind.ffn, kind.ffn)),
+                q_norm=of(rank, layer.q_norm) if every_head else layer.q_norm,
+                k_norm=of(rank, layer.k_norm) if every_head else layer.k_norm,
                 o=layer.o.chunk(ranks, dim=1)[rank].contiguous(),
                 o_bias=None if rank else layer.o_bias,
                 down=layer.down.chunk(ranks, dim=1)[rank].contiguous(),

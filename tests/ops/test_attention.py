@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right
 
-from chorus.ops.attention import HeadShape, PagedAttention
+from chorus.ops.attention import PLAIN, HeadShape, PagedAttention
 from chorus.ops.elementwise import write_kv
 from chorus.ops.rotation import KvSlots
 
@@ -41,10 +41,10 @@ class Step:
         self.page_table = torch.tensor([table + [DUMMY] * (width - len(table)) for table in self.tables])
         self.q = torch.randn(self.qo_indptr[-1], heads, head_dim, generator=generator)
 
-    def run(self, attention=None):
+    def run(self, attention=None, scores=PLAIN):
         attention = attention or PagedAttention(HeadShape(*self.shape))
         attention.plan(self.qo_indptr, self.page_table, self.kv_lens)
-        return attention.run(self.q, self.k, self.v)
+        return attention.run(self.q, self.k, self.v, scores=scores)
 
     def check(self, attention=None):
         want = paged_attention_ref(self.q, self.k, self.v, self.qo_indptr, self.tables, self.kv_lens)

@@ -31,12 +31,12 @@ def small_workspaces(monkeypatch):
     monkeypatch.setattr(attention_flashinfer, "DECODE_INT_WORKSPACE_BYTES", 64)
 
 
-def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32):
+def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32, scores=PLAIN):
     """A backend over the stand-in, in whose plans any dtype and head size will do; and the stand-in."""
     stream = Stream()
     fake = FakeFlashInfer(stream)
     shape = HeadShape(heads, kv_heads, head_dim, block_tokens)
-    setup = AttentionSetup(shape, dtype, torch.device("cpu"), max_rows=MAX_ROWS, max_pages_per_row=MAX_PAGES)
+    setup = AttentionSetup(shape, dtype, torch.device("cpu"), MAX_ROWS, MAX_PAGES, (scores,))
     return FlashInferBackend(setup, num_sms=2, module=fake, new_event=stream.new_event), fake
 
 
@@ -176,11 +176,12 @@ def test_refuses_what_does_not_fit():
 def test_calls_fit_the_real_signatures():
     import flashinfer
 
-    backend, fake = make()
+    how = Scores(0.3, 100, 20.0)
+    backend, fake = make(scores=how)
     ragged, bucket = backend.ragged(), backend.decode(2)
-    Step(1, [(5, 6), (1, 9)]).check(ragged)
+    Step(1, [(5, 6), (1, 9)]).run(ragged, how)
     for seed in (2, 3):
-        Step(seed, [(1, 3), (1, 12)]).check(bucket)
+        Step(seed, [(1, 3), (1, 12)]).run(bucket, how)
     seen = set()
     for name, method, args, kwargs in fake.calls:
         if method is None:
@@ -283,19 +284,20 @@ class FlashInferModules:
     def determine_attention_backend(self, device, *settings):
         return "fa3"
 
-    def gen_batch_prefill_module(self, kernel, dtype, *_):
-        return self._spec(f"prefill_{kernel}_{dtype}")
+    def gen_batch_prefill_module(self, kernel, dtype, *rest):
+        return self._spec(f"prefill_{kernel}_{dtype}", *rest[-3:-1])
 
-    def gen_batch_decode_module(self, dtype, *_):
-        return self._spec(f"decode_{dtype}")
+    def gen_batch_decode_module(self, dtype, *rest):
+        return self._spec(f"decode_{dtype}", *rest[-2:])
 
-    def _spec(self, name):
+    def _spec(self, name, window, softcap):
+        name += "_window" * window + "_softcap" * softcap
         return SimpleNamespace(name=name, is_aot=name in self.built_ahead)
 
 
-def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), **kwargs):
+def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), scores=(PLAIN,), **kwargs):
     shape = HeadShape(*heads, head_dim, 16)
-    setup = AttentionSetup(shape, dtype, torch.device(device), max_rows=8, max_pages_per_row=64)
+    setup = AttentionSetup(shape, dtype, torch.device(device), max_rows=8, max_pages_per_row=64, scores=scores)
     return choose_attention(setup, **kwargs)
 
 
@@ -317,6 +319,14 @@ def test_flashinfer_where_it_can(hopper, compiler):
 
 
 @pytest.mark.parametrize(
+    "scores", [(Scores(softcap=50.0),), (Scores(0.1, 512),), (PLAIN, Scores(scale=0.5)), (Scores(0.1, 512, 30.0),)]
+)
+def test_flashinfer_has_windows_soft_caps_and_scales(hopper, compiler, scores):
+    assert choose(scores=scores) == "flashinfer"
+    assert hopper["setup"].scores == scores
+
+
+@pytest.mark.parametrize(
     ("change", "name", "reason"),
     [
         ({"dtype": torch.float32}, "triton", "the model is in float32"),
@@ -329,9 +339,7 @@ def test_flashinfer_where_it_can(hopper, compiler):
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
         ({"wanted": "triton"}, "triton", "attention is triton"),
-        ({"scores": [Scores(softcap=50.0)]}, "triton", "scores have a soft cap"),
-        ({"scores": [Scores(0.1, 512)] * 2}, "triton", "requests may be longer than the attention window"),
-        ({"scores": [PLAIN, Scores(scale=0.5)]}, "torch", "layers make weights of scores in different ways"),
+        ({"wanted": "triton", "scores": (PLAIN, Scores(0.1, None, 30.0))}, "triton", "attention is triton"),
     ],
 )
 def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, name, reason):
@@ -344,7 +352,7 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
     else:
         assert backend.setup.heads == (32, 8, change.get("head_dim", 128), 16)
         assert (backend.setup.max_rows, backend.setup.max_pages_per_row) == (8, 64)
-        assert backend.setup.scores == next(iter(change.get("scores", [PLAIN])))
+        assert backend.setup.scores == change.get("scores", (PLAIN,))
         assert backend.num_sms == 132
 
 
@@ -382,6 +390,23 @@ def test_ours_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, m
     assert "leave FLASHINFER_DISABLE_JIT unset" in backend.fix
     lone_heads = choose(head_dim=64, heads=(8, 8))
     assert "no compiled decode_torch.bfloat16," in lone_heads.reason
+
+
+def test_ours_where_the_modules_of_windows_or_soft_caps_are_missing(hopper, monkeypatch):
+    """Each has modules of its own; a group of layers without them is FlashInfer's all the same."""
+    hopper["modules"].built_ahead = BFLOAT16
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert choose(scores=(Scores(scale=0.5),)) == "flashinfer"
+    backend = choose(scores=(PLAIN, Scores(window=512), Scores(window=512, softcap=30.0)))
+    assert backend.name == "triton"
+    assert backend.reason.startswith(
+        "FlashInfer has no compiled prefill_fa3_torch.bfloat16_window and no prefill_fa2_torch.bfloat16_window and no "
+        "prefill_fa3_torch.bfloat16_window_softcap and no"
+    )
+    lone_heads = choose(head_dim=64, heads=(8, 8), scores=(Scores(softcap=2.0),))
+    assert "no prefill_fa2_torch.bfloat16_softcap and no decode_torch.bfloat16_softcap," in lone_heads.reason.replace(
+        "no compiled", "no"
+    )
 
 
 def test_ours_where_there_is_no_compiler(hopper):

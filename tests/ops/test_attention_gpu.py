@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from chorus.ops.attention import AttentionSetup, HeadShape, PagedAttention
+from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, PagedAttention, Scores
 from chorus.ops.attention_backend import choose_attention
 
 from .attention_ref import paged_attention_ref
@@ -19,21 +21,21 @@ LATER_ROWS = [[(1, 500), (1, 20), (1, 0), (1, 63)], [(1, 2)] * 4, [(1, 255)] * 4
 class DeviceStep(Step):
     """A step whose q and caches are on the GPU, in a page-outermost arena, with the float32 reference."""
 
-    def __init__(self, seed, rows, shape, dtype):
+    def __init__(self, seed, rows, shape, dtype, scores=PLAIN):
         heads, kv_heads, head_dim = shape
         super().__init__(seed, rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_tokens=16)
         self.q, arena = self.q.to(dtype), torch.stack((self.k, self.v), dim=1).to(dtype)
         self.k, self.v = arena[:, 0], arena[:, 1]
         want = paged_attention_ref(
-            self.q.float(), self.k.float(), self.v.float(), self.qo_indptr, self.tables, self.kv_lens
+            self.q.float(), self.k.float(), self.v.float(), self.qo_indptr, self.tables, self.kv_lens, scores
         )
         self.want = want.flatten(1)
         wide = torch.full((len(arena), 3, 2, *arena.shape[2:]), float("nan"), dtype=dtype, device="cuda")
         wide[:, 1] = arena.cuda()
         self.q, self.k, self.v = self.q.cuda(), wide[:, 1, 0], wide[:, 1, 1]
 
-    def check(self, attention):
-        got = self.run(attention).float().cpu()
+    def check(self, attention, scores=PLAIN):
+        got = self.run(attention, scores).float().cpu()
         torch.testing.assert_close(got, self.want, rtol=2e-2, atol=2e-2)
 
 
@@ -92,6 +94,21 @@ def test_decode_replays_with_other_lengths(shape, dtype):
             eager = four.run(q, caches[:, 1, 0], caches[:, 1, 1])
             assert torch.equal(eager, out), "a replay gives the same bits as an eager run"
             DeviceStep(9, [(1, 4), (1, 90)], shape, dtype).check(two)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 64), (8, 8, 128), (8, 1, 256)], ids=str)
+@pytest.mark.parametrize(
+    "scores", [Scores(window=5), Scores(window=100), Scores(softcap=3.0), Scores(0.05, 130, 20.0)], ids=str
+)
+def test_windows_and_soft_caps(shape, scores):
+    """In prompts shorter and longer than the window and in decode rows, by whichever backend serves."""
+    backend = choose_attention(replace(setup(shape, torch.bfloat16), scores=(scores,)))
+    assert backend.captures
+    ragged, bucket = backend.ragged(), backend.decode(4)
+    for seed, rows in enumerate([[(40, 0)], [(150, 30), (5, 0), (1, 170), (1, 0)], [(2, 500), (1, 98)]]):
+        DeviceStep(seed, rows, shape, torch.bfloat16, scores).check(ragged, scores)
+    for seed, rows in enumerate(LATER_ROWS):
+        DeviceStep(seed, rows, shape, torch.bfloat16, scores).check(bucket, scores)
 
 
 def test_torch_attention():

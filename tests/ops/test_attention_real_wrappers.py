@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from chorus.ops import attention_flashinfer
-from chorus.ops.attention import AttentionSetup, HeadShape
+from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_flashinfer import FlashInferBackend
 
 from .attention_ref import paged_attention_ref
@@ -27,7 +26,7 @@ class Kernels:
     """A compiled module: plans are counted, `run` and `paged_run` compute from the buffers that they are given."""
 
     def __init__(self):
-        self.plans, self.mask_modes = 0, set()
+        self.plans, self.mask_modes, self.scores = 0, set(), set()
 
     def plan(self, float_workspace, int_workspace, pinned, *args):
         assert int_workspace.numel() == pinned.numel()
@@ -36,40 +35,49 @@ class Kernels:
         self.plans += 1
         return [self.plans]
 
-    def run(self, _float, _int, plan_info, q, k, v, indptr, indices, last, out, lse, layout, window, pdl, *scales):
-        assert plan_info and layout == NHD and lse is None and window == -1
-        assert scales[2] == pytest.approx(1 / math.sqrt(q.shape[-1]))
-        self._attend(q, k, v, torch.arange(len(q) + 1), indptr, indices, last, out)
+    def run(self, _float, _int, plan_info, q, k, v, indptr, indices, last, out, lse, layout, window, pdl, *rest):
+        assert plan_info and layout == NHD and lse is None
+        _, softcap, scale, *_ = rest
+        self._attend(q, k, v, torch.arange(len(q) + 1), indptr, indices, last, out, (scale, window, softcap))
 
-    def paged_run(self, _float, _int, plan_info, q, k, v, qo_indptr, indptr, indices, last, out, lse, mask, layout, *_):
+    def paged_run(self, _float, _int, plan_info, q, k, v, qo_indptr, indptr, indices, last, out, lse, mask, *rest):
+        layout, window, _, _, _, _, _, _, _, softcap, scale, *_ = rest
         assert plan_info and layout == NHD and lse is None
         self.mask_modes.add(mask)
-        self._attend(q, k, v, qo_indptr, indptr, indices, last, out)
+        self._attend(q, k, v, qo_indptr, indptr, indices, last, out, (scale, window, softcap))
 
-    def _attend(self, q, k, v, qo_indptr, indptr, indices, last, out):
+    def _attend(self, q, k, v, qo_indptr, indptr, indices, last, out, given):
+        scale, window, softcap = given
+        how = Scores(scale, None if window == -1 else window + 1, softcap or None)
+        self.scores.add(how)
         assert {t.dtype for t in (qo_indptr.int(), indptr, indices, last)} == {torch.int32}
         assert k.stride() == v.stride()
         indptr = indptr.tolist()
         tables = [indices[a:b].tolist() for a, b in itertools.pairwise(indptr)]
         lens = [(len(table) - 1) * k.shape[1] + end for table, end in zip(tables, last.tolist(), strict=True)]
-        out.copy_(paged_attention_ref(q, k, v, qo_indptr.tolist(), tables, lens))
+        out.copy_(paged_attention_ref(q, k, v, qo_indptr.tolist(), tables, lens, how))
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """The stand-ins: `prefill` for both tensor-core paths, `decode` for the other."""
-    made = SimpleNamespace(prefill=Kernels(), decode=Kernels(), prefill_backends=[])
+    made = SimpleNamespace(prefill=Kernels(), decode=Kernels(), prefill_backends=[], variants=set())
     empty = torch.empty
 
     def prefill_module(backend, *args):
         made.prefill_backends.append(backend)
+        made.variants.add(args[7:9])
         return made.prefill
+
+    def decode_module(*args):
+        made.variants.add(args[7:9])
+        return made.decode
 
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(prefill, "get_batch_prefill_module", prefill_module)
     monkeypatch.setattr(decode, "get_batch_prefill_module", prefill_module)
-    monkeypatch.setattr(decode, "get_batch_decode_module", lambda *args: made.decode)
+    monkeypatch.setattr(decode, "get_batch_decode_module", decode_module)
     monkeypatch.setattr(prefill, "determine_attention_backend", lambda *args, **kwargs: "fa3")
     for module in (prefill, decode):
         monkeypatch.setattr(module, "device_support_pdl", lambda device: False)
@@ -77,9 +85,9 @@ def kernels(monkeypatch):
     return made
 
 
-def backend(heads, kv_heads, head_dim=8):
+def backend(heads, kv_heads, head_dim=8, scores=PLAIN):
     shape = HeadShape(heads, kv_heads, head_dim, 4)
-    setup = AttentionSetup(shape, torch.float16, torch.device("cpu"), max_rows=8, max_pages_per_row=16)
+    setup = AttentionSetup(shape, torch.float16, torch.device("cpu"), 8, max_pages_per_row=16, scores=(scores,))
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     return FlashInferBackend(setup, num_sms=2, new_event=lambda: event)
 
@@ -89,9 +97,9 @@ def half(step):
     return step
 
 
-def check(step, attention):
-    want = paged_attention_ref(step.q, step.k, step.v, step.qo_indptr, step.tables, step.kv_lens)
-    torch.testing.assert_close(step.run(attention)[: len(want)], want.flatten(1))
+def check(step, attention, scores=PLAIN):
+    want = paged_attention_ref(step.q, step.k, step.v, step.qo_indptr, step.tables, step.kv_lens, scores)
+    torch.testing.assert_close(step.run(attention, scores)[: len(want)], want.flatten(1))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 2)])
@@ -127,6 +135,20 @@ def test_buckets_in_graph_mode(kernels, heads):
         step.q = torch.cat((step.q, step.q.new_ones(padding, *step.q.shape[1:])))
         torch.testing.assert_close(step.run(buckets[size])[: len(rows)], want.flatten(1))
     assert (kernels.prefill if heads[0] // heads[1] >= 4 else kernels.decode).plans == 5
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("scores", [Scores(window=3), Scores(0.25, 6, 20.0), Scores(softcap=2.0)], ids=str)
+def test_windows_and_soft_caps_reach_the_kernels(kernels, heads, scores):
+    """By the first plan of a bucket and by the fast ones, in prompts and decode rows of other steps."""
+    made = backend(*heads, scores=scores)
+    ragged, bucket = made.ragged(), made.decode(2)
+    for seed in range(3):
+        check(half(Step(seed, [(1, 3 + seed), (1, 12)], heads=heads[0], kv_heads=heads[1])), bucket, scores)
+        check(half(Step(seed, [(5, 6), (1, 9)], heads=heads[0], kv_heads=heads[1])), ragged, scores)
+    assert kernels.variants == {(scores.window is not None, scores.softcap is not None)}
+    seen = kernels.prefill.scores | kernels.decode.scores
+    assert {(how.window, how.softcap) for how in seen} == {(scores.window, scores.softcap)}
 
 
 @pytest.mark.parametrize(("group", "kinds"), [(1, ["batch_prefill", "batch_decode"]), (4, ["batch_prefill"])])

@@ -44,6 +44,10 @@ class Case:
     scale: float | None = None
 
     @property
+    def scores(self) -> Scores:
+        return Scores(self.scale, self.window, self.softcap)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.heads, self.kv_heads, self.head_dim, self.block_tokens
 
@@ -106,7 +110,7 @@ class Inputs:
         lens = [1 if at is None else self.case.lens[at] for at in rows]
         q = torch.stack([torch.zeros_like(self.q[0]) if at is None else self.q[at] for at in rows])
         attention.plan(range(len(rows) + 1), table, lens)
-        return attention.run(q, *self.caches)
+        return attention.run(q, *self.caches, scores=self.case.scores)
 
 
 def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, **more: Any) -> Any:
@@ -116,7 +120,7 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
         more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     pages = -(-max(case.lens) // case.block_tokens) + 1
     setup = AttentionSetup(HeadShape(*case.shape), dtype, torch.device(device), max_rows=16, max_pages_per_row=pages)
-    setup = replace(setup, scores=Scores(case.scale, case.window, case.softcap))
+    setup = replace(setup, scores=(case.scores,))
     return TritonBackend(setup, num_sms, reason="", **more)
 
 
@@ -148,8 +152,7 @@ def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
         table, lens = inputs.table[[0, *everyone]], [max(2, case.lens[0]), *case.lens]
         ragged.plan([0, split, *range(split + 1, split + 1 + len(everyone))], table, lens)
         q = torch.cat((inputs.q[:1], inputs.q[:1], inputs.q))
-        scores = Scores(case.scale, case.window, case.softcap)
-        if not torch.equal(ragged.run(q, *inputs.caches, scores=scores)[split:], torch.stack(want)):
+        if not torch.equal(ragged.run(q, *inputs.caches, scores=case.scores)[split:], torch.stack(want)):
             return "rows behind a prompt have other bits"
     return ""
 
@@ -229,7 +232,7 @@ def test_what_launches_are_given_begins_on_16_bytes():
     setup = AttentionSetup(HeadShape(4, 2, 16, 4), torch.float32, torch.device("cpu"), 2, max_pages_per_row=2)
     backend = TritonBackend(setup, num_sms=1, reason="", new_event=object)
     assert all(splits == 1 for splits, _ in backend._splits)  # noqa: SLF001
-    given = backend._values, backend._tops, backend._totals  # noqa: SLF001
+    given = backend._partial  # noqa: SLF001
     assert not any(each.data_ptr() % 16 for each in given)
 
 

@@ -243,9 +243,9 @@ def test_refuses_modules_that_are_not_the_weights_and_more_rows_than_are_expande
 
     shape = ExpandShape((0, 1), (16, 8), 1, 64, 2, 16, 1)
     with pytest.raises(ValueError, match=r"widths \(16, 8\) must add up to the weight's 32 rows"):
-        multiply(torch.zeros(2, 8), torch.zeros(32, 8), shrunk=Shrunk(shape, (), ()))
+        multiply(torch.zeros(2, 8), torch.zeros(32, 8), shrunk=Shrunk(shape, None, ()))
     with pytest.raises(ValueError, match="adapters of 33 rows can't be expanded in a GEMM; at most 32 rows can"):
-        multiply(torch.zeros(33, 8), torch.zeros(24, 8), shrunk=Shrunk(shape, (), ()))
+        multiply(torch.zeros(33, 8), torch.zeros(24, 8), shrunk=Shrunk(shape, None, ()))
 
 
 if __name__ == "__main__":

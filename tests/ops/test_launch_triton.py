@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,9 +24,33 @@ _MEMORY = torch.zeros(1 << 12, dtype=torch.uint8)
 _CONSTANTS = {"TWO": 2, "ONE": 1, "num_warps": 2}
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    block: int
+    is_wide: bool
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["count"])
+def join(y, pair, x, others, count, x_stride, C: tl.constexpr):
+    pass
+
+
 @triton.jit(do_not_specialize=["count"])
 def copy(y, x, factor, count, x_stride, y_stride, ONE: tl.constexpr, TWO: tl.constexpr):
     pass
+
+
+def addresses(arguments: Any) -> list[Any]:
+    """The arguments, with tensors as addresses."""
+    return [
+        it.data_ptr() if isinstance(it, torch.Tensor) else addresses(it) if isinstance(it, tuple) else it
+        for it in arguments
+    ]
 
 
 class Launches:
@@ -41,8 +66,7 @@ class Launches:
 
     def __call__(self, kernel: Any, *given: Any) -> None:
         place, (_function, _metadata, data, *hooks), arguments = given[:4], given[4:9], given[9:]
-        values = [it.data_ptr() if isinstance(it, torch.Tensor) else it for it in arguments]
-        self.seen.append((kernel, place, values))
+        self.seen.append((kernel, place, addresses(arguments)))
         self.hooks.append((data, hooks))
 
 
@@ -79,6 +103,33 @@ def test_the_kernel_is_the_one_that_triton_takes(rows, calls):
             ours, tritons = launches.seen
             assert ours == tritons
             assert ours[0] is tritons[0]
+
+
+@given(calls=st.lists(st.tuples(dtypes, offsets, offsets, st.sampled_from([1, 1 << 31])), min_size=4, max_size=12))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_tuples_of_tensors_and_a_structure_of_constants_are_one_argument_each(calls):
+    with idle_compiler(launches):
+        constants = {"C": Sizes(16, is_wide=False), "num_warps": 2}
+        launch = KernelLauncher(join, constants)
+        for dtype, left, alone, count in calls:
+            y, pair = tensor(dtype, 0), Pair(tensor(dtype, left), tensor(torch.float32, 0))
+            x, others = tensor(dtype, alone), (tensor(torch.int32, 0),)
+            launches.clear()
+            launch((3, 2, 1), (y, pair, x, others), (count,), (48,))
+            join[(3, 2, 1)](y, pair, x, others, count, 48, **constants)
+            ours, tritons = launches.seen
+            assert ours == tritons
+            assert ours[0] is tritons[0]
+
+
+def test_another_structure_of_constants_is_another_kernel():
+    with idle_compiler(launches):
+        y = tensor(torch.float16, 0)
+        arguments = (1, 1, 1), (y, Pair(y, y), y, (y,)), (1,), (48,)
+        for sizes in (Sizes(16, is_wide=False), Sizes(16, is_wide=True), Sizes(16, is_wide=False)):
+            KernelLauncher(join, {"C": sizes})(*arguments)
+        first, second, third = (kernel for kernel, *_ in launches.seen)
+        assert first is third is not second
 
 
 def test_a_second_launch_asks_triton_nothing(monkeypatch):

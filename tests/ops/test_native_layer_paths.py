@@ -41,6 +41,7 @@ KINDS = {
         embedding_multiplier=7.0,
     ),
     "EXAONE 4": Kind(norms=Norms.AFTER, head_norm=HeadNorm.EACH, window=16, alternating=True),
+    "OLMo 2": Kind(norms=Norms.AFTER, head_norm=HeadNorm.ALL),
     "GLM-4": Kind(norms=Norms.AROUND, interleaved=True, rotated=0.5),
     "Cohere 2": Kind(
         norms=Norms.PARALLEL, centered=True, interleaved=True, window=16, alternating=True, logits_scale=0.2

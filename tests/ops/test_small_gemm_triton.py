@@ -207,9 +207,8 @@ def test_the_sum_is_cut_by_the_weight_alone():
         for silu, of in itertools.product((False, True), (None, shape)):
             schedule = gemm_schedule(outputs, tokens, expanded=of is not None)
             each = gemm_constants(schedule, 4096, outputs, silu=silu, shape=of)
-            assert each["BLOCK_T"] == tile_rows(tokens) >= tokens
-            cut = each["BLOCK_K"], each["SPLITS"]
-            found.setdefault(each["BLOCK_T"], set()).add(cut)
+            assert each.block_t == tile_rows(tokens) >= tokens
+            found.setdefault(each.block_t, set()).add((each.block_k, each.splits))
     assert found == {16: {(64, 4)}, 64: {(64, 1)}}, "the kernel adds four parts, or has one"
 
 

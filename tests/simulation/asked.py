@@ -23,6 +23,13 @@ def promise(kept: bool, text: str, *parts: object) -> None:
         raise Violation(text.format(*parts) if parts else text)
 
 
+def invoked_at(adapter: Adapter, prompt: list[int]) -> int | None:
+    """The position from which an adapter changes a prompt, as PEFT has it; None if it never does."""
+    wanted = list(adapter.manifest.invocation_tokens)
+    starts = [at for at in range(len(prompt)) if prompt[at : at + len(wanted)] == wanted]
+    return (starts[-1] if starts else None) if wanted else 0
+
+
 @dataclass
 class Told:
     """All outputs of a request, joined."""
@@ -54,6 +61,7 @@ class Asked:
 
     request: Request
     adapter: Adapter | None
+    """None also if the prompt does not invoke its adapter."""
     prompt: list[int]
     scope: tuple[str, str]
     told: Told = field(default_factory=Told)
@@ -64,6 +72,11 @@ class Asked:
     was_moved: bool = False
     earlier: list[Adapter | None] = field(default_factory=list)  # versions of equal content it ran with
     was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
+
+    @property
+    def changed_from(self) -> int:
+        """The first position that its adapter changes."""
+        return 0 if self.adapter is None else invoked_at(self.adapter, self.prompt) or 0
 
     @property
     def tokens(self) -> list[int]:
@@ -103,7 +116,7 @@ class Asked:
             or any(
                 other is not self
                 and other.scope == self.scope
-                and self.adapter in (other.adapter, *other.earlier)
+                and self._has_kv_of(other, count)
                 and (other.prompt + other.told.tokens)[:count] == begins
                 for other in everybody
             ),
@@ -111,6 +124,12 @@ class Asked:
             self.request.id,
             count,
         )
+
+    def _has_kv_of(self, other: Asked, count: int) -> bool:
+        """True if the KV of the first `count` tokens is the other's, given that the tokens are."""
+        if self.adapter is None or self.changed_from >= count:
+            return other.adapter is None or other.changed_from >= count
+        return self.changed_from == other.changed_from and self.adapter in (other.adapter, *other.earlier)
 
     def check_end(self, alone: Told) -> None:
         """Check the answer, or its part before an error, against the one that the request gets alone."""

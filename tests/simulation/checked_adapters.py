@@ -16,7 +16,7 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
 from ..tables import LLAMA
 from .asked import promise
-from .made_up_model import Memory
+from .made_up_model import VOCAB, Memory
 from .virtual_reads import VirtualClock
 
 
@@ -48,6 +48,8 @@ class Disk:
         """Contents of which a read failed, hung, or met another content."""
         self.has_hung = False
         self.trouble = trouble
+        self.has_activated = False
+        """True if each third content is an activated adapter."""
 
     def write(self, path: Path, pages: int, layers: int | None = None) -> int:
         """Put a new content into a directory, even while a read of the old one is pending. layers: any number."""
@@ -96,7 +98,9 @@ class CheckedAdapters:
             raise AdapterFormatError(f"{path}: no such directory")
         content = self._disk.content[path]
         part = AdapterPart(self._disk.pages[content], 1.0, (0,), LLAMA)
-        return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content))
+        is_activated = self._disk.has_activated and content % 3 == 0
+        invocation = (2 + content % (VOCAB - 2),) if is_activated else ()
+        return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content), invocation_tokens=invocation)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         pages = manifest.rank

@@ -196,8 +196,9 @@ class CheckedExecutor(ExecutorBase):
         for row in plan.sequences:
             if row.request_id in self.raises_for:
                 raise RuntimeError(f"a fault of {row.request_id}")
+            asked = self._asked[row.request_id]
             adapter = None if row.lora_index == BASE_LORA_INDEX else plan.adapters[row.lora_index]
-            self._check_row(row, adapter, self._asked[row.request_id], plan.sources is not None)
+            self._check_row(row, adapter, asked, plan.sources is not None)
             if row.lora_index in late:
                 self._reached["computed in vain"] += 1
                 self._write(row, ["void"] * row.kv_len)
@@ -206,10 +207,11 @@ class CheckedExecutor(ExecutorBase):
                 result.retract(row.request_id)
                 continue
             content = content_of(adapter)
-            self._check_state(row, content)
-            want = kv_of(content, row.token_ids[: row.kv_len])
+            want = kv_of(content, row.token_ids[: row.kv_len], row.lora_from if content else 0)
+            self._check_state(row, want)
             self._write(row, want)
             self._check_seen(row, want)
+            self._reached["an adapter that begins within a chunk"] += 0 < row.num_base_tokens < len(row.tokens)
             self._answer(row, content, result)
         return result
 
@@ -226,11 +228,10 @@ class CheckedExecutor(ExecutorBase):
             if seen != [of_group(group, value) for value in want[first:]]:
                 raise Violation(f"KV of {row.request_id} is not its own")
 
-    def _check_state(self, row: ScheduledSequence, content: int) -> None:
-        """Check the state that a row reads, and write the next."""
+    def _check_state(self, row: ScheduledSequence, kv: Sequence[object]) -> None:
+        """Check the state that a row reads, and write the next. kv: of all its tokens."""
         if row.states is None:
             return
-        kv = kv_of(content, row.token_ids[: row.kv_len])
         read, written = row.states.read_by(row.state_step), row.states.written_by(row.state_step)
         if row.start and [self.memory[page][0] for page in read] != state_of(kv[row.start - 1], len(read)):
             raise Violation(f"the state of {row.request_id} is not its own, or of another token")
@@ -248,7 +249,9 @@ class CheckedExecutor(ExecutorBase):
     def _check_row(self, row: ScheduledSequence, adapter: Adapter | None, asked: Asked, is_async: bool) -> None:
         """Check a row against its request and the tokens that it has been given. is_async: one more is not read yet."""
         id, tokens, known = row.request_id, row.token_ids, asked.tokens
-        promise(adapter is asked.adapter, "{} runs on {}, not on {}", id, adapter, asked.adapter)
+        promise(row.lora_from == asked.changed_from, "{} begins its adapter at another token", id)
+        wanted = asked.adapter if row.kv_len > row.lora_from else None
+        promise(adapter is wanted, "{} runs on {}, not on {}", id, adapter, wanted)
         promise(tokens[: len(known)] == known, "{} runs on other tokens than its own", id)
         promise(len(tokens) <= len(known) + is_async, "a token of {} was not returned", id)
         promise(row.tokens == tokens[row.start : row.kv_len], "{} computes tokens of another position", id)
@@ -280,7 +283,7 @@ class CheckedExecutor(ExecutorBase):
             result.errors[row.request_id] = "not finite"
             return
         seed = row.seed if row.params.temperature else None
-        token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed)
+        token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed, row.lora_from)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
 

@@ -184,7 +184,8 @@ class CheckedOrder:
         adapters = {request.adapter for request in self._scheduler.running if request.adapter is not None}
         has_preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
         fit = most is None or (len(adapters) <= most and not has_preempted)
-        return set() if fit else adapters.difference(plan.adapters)
+        ran = {self._asked[row.request_id].adapter for row in plan.sequences}  # maybe before their adapter begins
+        return set() if fit else adapters.difference(ran)
 
     def _check_adapters(self, plan: StepPlan, left_out: Set[Adapter]) -> None:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""

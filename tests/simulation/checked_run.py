@@ -25,7 +25,7 @@ from .checked_swaps import CheckedSwaps
 from .engine_run import EngineRun
 from .invariants import Invariants
 from .late_results import late_results
-from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, content_of, empty_memory, kv_before, kv_behind
+from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, branched, content_of, empty_memory, kv_before, kv_behind
 from .virtual_reads import VirtualClock, VirtualReads
 
 PATIENCE = 120.0
@@ -51,6 +51,7 @@ class CheckedRun(EngineRun):
         self.seeds = Seeds(config.seed)
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
+        self.disk.has_activated = True
         assert config.num_pages is not None
         memory = empty_memory(config.num_pages, config.block_tokens)
         is_inline = rng.random() < 0.1  # reads that a step asks for are there at once
@@ -343,7 +344,14 @@ class CheckedRun(EngineRun):
             stack = [(child, kv_before(contents[root.version])) for child in root.children.values()]
             while stack:
                 block, last = stack.pop()
-                want = kv_behind(last, block.tokens)
+                if (branch := block.branch) is None:
+                    want = kv_behind(last, block.tokens)
+                else:
+                    promise(branch.version in contents, "a branch of a version that is gone")
+                    self.reached["branch"] += 1
+                    before = kv_behind(last, block.tokens[: branch.changed_from])
+                    begin = branched((before or [last])[-1], contents[branch.version])
+                    want = before + kv_behind(begin, block.tokens[branch.changed_from :])
                 num_cached += self._check_block(block, root.version, want, pages)
                 stack += [(child, want[-1]) for child in block.children.values()]
         promise(len(prefix) == len(pages), "the cache counts other blocks than it has")

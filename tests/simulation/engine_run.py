@@ -23,7 +23,7 @@ from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.files.identity import with_content
 
-from .asked import Asked, Told, Violation, promise
+from .asked import Asked, Told, Violation, invoked_at, promise
 from .invariants import Invariants
 
 OVERLOADED = "too many wait"
@@ -172,21 +172,27 @@ class EngineRun(ABC):
         request = Request(
             f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt, choice_group=call
         )
-        expected = self._refusal(name, len(prompt), params.max_tokens)
+        expected = self._refusal(name, prompt, params.max_tokens)
         refused = self._add(lambda: self.engine.add_request(request))
         is_right = refused == expected or (refused == OVERLOADED and expected is None)
         promise(is_right, "{} was refused for {}, not for {}", request.id, refused, expected)
         if refused is not None:
             return None
-        adapter = None if name is None else self.current[name]
+        adapter = self._invoked(name, prompt)
+        self.reached["an adapter that is not invoked"] += name is not None and adapter is None
         promise(request.adapter is adapter, "a request got another version than the current one")
         scope = ("" if self.engine.config.share_prefix_cache else tenant, salt)
         asked = self.asked[request.id] = self.active[request.id] = Asked(request, adapter, prompt, scope)
         return asked
 
-    def _refusal(self, name: str | None, length: int, max_tokens: int | None) -> str | None:
+    def _invoked(self, name: str | None, prompt: list[int]) -> Adapter | None:
+        """The adapter that a prompt is computed with."""
+        adapter = None if name is None else self.current[name]
+        return None if adapter is None or invoked_at(adapter, prompt) is None else adapter
+
+    def _refusal(self, name: str | None, prompt: list[int], max_tokens: int | None) -> str | None:
         """The field that a request must be refused for."""
-        config, most = self.engine.config, self.engine.model.max_model_len
+        config, most, length = self.engine.config, self.engine.model.max_model_len, len(prompt)
         total = min(most, length + (max_tokens or 1))
         if not 0 < length < most:
             return "prompt"
@@ -194,7 +200,7 @@ class EngineRun(ABC):
             return "model"
         if not config.chunked_prefill and total - 1 > config.max_num_batched_tokens:
             return "prompt"
-        fits = self._could_fit(None if name is None else self.current.get(name), total - 1)
+        fits = self._could_fit(self._invoked(name, prompt), total - 1)
         return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
     def _could_fit(self, adapter: Adapter | None, num_tokens: int) -> bool:

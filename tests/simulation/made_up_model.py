@@ -29,14 +29,26 @@ def content_of(adapter: Adapter | None) -> int:
     return BASE_CONTENT if adapter is None else adapter.manifest.mtime_ns
 
 
-def next_token(content: int, tokens: Sequence[int], seed: int | None) -> int:
+def next_token(content: int, tokens: Sequence[int], seed: int | None, changed_from: int = 0) -> int:
     """Return the token that follows `tokens` with the adapter content. seed: only where the token is sampled."""
-    return zlib.crc32(repr((content, list(tokens), seed)).encode()) % VOCAB
+    kv = (content, changed_from) if changed_from else content
+    return zlib.crc32(repr((kv, list(tokens), seed)).encode()) % VOCAB
 
 
-def kv_of(content: int, tokens: Sequence[int]) -> list[int]:
-    """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far."""
-    return kv_behind(kv_before(content), tuple(tokens))
+def kv_of(content: int, tokens: Sequence[int], changed_from: int = 0) -> list[int]:
+    """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far.
+
+    changed_from: the first token that the adapter changes.
+    """
+    if not changed_from:
+        return kv_behind(kv_before(content), tuple(tokens))
+    base = kv_behind(kv_before(BASE_CONTENT), tuple(tokens[:changed_from]))
+    return base + kv_behind(branched(base[-1], content), tuple(tokens[changed_from:]))
+
+
+def branched(last: int, content: int) -> int:
+    """The value from which an adapter's KV follows, if it begins after the base model's KV `last`."""
+    return hash((last, -1, content)) if content else last
 
 
 def kv_before(content: int) -> int:
@@ -60,7 +72,7 @@ def answer_alone(asked: Asked) -> Told:
     params, prompt, told, content = asked.request.params, asked.prompt, Told(), content_of(asked.adapter)
     seed = asked.request.seed if params.temperature else None
     while told.reason is None:
-        token = next_token(content, prompt + told.tokens, seed)
+        token = next_token(content, prompt + told.tokens, seed, asked.changed_from)
         told.tokens.append(token)
         if token in params.stop_token_ids or (token in EOS and not params.ignore_eos):
             told.reason = FinishReason.STOP

@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 from ..family import Family
-from . import cohere, exaone, gemma, glm, granite, internlm, llama, mistral, olmo, phi, qwen, qwen3_5, seed_oss, smollm3
+from . import (
+    cohere,
+    exaone,
+    gemma,
+    gemma_2,
+    gemma_3,
+    glm,
+    granite,
+    internlm,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    qwen,
+    qwen3_5,
+    seed_oss,
+    smollm3,
+)
 
 ALL: tuple[Family, ...] = (
     llama.LLAMA,
@@ -17,9 +34,9 @@ ALL: tuple[Family, ...] = (
     qwen.QWEN3_VL,
     qwen3_5.QWEN3_5,
     gemma.GEMMA,
-    gemma.GEMMA_2,
-    gemma.GEMMA_3,
-    gemma.GEMMA_3_TEXT,
+    gemma_2.GEMMA_2,
+    gemma_3.GEMMA_3,
+    gemma_3.GEMMA_3_TEXT,
     granite.GRANITE,
     granite.GRANITE_4,
     phi.PHI_3,

@@ -6,14 +6,8 @@ from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
 from ..layers import AttentionSpec, LayerSpec, QueryGrowth
-from ..tensor_names import TensorNames
+from ..tensor_names import BESIDE_VISION
 from . import reading
-
-_TEXT_AND_IMAGES = TensorNames(
-    prefixes=("language_model.model.", "model.language_model."),
-    heads=("language_model.lm_head.weight", "lm_head.weight"),
-    left_out=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-)
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
@@ -68,5 +62,5 @@ MISTRAL_3 = Family(
     ("Mistral3ForConditionalGeneration",),
     _read,
     {**_DEFAULTS, "head_dim": 128},
-    _TEXT_AND_IMAGES,
+    BESIDE_VISION,
 )

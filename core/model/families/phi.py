@@ -28,5 +28,5 @@ PHI_3 = Family(
     _read,
     {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     TensorNames(fused={**FUSED_QKV, **FUSED_GATE_UP}),
-    notes="with longrope, requests may have as many tokens as the model's original positions",
+    notes="with longrope, up to the original positions unless `--max-model-len` asks for more",
 )

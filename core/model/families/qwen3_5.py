@@ -70,5 +70,5 @@ QWEN3_5 = Family(
     _read,
     _DEFAULTS,
     TensorNames(prefixes=("model.language_model.", "model."), left_out=("visual.", "model.visual.", "mtp.")),
-    notes="text only; draft layers (`mtp`) are left out; no tensor parallelism",
+    notes="text only; draft layers (`mtp`) are left out",
 )

@@ -144,11 +144,13 @@ def _scaling(scaling: ConfigJson, fields: ConfigJson, rope_type: str, dim: int) 
 
 
 def _longrope(scaling: ConfigJson, factor: float, original: int, dim: int) -> dict[str, Any]:
-    short = scaling.numbers("short_factor")
-    if len(short) != dim // 2:
-        raise scaling.refuse("short_factor", f"{len(short)} factors, one is needed for each of {dim // 2} frequencies")
+    found: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        factors = found[f"{name}s"] = scaling.numbers(name)
+        if len(factors) != dim // 2:
+            raise scaling.refuse(name, f"{len(factors)} factors, one is needed for each of {dim // 2} frequencies")
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return {"short_factors": short, "attention_factor": scaling.number("attention_factor", default)}
+    return {**found, "attention_factor": scaling.number("attention_factor", default)}
 
 
 def _yarn(scaling: ConfigJson, factor: float) -> dict[str, Any]:

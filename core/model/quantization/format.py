@@ -6,18 +6,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from .module_list import ModuleList
+
 if TYPE_CHECKING:
     import torch
 
     from ..checkpoint import Checkpoint
+    from .group_scaled import GroupScaled
 
 
-class WeightFormat(ABC):
-    """How a checkpoint stores the projections of its layers."""
+#: Rows and columns of a weight `[out, in]`, as slices with a start and an end.
+Part = tuple[slice, slice]
+
+
+def rows_and_columns(part: Sequence[slice], shape: Sequence[int]) -> Part:
+    """Slices of a matrix's first dimensions, or none, as a part."""
+    rows, columns = (
+        slice(*each.indices(size)) for each, size in zip((*part, slice(None), slice(None))[:2], shape, strict=True)
+    )
+    return rows, columns
+
+
+class WeightScheme(ABC):
+    """How one projection is stored."""
+
+    title: str
+    """What users call it, such as `AWQ, 4 bits, groups of 128`."""
 
     @abstractmethod
-    def covers(self, name: str) -> bool:
-        """True if the projection whose weight is called `name` is quantised."""
+    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
+        """True if the checkpoint has the projection whose weight is called `name` in this form."""
 
     @abstractmethod
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
@@ -27,9 +45,51 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def left_out(self, name: str) -> bool:
-        """True if the tensor has no effect on dequantised weights, such as a scale of activations."""
-
-    @abstractmethod
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         """Dequantise `part` of `name` in float32 and cast it into `target`."""
+
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        """Return `part` of `name` as integers with scales; None if it is not stored as such."""
+        return None
+
+
+class WeightFormat(WeightScheme, ABC):
+    """How a checkpoint stores the projections of its layers, and which of them it does not quantise."""
+
+    plain: ModuleList = ModuleList()
+    """Modules that the configuration lists as not quantised."""
+
+    def covers(self, checkpoint: Checkpoint, name: str) -> bool:
+        """True if the projection whose weight is called `name` is quantised.
+
+        Projections of layers are, unless they are listed. Others, such as the output projection, are if stored so.
+        """
+        module = name.removesuffix(".weight")
+        if self.plain.has(module):
+            return False
+        return self.stores(checkpoint, name) or (".layers." in name and not self.plain.may_have(module))
+
+    def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
+        """True if the tensor has no effect on dequantised weights, such as a scale of activations."""
+        return name.endswith((".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"))
+
+
+class UniformFormat(WeightFormat):
+    """A format that stores every projection that it quantises by one scheme."""
+
+    def __init__(self, scheme: WeightScheme, plain: ModuleList) -> None:
+        self.title = scheme.title
+        self.plain = plain
+        self._scheme = scheme
+
+    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
+        return self._scheme.stores(checkpoint, name)
+
+    def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Collection[str]:
+        return self._scheme.check(checkpoint, name, shape)
+
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
+        self._scheme.read_into(target, checkpoint, name, part)
+
+    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        return self._scheme.integers(checkpoint, name, part)

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson, UnsupportedModel
-from .format import WeightFormat
+from .format import Part, WeightFormat, WeightScheme
+from .group_scaled import row_chunks
+from .module_list import ModuleList
+from .read_fields import check_known
+from .reading import REMEDY, read_scales
 
 if TYPE_CHECKING:
     import torch
@@ -14,41 +18,34 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 _STORED = "F8_E4M3"
-_SCALES = ("BF16", "F16", "F32")
+_SCALES = ("BF16", "F16", "F32", "F8_E8M0")
 _FIELDS = {
     "quant_method",
     "fmt",
     "activation_scheme",
     "weight_block_size",
     "modules_to_not_convert",
+    "modules_to_convert",
     "ignored_layers",
-    "dequantize",
 }
-_LEFT_OUT = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+
+#: The dtype of scales is told by themselves; there are no experts.
+_NO_EFFECT = {"dequantize", "expert_dtype", "scale_fmt"}
 
 
-class Fp8(WeightFormat):
-    """`quant_method: fp8`. Activations are not quantised (W8A16), whatever `activation_scheme` says."""
+class Fp8Scheme(WeightScheme):
+    """`weight` in FP8 with `weight_scale` or `weight_scale_inv`. Activations are not quantised (W8A16)."""
 
-    def __init__(self, fields: ConfigJson) -> None:
-        for name in sorted(fields.raw.keys() - _FIELDS):
-            raise fields.refuse(name, f"not supported with quant_method fp8; supported: {', '.join(sorted(_FIELDS))}")
-        if fields.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-            raise fields.refuse("fmt", "not supported; supported: e4m3")
-        if fields.text("activation_scheme", "dynamic") not in ("dynamic", "static"):
-            raise fields.refuse("activation_scheme", "not supported; supported: dynamic, static")
-        block = fields.numbers("weight_block_size")
-        if block and (len(block) != 2 or any(size < 1 or size != int(size) for size in block)):
-            raise fields.refuse("weight_block_size", "two whole numbers of at least 1 are needed, such as [128, 128]")
-        self._block = (int(block[0]), int(block[1])) if block else None
-        self._plain = fields.texts("modules_to_not_convert") + fields.texts("ignored_layers")
+    def __init__(self, block: Sequence[int] | None = None, *, inverse: bool = False) -> None:
+        """block: rows and columns that share a scale. None: a scale per tensor or per channel. inverse: scales may be
+        called `weight_scale_inv`, and those of blocks are.
+        """
+        self._block = None if block is None else (block[0], block[1])
+        self._inverse = inverse
+        self.title = "FP8" if block is None else f"FP8, blocks of {block[0]} x {block[1]}"
 
-    def covers(self, name: str) -> bool:
-        module = f".{name.removesuffix('.weight')}."
-        return not any(module.startswith(f".{each}.") or module.endswith(f".{each}.") for each in self._plain)
-
-    def left_out(self, name: str) -> bool:
-        return name.endswith(_LEFT_OUT)
+    def stores(self, checkpoint: Checkpoint, name: str) -> bool:
+        return name in checkpoint and checkpoint[name].dtype == _STORED
 
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, str]:
         scale = self._scale_name(checkpoint, name)
@@ -61,37 +58,42 @@ class Fp8(WeightFormat):
         checkpoint.check({scale: found if found in allowed else allowed[-1]}, _SCALES)
         return name, scale
 
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> None:
+    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         import torch
 
-        shape = checkpoint[name].shape
-        scale_name = self._scale_name(checkpoint, name)
-        entry = checkpoint[scale_name]
-        scale = torch.empty(entry.shape, dtype=torch.float32)
-        checkpoint.read_into(scale, scale_name)
-        if not bool((scale.isfinite() & (scale > 0)).all()):
+        shape, scale_name = checkpoint[name].shape, self._scale_name(checkpoint, name)
+        scale = read_scales(checkpoint, scale_name)
+        if not bool((scale > 0).all()):
             raise UnsupportedModel(
-                f"{entry.path}: tensor {scale_name} has scales that are not finite numbers above 0; "
-                "download or quantise the checkpoint again"
+                f"{checkpoint[scale_name].path}: tensor {scale_name} has scales that are not above 0; {REMEDY}"
             )
-        weight = torch.empty(target.shape, dtype=torch.float32)
-        checkpoint.read_into(weight, name, part)
-        slices = (*part, slice(None), slice(None))[:2]
-        if self._block is None:
-            weight *= scale if scale.numel() == 1 else scale.reshape(-1, 1)[slices[0]]
-        else:
-            self._scale_blocks(weight, scale, [torch.arange(n)[each] for n, each in zip(shape, slices, strict=True)])
-        target.copy_(weight)
-
-    def _scale_blocks(self, weight: torch.Tensor, scale: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
-        """Multiply a part of a matrix with its blocks' scales. places: rows and columns of the matrix that it has."""
-        import torch
-
-        rows, columns = (each // size for each, size in zip(places, self._block or (), strict=True))
-        for row in rows.unique().tolist():  # one row of blocks at a time: the scales are never as large as the weight
-            first, last = torch.searchsorted(rows, torch.tensor([row, row + 1])).tolist()
-            weight[first:last] *= scale[row][columns]
+        scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+        height, width = self._block or (-(-shape[0] // scale.shape[0]), shape[1])
+        rows, columns = part
+        row_of = torch.arange(rows.start, rows.stop) // height
+        column_of = torch.arange(columns.start, columns.stop) // width if scale.shape[1] > 1 else slice(None)
+        stored = checkpoint.read(name, part)
+        for chunk in row_chunks(target):
+            target[chunk].copy_(stored[chunk].float() * scale[row_of[chunk]][:, column_of])
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"
-        return inverse if self._block or inverse in checkpoint else f"{name}_scale"
+        return inverse if self._inverse and (self._block or inverse in checkpoint) else f"{name}_scale"
+
+
+class Fp8(Fp8Scheme, WeightFormat):
+    """`quant_method: fp8`, whatever its `activation_scheme`."""
+
+    def __init__(self, fields: ConfigJson) -> None:
+        check_known(fields, _FIELDS, _NO_EFFECT)
+        if fields.texts("modules_to_convert"):
+            raise fields.refuse("modules_to_convert", "quantised embeddings are not supported; supported: null")
+        if fields.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise fields.refuse("fmt", "not supported; supported: e4m3")
+        if fields.text("activation_scheme", "dynamic") not in ("dynamic", "static"):
+            raise fields.refuse("activation_scheme", "not supported; supported: dynamic, static")
+        block = fields.numbers("weight_block_size")
+        if block and (len(block) != 2 or any(size < 1 or size != int(size) for size in block)):
+            raise fields.refuse("weight_block_size", "two whole numbers of at least 1 are needed, such as [128, 128]")
+        super().__init__([int(size) for size in block] if block else None, inverse=True)
+        self.plain = ModuleList(fields.texts("modules_to_not_convert") + fields.texts("ignored_layers"))

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from ..config_json import ConfigJson
+from .awq import Awq
+from .bitsandbytes import BitsAndBytes
+from .compressed_tensors import CompressedTensors
 from .format import WeightFormat
 from .fp8 import Fp8
+from .gptq import Gptq
+from .modelopt import ModelOpt
 
-FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {"fp8": Fp8}
+FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "gptq": Gptq,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
+}
+
+#: Files that describe the weights where config.json does not, as older tools and ModelOpt write them.
+FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
 
 
 def read_format(config: ConfigJson) -> WeightFormat | None:
-    """Return the format that `quantization_config` describes; None where there is none."""
-    fields = config.object("quantization_config")
+    """Return the format that `quantization_config`, the older `compression_config`, or a file beside config.json
+    describes; None where there is none.
+    """
+    fields = config.object("quantization_config") or config.object("compression_config")
+    fields = fields or _read_beside(config.path.parent)
     if fields is None:
         return None
-    make = FORMATS.get(fields.text("quant_method", ""))
+    make = FORMATS.get(fields.text("quant_method", _older_method(fields)))
     if make is None:
         why = f"not supported; supported: {', '.join(FORMATS)}; or use the original checkpoint"
         raise fields.refuse("quant_method", why)
     return make(fields)
+
+
+def _read_beside(directory: Path) -> ConfigJson | None:
+    return next((ConfigJson.read(directory / name) for name in FILES if (directory / name).is_file()), None)
+
+
+def _older_method(fields: ConfigJson) -> str:
+    """The method of a description that does not name it."""
+    if fields.boolean("load_in_4bit") or fields.boolean("load_in_8bit"):
+        return "bitsandbytes"
+    if fields.path.name not in FILES:
+        return ""
+    if "quantization" in fields.raw:
+        return "modelopt"
+    return "awq" if "zero_point" in fields.raw else "gptq"

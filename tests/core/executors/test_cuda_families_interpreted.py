@@ -6,19 +6,30 @@ Run in a process that interprets, see `tests/interpreted.py`.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.cuda_ranks import CudaRanksExecutor
+from chorus.ops import attention_flashinfer, native_library
+from chorus.ops.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention_triton import TritonBackend
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
+from ...ops.fake_flashinfer import FakeFlashInfer, Stream
+from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
+from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
 #: Scale, multipliers, norms around, a partial and interleaved rope, a soft cap, and layers side by side.
 DENSE = ["granite", "glm-4", "gemma-2", "cohere-2", "olmo-2"]
 #: With windows in some layers, or in all.
 WINDOWS = ["gemma-3", "mistral-window", "qwen2-window"]
+#: With several page groups of one window; with a window, a soft cap and a scale; with a window in every layer.
+ON_A_GPU = ["gemma-3", "gemma-2-untied", "mistral-window"]
 
 
 @pytest.fixture
@@ -32,7 +43,10 @@ def drive():
             "graph_capture": "lazy",
         }  # fmt: skip
         settings = EngineConfig(model=it.model, **{**defaults, **config})
-        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        if settings.tensor_parallel_size > 1:
+            executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES))
+        else:
+            executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
         engine = Engine(settings, executor, ticking(), InlineReads())
         engines.append(engine)
         for name in adapters:
@@ -69,6 +83,49 @@ def test_windows(tiny, drive, family):
     check(it, driver, (None, 60, 4), ("r3-all", 40, 4))
 
 
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """Attention by FlashInfer's wrappers, as on a GPU; the stand-in for its package."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+
+    def choose(setup, wanted):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    return fake
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Attention by our kernel, as on a GPU without FlashInfer."""
+
+    def choose(setup, wanted):
+        return TritonBackend(setup, num_sms=8, reason="", new_event=Stream().new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+
+
+@pytest.mark.parametrize("family", ON_A_GPU)
+def test_windows_and_soft_caps_by_flashinfer(tiny, drive, flashinfer, family):
+    it = tiny(family)
+    check(it, drive(it, ["r3-all"]), (None, 60, 4), ("r3-all", 30, 6))
+    assert flashinfer.fast_plans, "no bucket was planned twice"
+
+
+@pytest.mark.parametrize("family", ON_A_GPU)
+def test_windows_and_soft_caps_by_our_kernel(tiny, drive, triton, family):
+    it = tiny(family)
+    check(it, drive(it, ["r3-all"]), (None, 50, 3), ("r3-all", 22, 4))
+
+
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
+    it = save_zoo(tmp_path)
+    driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, ("alora", 30, 4), ("alora-qkv", 12, 4), ("plain", 9, 3), (None, 10, 3), ("alora", 9, 4))
+
+
 @pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
 def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     it = tiny("qwen3.5")
@@ -76,3 +133,34 @@ def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     check(it, driver, (None, 30, 4), (None, 7, 9), ("r3-all", 7, 5))
     assert driver.engine.stats().num_async_steps
     assert driver.executor.inner.captured
+
+
+on_ranks = pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
+
+
+@on_ranks
+def test_ranks_norm_all_heads_at_once(tiny, drive):
+    """Of four ranks, each has one head of queries, and two have the same head of keys."""
+    it = tiny("olmo-2")
+    driver = drive(it, tensor_parallel_size=4, max_num_seqs=1)
+    check(it, driver, (None, 9, 3))
+    assert driver.executor.inner.first.captured
+
+
+@on_ranks
+def test_ranks_share_recurrent_states(tiny, drive):
+    """Captured steps ahead of tokens, with an adapter on layers of both kinds."""
+    it = tiny("qwen3.5-tied")
+    driver = drive(it, ["r3-all"], tensor_parallel_size=2, max_num_seqs=2)
+    assert driver.engine.executor.layout.state_slots == driver.executor.inner.first.layout.state_slots == 3
+    check(it, driver, (None, 3, 3), ("r3-all", 5, 4))
+    assert driver.engine.stats().num_async_steps
+    assert driver.executor.inner.first.captured
+
+
+@on_ranks
+def test_ranks_serve_a_window_by_default(tiny, drive):
+    """As one GPU does: the first rank's limits are those of all ranks."""
+    it = tiny("mistral-window")
+    driver = drive(it, tensor_parallel_size=2, max_model_len=None, graph_capture="off")
+    assert driver.engine.executor.model.max_model_len == driver.executor.inner.first.model.max_model_len == 24

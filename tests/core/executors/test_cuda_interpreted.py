@@ -491,7 +491,7 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
     monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
     fake = FakeFlashInfer(Stream())
 
-    def choose(setup, wanted, scores):
+    def choose(setup, wanted):
         return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
 
     monkeypatch.setattr(cuda, "choose_attention", choose)
@@ -505,7 +505,7 @@ def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, 
     """Captured and eager, for several rows, padding and prompts; and the message names the fix."""
     stream = Stream()
 
-    def choose(setup, wanted, scores):
+    def choose(setup, wanted):
         assert wanted == "auto"
         more = {"reason": "FlashInfer is not installed", "fix": "install it", "new_event": stream.new_event}
         return TritonBackend(setup, num_sms=8, **more)

@@ -17,6 +17,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors import choice, rank, worker_processes
+from chorus.core.executors.base import ModelExecutor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.ranks import RanksExecutor, weights_of_rank
 from chorus.core.executors.worker_processes import WorkerProcesses
@@ -37,6 +38,7 @@ from chorus.server.engine.worker import EngineWorker
 from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ...processes import run_python, runs
 from ..test_parity import add_all, arrive, check, make_cases, make_families
+from ..tiny_families import save_family
 from .thread_ranks import ThreadProcess
 
 pytestmark = [
@@ -276,6 +278,43 @@ def test_a_rank_reads_its_share_of_the_weights_only(subject, monkeypatch):
             )
         for name in ("o", "down"):
             assert torch.equal(torch.cat([getattr(own, name) for own in ours], 1), getattr(layer, name))
+
+
+@pytest.mark.parametrize("family", ["olmo-2", "olmo-3"])
+def test_norms_of_all_heads_where_a_rank_has_one(tiny, drive, kernels, family):
+    """Pairs of the four ranks have the same head of keys, whose squares count once."""
+    it, want = tiny(family), {}
+    driver = drive(it, tensor_parallel_size=4, max_num_seqs=8, max_num_batched_tokens=24, memory_bytes=16 << 20)
+    for index, adapter in enumerate((None, "r3-all", "r8-qv")):
+        prompt, want[str(index)] = it.case(adapter, 20 + index, seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=8)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("family", ["olmo-2", "qwen3.5"])
+def test_bits_of_squares_and_states_do_not_depend_on_company(tiny, drive, family):
+    it, found = tiny(family), []
+    for company in (0, 5):
+        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "prefix_cache": False}
+        driver = drive(it, tensor_parallel_size=2, adapters={}, **limits)
+        for index in range(company):
+            driver.add(str(index), None, it.case(None, 20 + index, seed=index)[0], max_tokens=9)
+        driver.add("x", None, it.case(None, 20, seed=7)[0], max_tokens=9, logprobs=4)
+        found.append(driver.drain()["x"].logprobs)
+    assert found[0] == found[1]
+
+
+def test_pages_that_are_too_small_for_a_ranks_state_are_refused(tmp_path):
+    save_family("qwen3.5", tmp_path)
+    settings = EngineConfig(model=tmp_path, dtype="float32", block_tokens=4, tensor_parallel_size=2, device="cpu")
+    said = (
+        "block_tokens is 4, but a page has 1024 bytes, and a part of a layer's state takes 1536; raise it, or lower "
+        "tensor_parallel_size, which is 2$"
+    )
+    with pytest.raises(UnsupportedModel, match=said):
+        ModelExecutor(settings, Shard(0, 2))
 
 
 @pytest.mark.parametrize(

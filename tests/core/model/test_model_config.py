@@ -245,15 +245,20 @@ def test_layers_of_different_shapes_are_refused(read, field):
         replace(config, layers=(config.layers[0], wider))
 
 
-def test_a_norm_of_all_heads_is_refused_on_several_ranks(read):
+def test_ranks_share_a_norm_of_all_heads(read):
+    """Where there are more ranks than K/V heads, several have the same weights of keys."""
     olmo = read(architectures=["Olmo2ForCausalLM"])
-    assert Shard(0, 1).config(olmo) == olmo
-    with pytest.raises(UnsupportedModel, match=r"norms all heads of a token at once, .* set it to 1"):
-        Shard(0, 2).config(olmo)
-    assert Shard(0, 2).config(read(architectures=["Qwen3ForCausalLM"])).num_heads == 2
+    dim = olmo.head_dim
+    assert (olmo.num_heads, olmo.num_kv_heads) == (4, 2)
+    assert [Shard(0, size).config(olmo).attention.kv_copies for size in (1, 2, 4)] == [1, 1, 2]
+    for name, first in (("q_norm", 2 * dim), ("k_norm", dim)):
+        whole = f"model.layers.0.self_attn.{name}.weight"
+        assert Shard(2, 4).of_tensor(whole, olmo) == ((slice(first, first + dim),),)
+    each = read(architectures=["Qwen3ForCausalLM"])
+    assert Shard(1, 2).of_tensor("model.layers.0.self_attn.q_norm.weight", each) == ((),)
 
 
-def test_longrope_ends_where_its_frequencies_change(read):
+def test_longrope_ends_by_default_where_its_frequencies_change(read):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     phi = read(
         architectures=["Phi3ForCausalLM"],
@@ -316,6 +321,14 @@ WRONG = [
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),
     ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.type is 'ntk': rope type not supported"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is [1.0]: 1 factors"),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}},
+        "rope_scaling.long_factor is [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]: 7 factors, one is needed for each of 8",
+    ),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}},
+        "rope_scaling.long_factor is missing: 0 factors",
+    ),
     ({"rope_scaling": {"type": "longrope", "short_factor": "1"}}, "rope_scaling.short_factor is '1': a list of finite"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING, "factor": None}}, "rope_scaling.factor is None"),
@@ -457,7 +470,32 @@ def test_what_gated_delta_net_cannot_be_is_refused(tmp_path, changes, message):
         read_model_config(tmp_path)
 
 
-def test_ranks_cannot_share_gated_delta_net(tmp_path):
+def test_ranks_share_heads_of_keys_with_their_heads_of_values(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
-    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size is 2, and ranks can't share .* set it to 1"):
-        Shard(0, 2).config(read_model_config(tmp_path))
+    whole = read_model_config(tmp_path)
+    share = Shard(1, 2).config(whole)
+    assert share.delta == GatedDeltaSpec(1, 3, 16, 8, eps=1e-6)
+    assert share.projections["in_proj_qkv"].outputs == 56
+    q, k, v = slice(16, 32), slice(48, 64), slice(88, 112)
+    at = "model.layers.0.linear_attn."
+    for name, parts in {
+        "in_proj_qkv.weight": ((q, slice(None)), (k, slice(None)), (v, slice(None))),
+        "conv1d.weight": ((q,), (k,), (v,)),
+        "in_proj_z.weight": ((slice(24, 48), slice(None)),),
+        "in_proj_b.weight": ((slice(3, 6), slice(None)),),
+        "in_proj_a.weight": ((slice(3, 6), slice(None)),),
+        "dt_bias": ((slice(3, 6),),),
+        "A_log": ((slice(3, 6),),),
+        "norm.weight": ((),),
+        "out_proj.weight": ((slice(None), slice(24, 48)),),
+    }.items():
+        assert Shard(1, 2).of_tensor(at + name, whole) == parts, name
+
+
+def test_ranks_that_heads_of_keys_do_not_divide_by_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    why = (
+        "tensor_parallel_size is 4, and the model's linear_num_key_heads 2 is no multiple of it; set it to one of 1, 2$"
+    )
+    with pytest.raises(UnsupportedModel, match=why):
+        Shard(0, 4).config(read_model_config(tmp_path))

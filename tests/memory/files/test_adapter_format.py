@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import replace
 
 import peft
 import pytest
@@ -12,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.files import config as config_module
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.identity import with_content
 from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import uniform_parts
@@ -243,12 +247,39 @@ REFUSED = {
     "replicated layers": (config(layer_replication=[[0, 2], [1, 3]]), CONFIG, "layer_replication"),
     "trained tokens": (config(trainable_token_indices=[1]), CONFIG, "trainable_token_indices"),
     "bare parameters": (config(target_parameters=["experts"]), CONFIG, "target_parameters"),
-    "aLoRA": (config(alora_invocation_tokens=[1]), CONFIG, "alora_invocation_tokens"),
+    "VeLoRA": (config(velora_config={"num_groups": 2}), CONFIG, "velora_config"),
+    "an unknown variant": (config(use_zlora=True), CONFIG, "use_zlora", "not known"),
+    "an unknown variant's settings": (config(zlora_config={"a": 1}), CONFIG, "zlora_config", "not known"),
+    "no invocation": (config(alora_invocation_tokens=[]), CONFIG, "alora_invocation_tokens", "1"),
+    "words as an invocation": (config(alora_invocation_tokens=["<a>"]), CONFIG, "alora_invocation_tokens", "ids"),
+    "a truth as an invocation": (config(alora_invocation_tokens=[True]), CONFIG, "alora_invocation_tokens", "ids"),
+    "a number as an invocation": (config(alora_invocation_tokens=7), CONFIG, "alora_invocation_tokens", "ids"),
     "float64": (tensor(Q0_A, lambda t: t.double()), WEIGHTS, Q0_A, "F64", "F32, F16, BF16"),
     "int8": (tensor(Q0_A, lambda t: t.to(torch.int8)), WEIGHTS, Q0_A, "I8", "convert"),
     "fp8": (tensor(Q0_A, lambda t: t.to(torch.float8_e4m3fn)), WEIGHTS, Q0_A, "F8_E4M3", "convert"),
     "no tensors": (lambda it: it.tensors.clear(), WEIGHTS, "missing"),
 }
+
+
+def test_every_field_of_peft_is_judged():
+    """A variant that a new PEFT adds must be served, or refused by name."""
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert names <= config_module._SERVED | config_module._UNSERVED.keys()  # noqa: SLF001
+    assert not config_module._SERVED & config_module._UNSERVED.keys()  # noqa: SLF001
+
+
+def test_invocation_tokens(adapter_draft, tmp_path):
+    it = adapter_draft()
+    it.config["alora_invocation_tokens"] = [5, 6]
+    path = it.write(tmp_path / "a")
+    manifest = inspect_adapter(path, TINY_PATHS)
+    assert manifest.invocation_tokens == (5, 6)
+    assert inspect_adapter(path, replace(TINY_PATHS, vocab_size=7)).invocation_tokens == (5, 6)
+    with pytest.raises(AdapterFormatError, match=r"alora_invocation_tokens has 6, the base model's tokens end at 6"):
+        inspect_adapter(path, replace(TINY_PATHS, vocab_size=6))
+    it.config["alora_invocation_tokens"] = [5]
+    other = inspect_adapter(it.write(tmp_path / "b"), TINY_PATHS)
+    assert with_content(other).content_hash != with_content(manifest).content_hash
 
 
 @pytest.mark.parametrize("case", REFUSED)

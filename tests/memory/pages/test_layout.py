@@ -160,6 +160,14 @@ class TestPageGroups:
         pages = 63 * layout.pages_for_tokens(8192) + layout.pages_for_tokens(8192, chunk=1024)
         assert pages * layout.page_bytes <= 16 * full.pages_for_tokens(8192) * full.page_bytes
 
+    @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), st.integers(2, 8))
+    def test_a_state_takes_as_many_pages_on_all_ranks_together(self, layers, conv, heads, head, size):
+        one = PageLayout(1, 1, 8, 16, 2, state=StateShape(layers, conv, heads, head))
+        together = one.of_ranks(size)
+        assert (together.page_bytes, together.kv_heads) == (size * one.page_bytes, size)
+        assert together.state_pages == one.state_pages
+        assert together.pages_for_tokens(100, 7) == one.pages_for_tokens(100, 7)
+
     def test_no_request_may_have_a_state_in_pages_that_are_too_small(self):
         shape = StateShape(num_layers=2, conv_elems=10, num_heads=3, head_elems=300)
         with pytest.raises(ValueError, match="a page has 1024 bytes, and a part of a layer's state takes 1200"):

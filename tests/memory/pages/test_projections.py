@@ -92,12 +92,12 @@ def test_ranks_share_units(size):
     table = dense_projections(1, hidden=16, ffn=24, heads=4, kv_heads=2, head_dim=8)
     for rank in range(size):
         inputs, outputs = table["q_proj"].share(rank, size)
-        assert (inputs, outputs) == (slice(None), slice(rank * 32 // size, (rank + 1) * 32 // size))
+        assert (inputs, outputs) == (slice(None), (slice(rank * 32 // size, (rank + 1) * 32 // size),))
         inputs, outputs = table["o_proj"].share(rank, size)
-        assert (inputs, outputs) == (slice(rank * 32 // size, (rank + 1) * 32 // size), slice(None))
+        assert (inputs, outputs) == (slice(rank * 32 // size, (rank + 1) * 32 // size), (slice(None),))
         inputs, outputs = table["down_proj"].share(rank, size)
-        assert (inputs, outputs) == (slice(rank * 24 // size, (rank + 1) * 24 // size), slice(None))
-    first = [table["k_proj"].share(rank, 4)[1] for rank in range(4)]
+        assert (inputs, outputs) == (slice(rank * 24 // size, (rank + 1) * 24 // size), (slice(None),))
+    first = [table["k_proj"].share(rank, 4)[1][0] for rank in range(4)]
     assert first == [slice(0, 8), slice(0, 8), slice(8, 16), slice(8, 16)], "two ranks have each of two heads"
 
 
@@ -125,5 +125,5 @@ def test_slabs_of_a_layer_hold_only_what_it_has():
 
 
 def test_linear_attention_is_one_product_of_four():
-    table = Projections((linear_projections(16, 32, 16, 4) + TINY.layers[0][4:],))
+    table = Projections((linear_projections(16, 8, 16, 2, 4) + TINY.layers[0][4:],))
     assert [len(each.modules) for each in table.products] == [4, 1, 2, 1]

@@ -38,6 +38,14 @@ def test_a_checkpoint_is_described(tmp_path, capsys):
     assert cli.main(["models", str(BUILTIN_MODEL)]) == 0
 
 
+def test_the_form_of_quantised_weights_is_told(tmp_path, capsys):
+    how = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "quantization_config": how}))
+    assert cli.main(["models", str(tmp_path)]) == 0
+    want = "weights: GPTQ, 4 bits, groups of 128, act order, dequantised when they are loaded"
+    assert want in capsys.readouterr().out.splitlines()
+
+
 def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["GptOssForCausalLM"]}))
     assert cli.main(["models", str(tmp_path)]) == 1

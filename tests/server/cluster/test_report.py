@@ -7,7 +7,7 @@ import pytest
 
 from chorus.core.requests.types import FinishReason, RequestOutput, TokenLogprobs
 from chorus.server.cluster.cluster_view import NOTHING, counted, total
-from chorus.server.cluster.report import Report
+from chorus.server.cluster.report import Report, model_hash
 from chorus.server.cluster.rows import from_row, to_row
 from chorus.server.cluster.wire import Malformed
 
@@ -51,3 +51,14 @@ def test_sums_of_step_sizes_keep_what_a_replica_that_is_gone_had():
     both = total([counted(one), other])
     assert both.step_sizes == (1, 7, 7) and both.num_step_tokens == 320
     assert total([]).step_sizes == ()
+
+
+def test_a_models_hash_is_of_the_form_of_its_weights_too(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    seen = {model_hash(tmp_path)}
+    for name in ("config.json", "quantize_config.json", "hf_quant_config.json"):
+        for bits in (4, 8):
+            (tmp_path / name).write_text(f'{{"bits": {bits}}}')
+            seen |= {model_hash(tmp_path), model_hash(tmp_path, dummy=True)}
+    assert len(seen) == 13

@@ -26,7 +26,7 @@ def stored(number, parent=None, tokens=(1, 2), adapter=None, version=0, content_
 
 def block(number, tokens=(1, 2), parent=None):
     """A block as the prefix cache has it."""
-    return SimpleNamespace(number=number, tokens=tuple(tokens), parent=parent)
+    return SimpleNamespace(number=number, branch=None, tokens=tuple(tokens), parent=parent)
 
 
 def batches():
@@ -48,6 +48,22 @@ def test_a_block_in_a_later_batch_names_its_parent():
     (parent,) = made.events([stored(5)])[0]["block_hashes"]
     assert made.events([stored(6, 5, (3, 4))])[0]["parent_block_hash"] == parent
     assert made.events([6, 5])[0]["block_hashes"][1] == parent and len(made) == 0
+
+
+def test_an_adapter_that_begins_after_blocks_of_the_base_model():
+    """Its blocks are an event of their own; their hashes cover where it begins, and which it is."""
+
+    def events(content_hash, changed_from):
+        alice = ALICE | {"content_hash": content_hash}
+        one = stored(6, 5, (3, 4), **alice)._replace(changed_from=changed_from)
+        return batches().events([stored(5), one, stored(7, 6, (5, 6), **alice)])
+
+    base, alices = events("c0", 1)
+    assert (base["lora_name"], alices["lora_name"]) == (None, "alice")
+    assert alices["parent_block_hash"] == base["block_hashes"][0] and len(alices["block_hashes"]) == 2
+    assert events("c0", 1) == [base, alices]
+    for other in (events("c0", 0), events("c1", 1)):
+        assert other[0] == base and not set(other[1]["block_hashes"]) & set(alices["block_hashes"])
 
 
 def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does():

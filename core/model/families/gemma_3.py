@@ -1,0 +1,31 @@
+"""Gemma 3, also as the text part of its models of images: norms of heads, and a rope for each kind of layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import HeadNorm, Norms
+from ..tensor_names import AROUND_NORMS, BESIDE_VISION, TensorNames
+from . import gemma, reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    local = fields.number("rope_local_base_freq", None if fields.has("rope_local_base_freq") else 10000.0)
+    ropes = reading.ropes_by_type(fields, {reading.FULL: 1000000.0, reading.SLIDING: local})
+    pattern = fields.integer("sliding_window_pattern", None if fields.has("sliding_window_pattern") else 6)
+    return gemma.read_layers(fields, ropes, reading.layer_types(fields, pattern), Norms.AROUND, HeadNorm.EACH)
+
+
+_DEFAULTS = {**gemma.DEFAULTS, "max_position_embeddings": 131072, "vocab_size": 262208}
+
+GEMMA_3 = Family("Gemma 3", ("Gemma3ForCausalLM",), _read, _DEFAULTS, TensorNames(names=AROUND_NORMS))
+GEMMA_3_TEXT = Family(
+    "Gemma 3 (text)",
+    ("Gemma3ForConditionalGeneration",),
+    _read,
+    _DEFAULTS,
+    replace(BESIDE_VISION, names=AROUND_NORMS),
+)

@@ -1,0 +1,18 @@
+"""Opens the files of a model directory's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from .checkpoint import Checkpoint
+from .gguf_file import GgufCheckpoint, gguf_in
+
+
+def open_checkpoint(directory: Path, wanted: Collection[str]) -> Checkpoint:
+    """The checkpoint in a directory: its safetensors files, or else its GGUF file.
+
+    wanted: names of tensors that may be asked for. Raises UnsupportedModel for files that are missing or broken.
+    """
+    file = gguf_in(directory)
+    return Checkpoint(directory) if file is None else GgufCheckpoint(file, wanted)

@@ -1,0 +1,37 @@
+"""Checkpoints of bitsandbytes: `nf4` and `fp4` with a scale per block of a flattened weight, or int8 per channel."""
+
+from __future__ import annotations
+
+from ..config_json import ConfigJson
+from .bnb_4bit import Bnb4Bit
+from .bnb_int8 import BnbInt8
+from .format import UniformFormat
+from .module_list import ModuleList
+from .read_fields import check_known
+
+_FIELDS = {"quant_method", "load_in_4bit", "load_in_8bit", "llm_int8_has_fp16_weight", "llm_int8_skip_modules"}
+
+#: What tensors say themselves, and how products are computed.
+_NO_EFFECT = {
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_threshold",
+}
+
+
+class BitsAndBytes(UniformFormat):
+    """`quant_method: bitsandbytes`. Activations are not quantised, whatever `llm_int8_threshold` says."""
+
+    def __init__(self, fields: ConfigJson) -> None:
+        check_known(fields, _FIELDS, _NO_EFFECT)
+        small, large = fields.boolean("load_in_4bit"), fields.boolean("load_in_8bit")
+        if small == large:
+            raise fields.refuse("load_in_4bit", f"load_in_8bit is {large}; exactly one of the two must be true")
+        if fields.boolean("llm_int8_has_fp16_weight"):
+            raise fields.refuse("llm_int8_has_fp16_weight", "not supported; supported: false")
+        super().__init__(Bnb4Bit() if small else BnbInt8(), ModuleList(fields.texts("llm_int8_skip_modules")))

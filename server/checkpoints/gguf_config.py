@@ -1,0 +1,213 @@
+"""Makes config.json of a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.model.config_json import UnsupportedModel
+from ...core.model.gguf_file import GgufFile
+
+#: Parameters of Llama 3's rope scaling but for the factor; the file has the scaled frequencies alone.
+_LOW, _HIGH = 1.0, 4.0
+_LLAMA3_POSITIONS = 8192
+
+#: Layers of the largest Gemma 2 and Gemma 3, whose scores have another scale; the metadata lacks it.
+_GEMMA_2_27B, _GEMMA_3_27B = 46, 62
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The configuration of a file's model. Raises UnsupportedModel for an architecture that is not supported."""
+    make = _ARCHITECTURES.get(file.architecture)
+    if make is None:
+        raise UnsupportedModel(
+            f"{file.path}: general.architecture is {file.architecture!r}; supported: {', '.join(_ARCHITECTURES)}; "
+            "or put config.json of the original model beside the file"
+        )
+    return _common(file) | make(file)
+
+
+def _number(file: GgufFile, name: str, default: float | None = None) -> Any:
+    """A number of the metadata. Raises UnsupportedModel if there is none."""
+    value = file.get("{arch}." + name, default)
+    if value is None:
+        raise UnsupportedModel(f"{file.path}: {file.architecture}.{name} is missing; convert the model to GGUF again")
+    return _shortest(value) if isinstance(value, float) else value
+
+
+def _shortest(value: float) -> float:
+    """A number as it was before it was stored as float32."""
+    return float(str(np.float32(value)))
+
+
+def _common(file: GgufFile) -> dict[str, Any]:
+    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    head_dim = _number(file, "attention.key_length", hidden // heads)
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "num_hidden_layers": _number(file, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": _number(file, "context_length"),
+        "rope_theta": float(_number(file, "rope.freq_base", 10000.0)),
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in file.tensors else 0,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "torch_dtype": "bfloat16",
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        config[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{key}_token_id")
+    if (scaling := _rope_scaling(file)) is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _rope_scaling(file: GgufFile) -> dict[str, Any] | None:
+    kind = file.get("{arch}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3(file)
+    if "rope_factors_short.weight" in file.tensors:
+        return _longrope(file)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(f"{file.path}: rope.scaling.type is {kind!r}; supported: none, linear, yarn")
+    scaling = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
+    original = file.get("{arch}.rope.scaling.original_context_length")
+    return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
+
+
+def _llama3(file: GgufFile) -> dict[str, Any]:
+    """The scaling whose frequencies the file has; others than Llama 3's are refused."""
+    found = file.read("rope_freqs.weight", slice(None))
+    factor = float(found[-1])
+    theta = float(_number(file, "rope.freq_base", 10000.0))
+    wavelengths = 2 * math.pi * theta ** (torch.arange(len(found), dtype=torch.float64) / len(found))
+    smooth = ((_LLAMA3_POSITIONS / wavelengths - _LOW) / (_HIGH - _LOW)).clamp(0, 1)
+    want = 1 / ((1 - smooth) / factor + smooth)
+    if not torch.allclose(found.double(), want, rtol=1e-3):
+        raise UnsupportedModel(
+            f"{file.path}: tensor rope_freqs.weight is not of Llama 3's rope scaling; "
+            "put config.json of the original model beside the file"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _LLAMA3_POSITIONS,
+    }
+
+
+def _longrope(file: GgufFile) -> dict[str, Any]:
+    short, long = (file.read(f"rope_factors_{each}.weight", slice(None)).tolist() for each in ("short", "long"))
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [_shortest(each) for each in short],
+        "long_factor": [_shortest(each) for each in long],
+        "original_max_position_embeddings": _number(file, "rope.scaling.original_context_length"),
+    }
+    attention = file.get("{arch}.rope.scaling.attn_factor")
+    return scaling if attention is None else {**scaling, "attention_factor": _shortest(attention)}
+
+
+def _llama(_: GgufFile) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def _qwen2(_: GgufFile) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def _qwen3(_: GgufFile) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+def _gemma(_: GgufFile) -> dict[str, Any]:
+    return {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma_2(file: GgufFile) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": _number(file, "attention.sliding_window", 4096),
+        "attn_logit_softcapping": _number(file, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _number(file, "final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _query_scalar(file, _GEMMA_2_27B),
+    }
+
+
+def _gemma_3(file: GgufFile) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": _number(file, "attention.sliding_window"),
+        "query_pre_attn_scalar": _query_scalar(file, _GEMMA_3_27B),
+        "rope_local_base_freq": 10000.0,
+    }
+
+
+def _query_scalar(file: GgufFile, layers_of_27b: int) -> int:
+    """The square of the scores' divisor: a head's size, but in the largest model."""
+    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    is_27b = _number(file, "block_count") == layers_of_27b
+    return hidden // heads if is_27b else _number(file, "attention.key_length", hidden // heads)
+
+
+def _phi_3(file: GgufFile) -> dict[str, Any]:
+    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
+    positions = _number(file, "context_length")
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "partial_rotary_factor": _number(file, "rope.dimension_count", hidden // heads) / (hidden // heads),
+        "original_max_position_embeddings": file.get("{arch}.rope.scaling.original_context_length", positions),
+        "sliding_window": file.get("{arch}.attention.sliding_window") or None,
+    }
+
+
+def _granite(file: GgufFile) -> dict[str, Any]:
+    return {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_multiplier": _number(file, "attention.scale"),
+        "embedding_multiplier": _number(file, "embedding_scale"),
+        "residual_multiplier": _number(file, "residual_scale"),
+        "logits_scaling": _number(file, "logit_scale"),
+    }
+
+
+def _smollm_3(_: GgufFile) -> dict[str, Any]:
+    return {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+
+
+def _olmo_2(file: GgufFile) -> dict[str, Any]:
+    if file.get("{arch}.attention.sliding_window") is not None:
+        raise UnsupportedModel(
+            f"{file.path}: OLMo 3 is not supported as GGUF; put config.json of the original model beside the file"
+        )
+    return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+
+
+_ARCHITECTURES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma_2,
+    "gemma3": _gemma_3,
+    "phi3": _phi_3,
+    "granite": _granite,
+    "smollm3": _smollm_3,
+    "olmo2": _olmo_2,
+}

@@ -1,0 +1,83 @@
+"""Ranks read their shares of Gated DeltaNet: heads of keys, with the heads of values that they serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.model.dummy_weights import DummyWeights
+from chorus.core.model.layers import GatedDeltaSpec
+from chorus.core.model.open_weights import open_weights
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import WHOLE, Shard
+from chorus.core.model.weights import LayerWeights, num_weights
+
+from ..tiny_families import save_family
+
+
+def quantise(path: Path) -> None:
+    """Store the inputs of Gated DeltaNet in FP8, with a scale for each row."""
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if "in_proj" in name]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 448
+        tensors[name + "_scale"] = scale
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    plain = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    raw["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": plain}
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+def first_layer(path: Path, shard: Shard = WHOLE) -> LayerWeights:
+    with open_weights(path, read_model_config(path), torch.float32, shard=shard) as weights:
+        return next(weights.layers())
+
+
+def joined(parts: list[torch.Tensor], sizes: list[int], dim: int = 0) -> torch.Tensor:
+    """Both ranks' shares of sections of these sizes, section by section."""
+    split = [part.split([size // 2 for size in sizes], dim) for part in parts]
+    return torch.cat([part for pair in zip(*split, strict=True) for part in pair], dim)
+
+
+def section_sizes(delta: GatedDeltaSpec) -> tuple[list[int], list[int]]:
+    """Of the convolution's channels, and of the input projection."""
+    channels = [delta.k_size, delta.k_size, delta.v_size]
+    return channels, [*channels, delta.v_size, delta.num_v_heads, delta.num_v_heads]
+
+
+@pytest.mark.parametrize("stored", ["plain", "fp8"])
+def test_every_element_is_on_one_rank(tmp_path, stored):
+    """But for those of the norm, which every rank has."""
+    save_family("qwen3.5", tmp_path)
+    if stored == "fp8":
+        quantise(tmp_path)
+    delta = read_model_config(tmp_path).delta
+    assert delta is not None
+    channels, inputs = section_sizes(delta)
+    whole, shares = first_layer(tmp_path), [first_layer(tmp_path, Shard(rank, 2)) for rank in range(2)]
+    assert torch.equal(joined([each.qkv for each in shares], inputs), whole.qkv)
+    assert torch.equal(torch.cat([each.o for each in shares], 1), whole.o)
+    assert torch.equal(joined([each.delta.conv for each in shares], channels, 1), whole.delta.conv)
+    for name in ("dt_bias", "a_log"):
+        assert torch.equal(torch.cat([getattr(each.delta, name) for each in shares]), getattr(whole.delta, name))
+    assert all(torch.equal(each.delta.norm, whole.delta.norm) for each in shares)
+
+
+def test_dummy_weights_are_shared_alike(tmp_path):
+    """Ranks that make a model of a configuration alone have shares of one model."""
+    save_family("qwen3.5", tmp_path)
+    config = read_model_config(tmp_path)
+    assert config.delta is not None
+    channels, inputs = section_sizes(config.delta)
+    whole, *shares = (
+        list(DummyWeights(config, torch.float32, shard=shard).layers()) for shard in (WHOLE, Shard(0, 2), Shard(1, 2))
+    )
+    assert torch.equal(joined([each[0].qkv for each in shares], inputs), whole[0].qkv)
+    assert torch.equal(joined([each[1].delta.conv for each in shares], channels, 1), whole[1].delta.conv)
+    kept = DummyWeights(config, torch.float32, shard=Shard(1, 2)).num_bytes_kept
+    assert kept == 4 * num_weights(config, Shard(1, 2))

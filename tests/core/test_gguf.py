@@ -1,0 +1,206 @@
+"""GGUF files are read as the checkpoints that they were made from, with the values that they hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.gguf_file import GgufFile
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import Shard
+from chorus.server.checkpoints.gguf_model import directory_of
+
+from .model.quantization.twins import weights
+from .tiny_families import save_family
+
+pytest.importorskip("gguf")
+from .gguf_models import MODELS, permute, tensors_of, write_gguf
+
+pytestmark = pytest.mark.numerics
+
+
+def make(
+    root: Path, family: str, kind: str = "F32", spoil=lambda fields, tensors: None, **changes
+) -> tuple[Path, Path]:
+    """The directory of a GGUF file, and its twin: a checkpoint of the values that the file holds."""
+    architecture, arguments = MODELS[family]
+    save_family(family, root / "twin", **arguments, **changes)
+    (root / "file").mkdir()
+    file = root / "file" / f"tiny-{kind}.gguf"
+    held = write_gguf(root / "twin", file, architecture, kind, spoil)
+    for path in (root / "twin").glob("model*"):
+        path.unlink()
+    save_file({name: weight.contiguous() for name, weight in held.items()}, root / "twin" / "model.safetensors")
+    return directory_of(file, root / "cache", tokenizer=False), root / "twin"
+
+
+def assert_same(found: Path, want: Path, **options) -> None:
+    for ours, theirs in zip(weights(found, **options), weights(want, **options), strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_file_says_the_configuration_of_its_model(tmp_path, family):
+    found, want = (read_model_config(path) for path in make(tmp_path, family))
+    served = {"architecture": found.architecture, "dtype": "float32"}  # Mistral's files say that they are Llama's
+    assert replace(found, **served) == replace(want, **served)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_weights_have_the_bits_of_the_twin(tmp_path, family):
+    assert_same(*make(tmp_path, family, "Q8_0"))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(1, 2)])
+def test_every_type_and_every_rank(tmp_path, kind, shard):
+    paths = make(tmp_path, "llama2", kind)
+    assert_same(*paths, shard=shard)
+    assert_same(*paths, shard=shard, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_are_dequantised_as_transformers_does(tmp_path, kind):
+    reference = pytest.importorskip("transformers.integrations.gguf.dequant")
+    import gguf
+
+    of_type = gguf.GGMLQuantizationType[kind]
+    blocks = torch.randint(0, 256, (24, gguf.GGML_QUANT_SIZES[of_type][1]), dtype=torch.uint8)
+    scales = torch.rand(24, 2).half().view(torch.uint8)
+    at = slice(-2, None) if kind == "Q6_K" else slice(0, 4)
+    blocks[:, at] = scales[:, : blocks[:, at].shape[1]]
+
+    def spoil(_, tensors):
+        tensors["output.weight"] = blocks.numpy(), of_type
+
+    (tmp_path / "model").mkdir()
+    sizes = {"hidden_size": 256, "vocab_size": 24, "head_dim": 64}
+    save_family("llama2", tmp_path / "model", **sizes)
+    write_gguf(tmp_path / "model", tmp_path / "tiny.gguf", "llama", spoil=spoil)
+    found = GgufFile(tmp_path / "tiny.gguf").read("output.weight", slice(3, 20))
+    assert torch.equal(found, reference.dequantize(blocks, of_type.value).view(24, 256)[3:20])
+
+
+def test_transformers_reads_the_same_weights(tmp_path):
+    """An oracle that knows llama.cpp's order of rows by itself."""
+    import transformers
+
+    save_family("llama2", tmp_path / "model")
+    tokens = [f"<{index}>" for index in range(150)]
+
+    def spoil(fields, _):
+        fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "llama.vocab_size": 150}
+        fields |= {"tokenizer.ggml.token_type": [1] * 150, "tokenizer.ggml.merges": ["a b"]}
+
+    write_gguf(tmp_path / "model", tmp_path / "tiny.gguf", "llama", spoil=spoil)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    original = tensors_of(tmp_path / "model")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, original[name]), name
+
+
+def test_a_permutation_that_is_left_out_would_be_seen(tmp_path):
+    weight = torch.arange(64).view(64, 1)
+    assert not torch.equal(permute(weight, 4), weight)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3s_rope_is_known_by_its_frequencies(tmp_path, factor):
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    import gguf
+
+    def spoil(fields, tensors):
+        config = read_model_config(tmp_path / "twin").layers[0].attention
+        plain = replace(config.rope, type="default", factor=1.0).inverse_frequencies()
+        ratio = plain / config.rope.inverse_frequencies()
+        tensors["rope_freqs.weight"] = ratio.float().numpy(), gguf.GGMLQuantizationType.F32
+        fields["llama.context_length"] = 131072
+
+    paths = make(tmp_path, "llama2", "F32", spoil, rope_parameters=rope, max_position_embeddings=131072)
+    found, want = (read_model_config(path) for path in paths)
+    assert replace(found, dtype="float32") == replace(want, dtype="float32")
+    assert_same(*paths)
+
+
+def refusal(root: Path, spoil=lambda fields, tensors: None, broken=lambda file: None) -> str:
+    architecture, arguments = MODELS["llama2"]
+    save_family("llama2", root / "model", **arguments)
+    file = root / "tiny.gguf"
+    write_gguf(root / "model", file, architecture, "Q8_0", spoil)
+    broken(file)
+    with pytest.raises(UnsupportedModel) as caught:
+        list(weights(directory_of(file, root / "cache", tokenizer=False)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5000])
+
+
+def not_finite(_, tensors) -> None:
+    data, kind = tensors["blk.1.attn_output.weight"]
+    data[:2, :2] = 255  # the scale of the first block
+    tensors["blk.1.attn_output.weight"] = data, kind
+
+
+def of_another_shape(_, tensors) -> None:
+    data, kind = tensors["blk.1.attn_output.weight"]
+    tensors["blk.1.attn_output.weight"] = data[:8], kind
+
+
+@pytest.mark.parametrize(
+    ("spoil", "broken", "why"),
+    [
+        (None, truncate, "cannot be read as GGUF"),
+        (None, lambda file: file.write_bytes(b"GGUF"), "cannot be read as GGUF"),
+        (None, lambda file: file.write_bytes(b"nothing of the kind"), "cannot be read as GGUF"),
+        (not_finite, None, "tensor blk.1.attn_output.weight has values that are not finite numbers; download"),
+        (of_another_shape, None, "o_proj.weight has shape [8, 64], config.json needs [64, 64]"),
+        (lambda _, t: t.pop("blk.1.attn_output.weight"), None, "model.layers.1.self_attn.o_proj.weight is missing"),
+        (lambda _, t: t.update({"blk.0.odd.weight": t["output_norm.weight"]}), None, "blk.0.odd.weight has no place"),
+        (lambda f, _: f.update({"split.count": 3}), None, "is one of 3 files; merge them: llama-gguf-split --merge"),
+        (lambda f, _: f.pop("llama.embedding_length"), None, "llama.embedding_length is missing"),
+        (lambda f, _: f.update({"llama.rope.scaling.type": "odd"}), None, "rope.scaling.type is 'odd'; supported:"),
+        (
+            lambda _, t: t.update({"rope_freqs.weight": t["output_norm.weight"]}),
+            None,
+            "tensor rope_freqs.weight is not of Llama 3's rope scaling; put config.json",
+        ),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path, spoil, broken, why):
+    said = refusal(tmp_path, spoil or (lambda f, t: None), broken or (lambda file: None))
+    assert why in said and ("gguf" in said)
+
+
+def test_an_architecture_that_is_not_served_is_named(tmp_path):
+    save_family("llama2", tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "tiny.gguf", "olmo")
+    with pytest.raises(UnsupportedModel, match=r"general.architecture is 'olmo'; supported: llama, qwen2"):
+        directory_of(tmp_path / "tiny.gguf", tmp_path / "cache", tokenizer=False)
+
+
+def test_files_beside_it_come_first(tmp_path):
+    made, twin = make(tmp_path, "llama2")
+    config = json.loads((twin / "config.json").read_text())
+    (tmp_path / "file" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 99}))
+    again = directory_of(tmp_path / "file" / "tiny-F32.gguf", tmp_path / "cache", tokenizer=False)
+    assert again != made and read_model_config(again).max_context == 99
+    assert_same(again, twin)
+    assert_same(tmp_path / "file", twin)
+
+
+def test_of_several_files_in_a_directory_one_must_be_named(tmp_path):
+    _, twin = make(tmp_path, "llama2")
+    (tmp_path / "file" / "other.gguf").write_bytes(b"")
+    (tmp_path / "file" / "config.json").write_bytes((twin / "config.json").read_bytes())
+    with pytest.raises(UnsupportedModel, match=r"has several GGUF files \(other.gguf, tiny-F32.gguf\); give the file"):
+        list(weights(tmp_path / "file"))
