@@ -12,7 +12,9 @@
 
 namespace chorus {
 
-constexpr int kFixedBlock = 128;  // inputs of a block at most: sums of 255 · 32767 for each fit into 32 bits
+// Inputs of a block at most: a sum of 128 · 32767 for each fits into 31 bits. What a sum is on its way there may be more: it is
+// exact modulo 2^32.
+constexpr int kFixedBlock = 256;
 
 // 16-bit parts of a value. The first is worth 2^15 of the second.
 template <class T> constexpr int kParts = sizeof(T) == 2 ? 1 : 2;

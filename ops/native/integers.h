@@ -35,7 +35,8 @@ struct IntegerPanel {
     const bf16* zeros;
     int bits, group;
 
-    int block() const { return std::gcd(group, kFixedBlock); }
+    // Inputs of a block: they have one scale.
+    int block() const { return group >= k ? kFixedBlock : std::gcd(group, kFixedBlock); }
     IntegerPanel from(int column) const {
         return {data + 4 * column, k, scales + column, zeros ? zeros + column : nullptr, bits, group};
     }
@@ -73,7 +74,7 @@ __attribute__((noinline)) void integer_tile(const FixedRows& x, const IntegerPan
     using S = WholeWord<BITS>;
     constexpr int parts = kParts<T>, tile = ROWS * HALVES, word = kPanel * 4;
     // Whole numbers may be added in any order: few rows have several sums each, as each waits for the one before.
-    constexpr int chains = 3 * tile * parts * S::pairs <= 2 * kTileVectors ? S::pairs : 1;
+    constexpr int chains = 3 * tile * parts * S::pairs < 2 * kTileVectors ? S::pairs : 1;
     Head heads[HALVES];
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, out.columns - h * kLanes));

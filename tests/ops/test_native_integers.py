@@ -94,7 +94,7 @@ def test_products_keep_the_bound(level, dtype, outputs, inputs, bits, group, zer
     x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     if dtype == torch.bfloat16 and level in ("avx512bf16", "amx"):
         x = x.bfloat16().double()
-    block = math.gcd(min(group, -(-inputs // 8) * 8), 128)
+    block = 256 if group >= inputs else math.gcd(group, 256)
     most = torch.stack([part.abs().amax(-1) for part in x.split(block, 1)], 1)
     fixed = most.repeat_interleave(block, 1)[:, :inputs] / (65534 if dtype == torch.bfloat16 else 1 << 31)
     size = whole.weight.abs()
