@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -26,11 +25,9 @@ from .config import ModelConfig
 from .layers import Activation, AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
-from .quantization.groups import evenly_grouped, plain, with_signed_values
+from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values
 from .rope_config import RopeConfig
 from .weights import LayerWeights, Weights
-
-logger = logging.getLogger(__name__)
 
 _LINE_BYTES, _PIECE_BYTES = 64, 64 << 20
 
@@ -73,7 +70,7 @@ class NativeDecoderModel:
         self.config = config
         self._ranks = ranks
         embed = weights.embed()
-        packed = PackedWeights(embed.dtype)
+        packed, weights.keeps_integers = PackedWeights(embed.dtype), True
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.kept_lm_head(embed)
         vocab = len(head.values if isinstance(head, GroupScaled) else head)
@@ -275,14 +272,14 @@ class PackedWeights:
         if not isinstance(weight, GroupScaled):
             shape = native_model.packed_shape(*weight.shape, weight.dtype)
             return native_model.pack(weight, self._take(shape, weight.dtype))
+        if not is_packable(weight):
+            return self.add(plain(weight, self._dtype))
         even, group = evenly_grouped(with_signed_values(weight))
         rows, inputs = even.values.shape
-        if even.bits not in native_integers.BITS or (group < inputs and group % native_integers.MULTIPLE):
-            logger.info("weights of %d bits in groups of %d are kept as %s", even.bits, group, self._dtype)
-            return self.add(plain(weight, self._dtype))
-        data, scales = native_integers.integer_sizes(rows, inputs, even.bits, group)
+        bits = packed_bits(even)
+        data, scales = native_integers.integer_sizes(rows, inputs, bits, group)
         return native_integers.pack_integers(
-            even.values, even.scales * even.factor, even.zeros, bits=even.bits, group=group,
+            even.values, even.scales * even.factor, even.zeros, bits=bits, group=group,
             out=(self._take(data, torch.uint8), self._take(scales, torch.float32)),
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
-from .quantization.groups import part_of, plain, stacked
+from .quantization.groups import is_packable, part_of, plain, stacked
 from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
 from .shard import WHOLE, Part, Shard
@@ -236,6 +236,9 @@ class Weights(ABC):
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
         return self._read(self._embed_name)
+
+    keeps_integers = False
+    """Projections that are stored as integers with scales are packed as such, not dequantised."""
 
     def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
@@ -465,6 +468,31 @@ class WeightLoader(Weights):
                 self._read_part(place, source.name, self._rows(name, source, part))
             self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
         return target
+
+    def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
+        if pack is not None and self.keeps_integers and (found := self._integers(names)) is not None:
+            return pack(found)
+        return super()._projection(names, pack)
+
+    def _integers(self, names: Sequence[str]) -> GroupScaled | None:
+        """The rank's shares of projections as they are stored; None if they are not integers in even groups."""
+        how, found = self._config.weight_format, []
+        if how is None or any(self._sources[name].name not in self._quantised for name in names):
+            return None
+        for name in names:
+            source = self._sources[name]
+            for part in self._parts(name):
+                place = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
+                matrix = how.integers(self._checkpoint, source.name, place)
+                if matrix is None or not is_packable(matrix):
+                    return None
+                found.append(matrix)
+        if len({matrix.bits for matrix in found}) > 1:
+            return None
+        for name in names:
+            source = self._sources[name]
+            self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
+        return stacked(found)
 
     def _read_part(self, target: torch.Tensor, name: str, part: Part) -> None:
         how = self._config.weight_format

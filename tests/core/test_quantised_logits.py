@@ -1,4 +1,4 @@
-"""Logits of a quantised checkpoint have the bits of its dequantised twin's."""
+"""Logits of a quantised checkpoint have the bits of its dequantised twin's, on the native decoder within a bound."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from safetensors.torch import save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.weights import MATRICES
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.ops.native_integers import IntegerPanels
 from chorus.perf.inline_reads import InlineReads
 
 from .model.quantization.forms import FORMS
@@ -20,6 +23,9 @@ from .model.quantization.twins import CONFIG, write_twins
 from .test_gguf import make
 
 pytestmark = pytest.mark.numerics
+
+#: Forms with integers in even groups.
+PACKED = ("awq", "gptq", "gptq 8 bits", "gptq 2 bits", "bnb int8", "compressed packed, zero points", "compressed int8")
 
 PROMPTS = {None: [3, 7, 11, 4], "a": [9, 2], "b": [5, 5, 8], "c": [1, 30, 20, 10, 6]}
 
@@ -70,8 +76,23 @@ def test_gguf_files_answer_as_their_twin(tmp_path, family):
 
 
 def assert_same(root: Path, quantised: Path, twin: Path, hidden: int, inner: int) -> None:
-    """The logits of the base and of three adapters have the same bits on both."""
+    """The logits of the base and of three adapters have the same bits on both, by PyTorch's operators. The native
+    decoder multiplies integers as they are; in float32 its logits are near.
+    """
     adapters = {name: write_adapter(root / name, 2 + seed, seed, hidden, inner) for seed, name in enumerate("abc")}
-    found, want = (logits_of(path, adapters) for path in (quantised, twin))
+    found, want = (logits_of(path, adapters, cpu_kernels="torch") for path in (quantised, twin))
     assert torch.equal(found, want)
     assert found.std() > 0
+    found, want = (logits_of(path, adapters, dtype="float32") for path in (quantised, twin))
+    assert (found - want).norm() < 1e-4 * want.norm()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("form", PACKED)
+def test_the_native_decoder_keeps_integers(tmp_path, form):
+    quantised, _ = write_twins(tmp_path, FORMS[form])
+    config = EngineConfig(model=quantised, dtype="bfloat16", memory_bytes=4 << 20, threads=1, cpu_kernels="native")
+    executor = CpuExecutor(config)
+    kept = [getattr(layer, name) for layer in executor.decoder.layers for name in MATRICES]
+    executor.close()
+    assert any(isinstance(each, IntegerPanels) for each in kept)

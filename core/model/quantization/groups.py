@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ....ops.native_integers import BITS, MULTIPLE
 from .group_scaled import GroupScaled
 
 
@@ -57,19 +58,34 @@ def evenly_grouped(matrix: GroupScaled) -> tuple[GroupScaled, int]:
 
     It is the number of inputs if all are one group, and 1 if groups are in no order.
     """
-    inputs = len(matrix.group_of)
-    ends = torch.nonzero(matrix.group_of[1:] != matrix.group_of[:-1]).flatten() + 1
-    size = math.gcd(*ends.tolist()) if len(ends) else inputs
-    group_of = torch.arange(inputs) // size
+    size = _even_size(matrix.group_of)
+    group_of = torch.arange(len(matrix.group_of)) // size
     if torch.equal(group_of, matrix.group_of):
         return matrix, size
     return _with_groups(matrix, group_of), size
 
 
+def _even_size(group_of: torch.Tensor) -> int:
+    ends = torch.nonzero(group_of[1:] != group_of[:-1]).flatten() + 1
+    return math.gcd(*ends.tolist()) if len(ends) else len(group_of)
+
+
+def is_packable(matrix: GroupScaled) -> bool:
+    """True if the native library can multiply the integers: groups are even, and values have at most 8 bits."""
+    size = _even_size(matrix.group_of)
+    return matrix.bits <= max(BITS) and (size == len(matrix.group_of) or not size % MULTIPLE)
+
+
+def packed_bits(matrix: GroupScaled) -> int:
+    """Bits in which the library keeps a matrix with signed values."""
+    low, high = (int(each) for each in matrix.values.aminmax())
+    return next(bits for bits in BITS if -(1 << (bits - 1)) <= low and high < 1 << (bits - 1))
+
+
 def with_signed_values(matrix: GroupScaled) -> GroupScaled:
-    """The same weights with values from -2^(bits-1) to 2^(bits-1) - 1."""
+    """The same weights with values from -2^(bits-1) to 2^(bits-1) - 1, if they are all above -1."""
     half = 1 << (matrix.bits - 1)
-    if not matrix.values.numel() or int(matrix.values.max()) < half:
+    if int(matrix.values.max()) < half or int(matrix.values.min()) < 0:
         return matrix
     return replace(matrix, values=matrix.values - half, zeros=_zeros_of(matrix) - half)
 
