@@ -25,7 +25,7 @@ from .test_gguf import make
 pytestmark = pytest.mark.numerics
 
 #: Forms with integers in even groups.
-PACKED = ("awq", "gptq", "gptq 8 bits", "gptq 2 bits", "bnb int8", "compressed packed, zero points", "compressed int8")
+PACKED = ("awq", "gptq", "gptq 2 bits", "bnb int8", "compressed packed, zero points", "compressed int8")
 
 PROMPTS = {None: [3, 7, 11, 4], "a": [9, 2], "b": [5, 5, 8], "c": [1, 30, 20, 10, 6]}
 
