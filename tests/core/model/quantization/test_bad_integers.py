@@ -89,6 +89,7 @@ def test_a_truncated_file_is_told(tmp_path):
         (awq(version="gemv"), "quantization_config.version is 'gemv': not supported; supported: gemm"),
         (awq(group_size=0), "quantization_config.group_size is 0: a whole number of at least 1 is needed"),
         (awq(rotation=True), "quantization_config.rotation is True: unknown field"),
+        (awq(modules_to_not_convert=["re:("]), "modules_to_not_convert is ['re:(']: '(' is not a regular expression"),
         (gptq(bits=3, has_order=False), "quantization_config.bits is 3: not supported"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin': not supported with quant_method gptq"),
         (gptq(pack_dtype="int16"), "quantization_config.pack_dtype is 'int16': not supported; supported: int32"),
