@@ -94,6 +94,8 @@ class CompressedTensors(WeightFormat):
         return self._scheme(name) is not None and super().covers(checkpoint, name)
 
     def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
+        if name.endswith(".weight_zero_point"):  # of symmetric weights, as early versions stored them
+            return not bool(checkpoint.read(name).float().any())
         return super().left_out(checkpoint, name) or name.endswith(_LEFT_OUT)
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:

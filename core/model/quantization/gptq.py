@@ -164,6 +164,8 @@ def _rule(fields: ConfigJson, key: str, add: int) -> tuple[re.Pattern[str], Gptq
         return pattern, None
     changed = dynamic.object(key)
     changes = {} if changed is None else changed.raw
+    if changed is not None:
+        check_known(changed, {"bits", "group_size", "desc_act"}, OF_TOOLS)
     return pattern, _scheme(
         ConfigJson(fields.path, {**fields.raw, **changes}, f"quantization_config.dynamic.{key}."), add
     )

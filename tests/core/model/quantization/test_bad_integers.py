@@ -94,6 +94,7 @@ def test_a_truncated_file_is_told(tmp_path):
         (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin': not supported with quant_method gptq"),
         (gptq(pack_dtype="int16"), "quantization_config.pack_dtype is 'int16': not supported; supported: int32"),
         (gptq(dynamic={"+:.*q_proj": {"bits": 5}}), "quantization_config.dynamic.+:.*q_proj.bits is 5: not supported"),
+        (gptq(dynamic={"q_proj": {"rotation": 1}}), "dynamic.q_proj.rotation is 1: unknown field; known: act_group"),
         (gptq(dynamic={"-:(": {}}), "quantization_config.dynamic.-:( is {}: it is not a regular expression"),
         (replace(gptq(), how={"quant_method": "hqq"}), "quantization_config.quant_method is 'hqq': not supported"),
     ],
