@@ -292,3 +292,4 @@ def _silu(ffn: int, early: bool) -> KernelLauncher:
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false

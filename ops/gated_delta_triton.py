@@ -49,13 +49,13 @@ def step_heads(
     norm,
     eps,
     mixed_stride,
+    out_stride,
     C: tl.constexpr,
 ):
     """One token of each sequence, from the input projection's rows to the output projection's.
 
-    Grid (sequences, v_heads). mixed: rows mixed_stride apart. out: `[sequences, v_heads, v_dim]`, contiguous. conv_in,
-    conv_out: `[sequences, conv - 1, channels]`, apart. recurrent: `[sequences, v_heads, k_dim, v_dim]`, updated in
-    place. C: `DeltaConstants`.
+    Grid (sequences, v_heads). mixed, out: rows with the given strides. conv_in, conv_out: `[sequences, conv - 1,
+    channels]`, apart. recurrent: `[sequences, v_heads, k_dim, v_dim]`, updated in place. C: `DeltaConstants`.
     """
     K_HEADS: tl.constexpr = C.k_heads
     V_HEADS: tl.constexpr = C.v_heads
@@ -93,7 +93,7 @@ def step_heads(
     y = tl.where(own_v, tl.sum(state * q[:, None], axis=0), 0.0)
     z = tl.load(x + CHANNELS + head * V_DIM + j, mask=own_v, other=0.0).to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, axis=0) / V_DIM + eps) * tl.load(norm + j, mask=own_v, other=0.0)
-    tl.store(out + (row * V_HEADS + head) * V_DIM + j, (y * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=own_v)
+    tl.store(out + row * out_stride + head * V_DIM + j, (y * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=own_v)
 
 
 def step(
@@ -116,7 +116,7 @@ def step(
     k_heads = (channels - v_heads * v_dim) // (2 * k_dim)
     launch = _step(k_heads, v_heads, k_dim, v_dim, len(taps))
     tensors = (out, mixed, conv, after, recurrent, taps, dt_bias, a_log, norm)
-    launch((count, v_heads, 1), tensors, (eps,), (mixed.stride(0),))
+    launch((count, v_heads, 1), tensors, (eps,), (mixed.stride(0), v_heads * v_dim))
     conv.copy_(after)
     return out
 

@@ -38,6 +38,10 @@ class KernelLauncher:
     on the types and alignment of the tensors, and on the values of integers that it may be specialized for. Launches go
     through Triton itself if a tensor is not aligned, if an integer needs more than 32 bits, if a profiler has hooks, or
     if the kernel is interpreted.
+
+    Tensors may be grouped, numbers may not: Triton specializes every integer of a tuple, whatever `do_not_specialize`
+    says, and would compile anew for other layers and other numbers of tokens. A field of a tuple can't be named like an
+    attribute of Triton's own tuples (`values`, `type`).
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:

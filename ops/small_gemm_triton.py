@@ -374,3 +374,4 @@ def _launch(
 # Rules for type checkers are at the end, so that kernels keep their lines.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false

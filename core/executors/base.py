@@ -167,9 +167,6 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
-    within_window = False
-    """Whether requests are by default no longer than the model's attention window."""
-
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -181,7 +178,7 @@ class ModelExecutor(ExecutorBase):
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
-        limit = max_model_len_of(config, model, within_window=self.within_window)
+        limit = max_model_len_of(config, model, within_window=self._within_window(config))
         window = model.window if limit == model.window else None
         self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
         self.layout = self._page_layout(config.block_tokens, limit)
@@ -214,6 +211,10 @@ class ModelExecutor(ExecutorBase):
                 self.quantiser.name,
                 who,
             )
+
+    def _within_window(self, config: EngineConfig) -> bool:
+        """Whether requests are by default no longer than the model's attention window."""
+        return False
 
 
 def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | None:

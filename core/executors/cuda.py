@@ -20,7 +20,7 @@ from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention import AttentionSetup
-from ...ops.attention_backend import AttentionUnavailable, GroupedBackend, choose_attention
+from ...ops.attention_backend import AttentionUnavailable, GroupedBackend, choose_attention, flashinfer_obstacle
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of
@@ -72,7 +72,6 @@ class watched:
 class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
-    within_window = True
     state_slots = 3
 
 
@@ -90,11 +89,11 @@ class CudaExecutor(CudaShapes):
         rank that it is, if there are several. Then it only loads its share; `measure` and `open` follow once all ranks
         have loaded. Raises DeviceError, UnsupportedModel and OutOfDeviceMemory.
         """
+        self._device = CudaDevice(_index(config.device)) if device is None else device
         super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
         check_offload(config, self._dtype)
         self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
-        self._device = CudaDevice(_index(config.device)) if device is None else device
         self._watched = partial(watched, self._device)
         self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard)
         with self._device.scope():
@@ -196,6 +195,15 @@ class CudaExecutor(CudaShapes):
     def _ragged(self, plan: StepPlan) -> Outputs:
         launch = partial(self.steps.ragged, plan.sequences, plan.adapters, plan.sources, plan.merged)
         return launch() if self._offload is None else self._offload.launch(launch, plan)
+
+    def _within_window(self, config: EngineConfig) -> bool:
+        """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
+        if config.attention not in ("auto", "flashinfer"):
+            return True
+        model, limit = self.config, self.config.max_context
+        scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
+        group, where = model.num_heads // model.num_kv_heads, self._device.torch_device
+        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores) is not None
 
     def _open_offload(self, driver: CupyDriver | None) -> CudaLoraOffload:
         if driver is None:

@@ -233,7 +233,7 @@ DRAWS = _draws(128256)
 def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Elementwise]:
     its, made = gated_delta_schedule, partial(Elementwise, "gated_delta_triton")
     floats = dict.fromkeys(("conv_in", "conv_out", "recurrent", "taps", "dt_bias", "a_log", "norm"), "*fp32")
-    step = {**floats, "eps": "fp32", **_strides("mixed")}
+    step = {**floats, "eps": "fp32", **_strides("mixed", "out")}
     scan = {**dict.fromkeys(("out", "q", "k", "v", "log_decay", "beta", "recurrent"), "*fp32"), "tokens": "i32"}
     constants = {"C": its.step_constants(k_heads, v_heads, k_dim, v_dim, 4)}
     scanned = {"C": its.scan_constants(v_heads, k_dim, v_dim)}

@@ -8,9 +8,8 @@ from ..config_json import ConfigJson
 from .format import Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .integer_scheme import IntegerScheme
-from .module_list import ModuleList
 from .packing import num_words, unpack, words_of
-from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size
+from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size, read_modules
 from .reading import read_scales
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Awq(IntegerScheme, WeightFormat):
         if fields.text(layout, "gemm").lower() != "gemm":
             raise fields.refuse(layout, "not supported; supported: gemm; convert the checkpoint with AutoAWQ")
         self._group = read_group_size(fields, "group_size" if "group_size" in fields.raw else "q_group_size")
-        self.plain = ModuleList(fields.texts("modules_to_not_convert"))
+        self.plain = read_modules(fields, "modules_to_not_convert")
         self.title = f"AWQ, {_BITS} bits, {f'groups of {self._group}' if self._group else 'a scale per channel'}"
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:

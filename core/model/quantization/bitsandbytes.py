@@ -6,8 +6,7 @@ from ..config_json import ConfigJson
 from .bnb_4bit import Bnb4Bit
 from .bnb_int8 import BnbInt8
 from .format import UniformFormat
-from .module_list import ModuleList
-from .read_fields import check_known
+from .read_fields import check_known, read_modules
 
 _FIELDS = {"quant_method", "load_in_4bit", "load_in_8bit", "llm_int8_has_fp16_weight", "llm_int8_skip_modules"}
 
@@ -34,4 +33,4 @@ class BitsAndBytes(UniformFormat):
             raise fields.refuse("load_in_4bit", f"load_in_8bit is {large}; exactly one of the two must be true")
         if fields.boolean("llm_int8_has_fp16_weight"):
             raise fields.refuse("llm_int8_has_fp16_weight", "not supported; supported: false")
-        super().__init__(Bnb4Bit() if small else BnbInt8(), ModuleList(fields.texts("llm_int8_skip_modules")))
+        super().__init__(Bnb4Bit() if small else BnbInt8(), read_modules(fields, "llm_int8_skip_modules"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,7 @@ from .format import Part, WeightFormat, WeightScheme
 from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .module_list import ModuleList
-from .read_fields import check_known
+from .read_fields import check_known, read_modules
 from .scaled_integers import ScaledIntegers
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class CompressedTensors(WeightFormat):
         groups = fields.object("config_groups")
         if groups is None:
             raise fields.refuse("config_groups", "an object of groups of modules is needed")
-        self.plain = _modules(fields, "ignore")
+        self.plain = read_modules(fields, "ignore")
         self._groups = [_group(groups, name, fields) for name in groups.raw]
         self.title = "; ".join(dict.fromkeys(each.scheme.title for each in self._groups if each.scheme is not None))
 
@@ -95,6 +94,8 @@ class CompressedTensors(WeightFormat):
         return self._scheme(name) is not None and super().covers(checkpoint, name)
 
     def left_out(self, checkpoint: Checkpoint, name: str) -> bool:
+        if name.endswith(".weight_zero_point"):  # of symmetric weights, as early versions stored them
+            return not bool(checkpoint.read(name).float().any())
         return super().left_out(checkpoint, name) or name.endswith(_LEFT_OUT)
 
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:
@@ -122,13 +123,6 @@ class CompressedTensors(WeightFormat):
         return None if group is None else group.scheme
 
 
-def _modules(fields: ConfigJson, name: str) -> ModuleList:
-    try:
-        return ModuleList(fields.texts(name))
-    except re.error as error:
-        raise fields.refuse(name, f"{error.pattern!r} is not a regular expression: {error}") from None
-
-
 def _group(groups: ConfigJson, name: str, top: ConfigJson) -> _Group:
     fields = groups.object(name)
     if fields is None:
@@ -136,7 +130,7 @@ def _group(groups: ConfigJson, name: str, top: ConfigJson) -> _Group:
     check_known(fields, _GROUP, _GROUP_NO_EFFECT)
     weights = fields.object("weights")
     scheme = None if weights is None else _scheme(weights, fields if fields.has("format") else top)
-    return _Group(_modules(fields, "targets"), _CLASS in fields.texts("targets"), scheme)
+    return _Group(read_modules(fields, "targets"), _CLASS in fields.texts("targets"), scheme)
 
 
 def _scheme(weights: ConfigJson, holder: ConfigJson) -> WeightScheme:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ..config_json import ConfigJson, UnsupportedModel
 from .format import Part, WeightFormat, WeightScheme
 from .group_scaled import row_chunks
-from .module_list import ModuleList
-from .read_fields import check_known
+from .read_fields import check_known, read_modules
 from .reading import REMEDY, read_scales
 
 if TYPE_CHECKING:
@@ -96,4 +95,4 @@ class Fp8(Fp8Scheme, WeightFormat):
         if block and (len(block) != 2 or any(size < 1 or size != int(size) for size in block)):
             raise fields.refuse("weight_block_size", "two whole numbers of at least 1 are needed, such as [128, 128]")
         super().__init__([int(size) for size in block] if block else None, inverse=True)
-        self.plain = ModuleList(fields.texts("modules_to_not_convert") + fields.texts("ignored_layers"))
+        self.plain = read_modules(fields, "modules_to_not_convert", "ignored_layers")

@@ -11,7 +11,7 @@ from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .integer_scheme import IntegerScheme
 from .module_list import ModuleList
 from .packing import WORD_BITS, num_words, unpack, words_of
-from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size
+from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size, read_modules
 from .reading import check_range, read_scales
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Gptq(WeightFormat):
         self._usual = _scheme(fields, add)
         self._rules = [_rule(fields, pattern, add) for pattern in _dynamic(fields)]
         self.title = self._usual.title
-        self.plain = ModuleList(fields.texts("modules_to_not_convert"))
+        self.plain = read_modules(fields, "modules_to_not_convert")
         self._only = ModuleList(_flat(fields, "modules_in_block_to_quantize"))
 
     def covers(self, checkpoint: Checkpoint, name: str) -> bool:
@@ -164,6 +164,8 @@ def _rule(fields: ConfigJson, key: str, add: int) -> tuple[re.Pattern[str], Gptq
         return pattern, None
     changed = dynamic.object(key)
     changes = {} if changed is None else changed.raw
+    if changed is not None:
+        check_known(changed, {"bits", "group_size", "desc_act"}, OF_TOOLS)
     return pattern, _scheme(
         ConfigJson(fields.path, {**fields.raw, **changes}, f"quantization_config.dynamic.{key}."), add
     )

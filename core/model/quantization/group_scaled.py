@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+#: Stored integers of so many bits do not fit int8 as they are.
+SIGNED_BITS = 8
+
 _CHUNK = 1 << 20  # elements that are dequantised at a time, which stay in a processor's cache
 
 
@@ -81,11 +84,11 @@ def signed(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Unsigned integers (uint8) as int8: of 8 bits, 128 less."""
     import torch
 
-    return (values ^ 0x80 if bits == 8 else values).view(torch.int8)
+    return (values ^ 0x80 if bits == SIGNED_BITS else values).view(torch.int8)
 
 
 def signed_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
     """Zero points of integers that `signed` made, as int16."""
     import torch
 
-    return zeros.to(torch.int16) - (128 if bits == 8 else 0)
+    return zeros.to(torch.int16) - (128 if bits == SIGNED_BITS else 0)

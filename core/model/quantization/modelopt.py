@@ -6,8 +6,7 @@ from ..config_json import ConfigJson
 from .format import UniformFormat, WeightScheme
 from .fp4 import Fp4
 from .fp8 import Fp8Scheme
-from .module_list import ModuleList
-from .read_fields import check_known
+from .read_fields import check_known, read_modules
 
 _FIELDS = {"quant_method", "quant_algo", "group_size", "exclude_modules", "ignore", "quantization"}
 
@@ -33,5 +32,5 @@ class ModelOpt(UniformFormat):
             raise inner.refuse("quant_algo", f"not supported; supported: {', '.join(_SCHEMES)}")
         if isinstance(scheme, Fp4) and inner.integer("group_size", _GROUP) != _GROUP:
             raise inner.refuse("group_size", f"not supported with NVFP4; supported: {_GROUP}")
-        super().__init__(scheme, ModuleList(inner.texts("exclude_modules") + inner.texts("ignore")))
+        super().__init__(scheme, read_modules(inner, "exclude_modules", "ignore"))
         self.title = f"ModelOpt {scheme.title}"

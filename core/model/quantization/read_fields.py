@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set as AbstractSet
 
 from ..config_json import ConfigJson
+from .module_list import ModuleList
 
 #: Fields of AWQ and GPTQ that say how the checkpoint was made and how kernels run; without effect on its weights.
 OF_TOOLS = {
@@ -44,6 +46,18 @@ def check_known(fields: ConfigJson, used: AbstractSet[str], no_effect: AbstractS
     """Raise UnsupportedModel for a field that is neither used nor known to have no effect on weights."""
     for name in sorted(fields.raw.keys() - used - no_effect):
         raise fields.refuse(name, f"unknown field; known: {', '.join(sorted(used | no_effect))}")
+
+
+def read_modules(fields: ConfigJson, *names: str) -> ModuleList:
+    """The modules that some fields list."""
+    entries = []
+    for name in names:
+        entries += (of_field := fields.texts(name))
+        try:
+            ModuleList(of_field)
+        except re.error as error:
+            raise fields.refuse(name, f"{error.pattern!r} is not a regular expression: {error}") from None
+    return ModuleList(entries)
 
 
 def read_group_size(fields: ConfigJson, name: str, default: int = 128) -> int | None:

@@ -9,6 +9,7 @@ from ..config_json import ConfigJson
 from .awq import Awq
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
+from .fbgemm_fp8 import FbgemmFp8
 from .format import WeightFormat
 from .fp8 import Fp8
 from .gptq import Gptq
@@ -18,6 +19,7 @@ FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
     "awq": Awq,
     "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": FbgemmFp8,
     "fp8": Fp8,
     "gptq": Gptq,
     "modelopt": ModelOpt,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..config_json import UnsupportedModel
 from .format import Part
-from .group_scaled import GroupScaled, groups_of
+from .group_scaled import SIGNED_BITS, GroupScaled, groups_of, signed
 from .integer_scheme import IntegerScheme
 from .packing import WORD_BITS, num_words, unpack, words_of
 from .read_fields import num_groups
@@ -93,7 +93,7 @@ class ScaledIntegers(IntegerScheme):
     def _check_zeros(self, checkpoint: Checkpoint, name: str, scales: tuple[int, ...]) -> None:
         if name in checkpoint and checkpoint[name].dtype == "I32":
             rows, *others = scales
-            checkpoint.check({name: (num_words(rows, self.bits), *others)}, ("I32",))
+            checkpoint.check({name: (num_words(rows, self.bits), *(others or (1,)))}, ("I32",))
         else:
             checkpoint.check({name: scales}, ("I8", "I32"))
 
@@ -106,13 +106,12 @@ class ScaledIntegers(IntegerScheme):
             )
 
     def _values(self, checkpoint: Checkpoint, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        import torch
-
         if not self.is_packed:
             return checkpoint.read(name, (rows, columns))
         words, within = words_of(columns, WORD_BITS // self.bits)
         stored = unpack(checkpoint.read(f"{name}_packed", (rows, words)), self.bits, 1)[:, within]
-        return stored.view(torch.int8) - (1 << (self.bits - 1))  # of 8 bits, it wraps around as it should
+        values = signed(stored, self.bits)
+        return values if self.bits == SIGNED_BITS else values - (1 << (self.bits - 1))
 
     def _zeros(self, checkpoint: Checkpoint, name: str, rows: slice, groups: slice) -> torch.Tensor | None:
         import torch

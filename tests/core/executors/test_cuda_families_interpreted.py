@@ -14,6 +14,7 @@ from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.ops import attention_flashinfer, native_library
+from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
 from chorus.perf.inline_reads import InlineReads
@@ -124,6 +125,19 @@ def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens
     it = save_zoo(tmp_path)
     driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)
     check(it, driver, ("alora", 30, 4), ("alora-qkv", 12, 4), ("plain", 9, 3), (None, 10, 3), ("alora", 9, 4))
+
+
+@pytest.mark.parametrize(
+    ("attention", "obstacle", "limit"),
+    [("auto", None, 256), ("auto", Obstacle("it is not installed"), 24), ("triton", None, 24)],
+)
+def test_requests_leave_the_window_by_default_where_flashinfer_serves(
+    tiny, drive, flashinfer, monkeypatch, attention, obstacle, limit
+):
+    monkeypatch.setattr(cuda, "flashinfer_obstacle", lambda *_: obstacle)
+    driver = drive(tiny("mistral-window"), attention=attention, max_model_len=None)
+    model = driver.engine.executor.model
+    assert (model.max_model_len, model.window) == (limit, 24 if limit == 24 else None)
 
 
 @pytest.mark.parametrize("mixed_graph_tokens", [0, 24])

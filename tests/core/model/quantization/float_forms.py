@@ -29,6 +29,18 @@ def fp8(scheme: str, plain: tuple[str, ...] = (), end: str = "weight_scale", **h
     return Form(quantise, {"quant_method": "fp8", "modules_to_not_convert": list(plain), **how}, plain)
 
 
+def fbgemm_fp8() -> Form:
+    """Channels, with a bound of activations."""
+    channels = fp8("channel", plain=("layers.0.mlp.down_proj",))
+
+    def quantise(module: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        tensors, weight = channels.quantise(module, shape)
+        return {**tensors, "input_scale_ub": torch.ones(1)}, weight
+
+    how = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": list(channels.plain)}
+    return Form(quantise, how, channels.plain)
+
+
 def fp8_exponents() -> Form:
     """Blocks whose scales are stored as E8M0."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from .bnb_forms import bnb_4bit, bnb_int8
-from .float_forms import compressed_fp4, compressed_fp8, fp8, fp8_exponents, modelopt
+from .float_forms import compressed_fp4, compressed_fp8, fbgemm_fp8, fp8, fp8_exponents, modelopt
 from .integer_forms import awq, compressed_integers, compressed_mixed, gptq
 from .twins import Form
 
@@ -20,6 +20,7 @@ def with_head(form: Form) -> Form:
 FORMS: dict[str, Form] = {
     "fp8": fp8("tensor"),
     "fp8 channels": fp8("channel", plain=("mlp.down_proj",)),
+    "fbgemm fp8": fbgemm_fp8(),
     "fp8 blocks": fp8("block", ("mlp.down_proj",), "weight_scale_inv", weight_block_size=[5, 7]),
     "fp8 blocks, powers of 2": fp8_exponents(),
     "awq": awq(),

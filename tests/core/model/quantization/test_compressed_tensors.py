@@ -149,3 +149,13 @@ def test_scales_of_the_kv_cache_and_of_activations_are_left_out_and_told(tmp_pat
     for found, want in zip(*map(weights, write_twins(tmp_path, form, spoil=add)), strict=True):
         assert found is want is None or torch.equal(found, want)
     assert "4 scales of activations and of the KV cache, and biases of zeros, are left out" in caplog.messages
+
+
+def test_zero_points_of_symmetric_weights_are_left_out_if_they_are_zero(tmp_path):
+    form, zero = compressed_fp8("channel"), f"{MODULE}.weight_zero_point"
+    (tmp_path / "zeros").mkdir()
+    stored = torch.zeros(16, 1).to(torch.float8_e4m3fn)
+    twins = write_twins(tmp_path / "zeros", form, spoil=lambda tensors: tensors.update({zero: stored}))
+    for found, want in zip(*map(weights, twins), strict=True):
+        assert found is want is None or torch.equal(found, want)
+    assert f"{zero} has no place" in refusal(tmp_path, form, lambda tensors: tensors.update({zero: torch.ones(16, 1)}))
