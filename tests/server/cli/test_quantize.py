@@ -14,6 +14,8 @@ from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 from chorus.server.cli.command import main
 
+from ...core.test_families import executor_of, logits_of
+
 GEOMETRY = Geometry(hidden=128, ffn=192, layers=2, heads=4, kv_heads=2, vocab=320)
 DOWN = "model.layers.1.mlp.down_proj."
 
@@ -117,3 +119,12 @@ def test_refusals(model, tmp_path, capsys):
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     assert main(["quantize", str(stored), str(tmp_path / "again")]) == 1
     assert "the checkpoint is quantised already" in capsys.readouterr().err
+
+
+@pytest.mark.native
+def test_served_it_has_the_bits_of_the_setting(model, quantised):
+    name, out = quantised
+    options = {"dtype": "bfloat16", "cpu_kernels": "native"}
+    found = logits_of(executor_of(out, **options), [[3, 7, 11], [9, 2]])
+    want = logits_of(executor_of(model, quantization=name, **options), [[3, 7, 11], [9, 2]])
+    assert torch.equal(found, want)
