@@ -8,7 +8,13 @@ import torch
 from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.quantization.group_scaled import GroupScaled
 from chorus.core.model.quantization.groups import evenly_grouped, part_of, plain, stacked, with_signed_values
+from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import Shard
+from chorus.core.model.weights import MATRICES, WeightLoader
 from chorus.ops.native_integers import IntegerPanels
+
+from .quantization.forms import FORMS
+from .quantization.twins import write_twins
 
 
 def matrix(rows=6, group_of=None, zeros=False, bits=4, low=-8):
@@ -76,3 +82,22 @@ def test_what_can_not_be_multiplied_as_whole_numbers_is_dequantised():
     assert isinstance(found, torch.Tensor)
     weights = found.transpose(1, 2).flatten(2).flatten(0, 1)[:6]
     assert torch.equal(weights, plain(mixed, torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "compressed packed, zero points", "compressed int8"])
+def test_integers_of_ranks_are_their_shares(tmp_path, form):
+    """Whole, and of each of two ranks, whose columns may cut groups."""
+    path, _ = write_twins(tmp_path, FORMS[form])
+    config = read_model_config(path)
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        kept, plainly = (WeightLoader(path, config, torch.float32, shard=shard) for _ in range(2))
+        kept.keeps_integers = True
+        seen = []
+
+        def pack(weight, seen=seen):
+            seen.append(isinstance(weight, GroupScaled))
+            return plain(weight, torch.float32).clone()
+
+        for found, want in zip(kept.layers(pack), plainly.layers(), strict=True):
+            assert all(torch.equal(getattr(found, name), getattr(want, name)) for name in MATRICES)
+        assert any(seen)
