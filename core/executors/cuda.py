@@ -26,7 +26,7 @@ from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
-from ..model.shard import WHOLE
+from ..model.shard import WHOLE, Shard
 from ..model.weights import kept_bytes
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
@@ -74,6 +74,20 @@ class CudaShapes(ModelExecutor):
 
     state_slots = 3
 
+    def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
+        """Raises UnsupportedModel."""
+        self._device = device
+        super().__init__(config, shard)
+
+    def _within_window(self, config: EngineConfig) -> bool:
+        """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
+        if config.attention not in ("auto", "flashinfer"):
+            return True
+        model, limit = self.config, self.config.max_context
+        scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
+        group, where = model.num_heads // model.num_kv_heads, self._device.torch_device
+        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores) is not None
+
 
 class CudaExecutor(CudaShapes):
     """Runs steps on one GPU, for the whole model or a TP rank's share. Any one thread at a time may use it."""
@@ -89,8 +103,8 @@ class CudaExecutor(CudaShapes):
         rank that it is, if there are several. Then it only loads its share; `measure` and `open` follow once all ranks
         have loaded. Raises DeviceError, UnsupportedModel and OutOfDeviceMemory.
         """
-        self._device = CudaDevice(_index(config.device)) if device is None else device
-        super().__init__(config, WHOLE if rank_context is None else rank_context.shard)
+        device = CudaDevice(_index(config.device)) if device is None else device
+        super().__init__(config, WHOLE if rank_context is None else rank_context.shard, device=device)
         check_offload(config, self._dtype)
         self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
@@ -195,15 +209,6 @@ class CudaExecutor(CudaShapes):
     def _ragged(self, plan: StepPlan) -> Outputs:
         launch = partial(self.steps.ragged, plan.sequences, plan.adapters, plan.sources, plan.merged)
         return launch() if self._offload is None else self._offload.launch(launch, plan)
-
-    def _within_window(self, config: EngineConfig) -> bool:
-        """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
-        if config.attention not in ("auto", "flashinfer"):
-            return True
-        model, limit = self.config, self.config.max_context
-        scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
-        group, where = model.num_heads // model.num_kv_heads, self._device.torch_device
-        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores) is not None
 
     def _open_offload(self, driver: CupyDriver | None) -> CudaLoraOffload:
         if driver is None:

@@ -60,11 +60,11 @@ class CudaRanksExecutor(RanksExecutorBase[CudaExecutor]):
         if devices is None:
             devices = RankDevices()
             check_gpus(config)
-        super().__init__(config, patience, CudaShapes)
+        device = devices.open_device(0)
+        super().__init__(config, patience, partial(CudaShapes, device=device))
         shapes, size = self.shapes, config.tensor_parallel_size
         self._open, self._wait, self._is_closed = deque[_RankStep](), None, threading.Event()
         layout = MemoryLayout(size, 0, DeviceRankContext.more_bytes(size), image_bytes(config.host_bytes))
-        device = devices.open_device(0)
         self._folder = tempfile.TemporaryDirectory(prefix="chorus-ranks-")  # where the processes find each other
         fd = SharedMemory.create(layout)
         try:

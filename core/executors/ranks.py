@@ -62,15 +62,18 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
     num_pages: int
 
     def __init__(
-        self, config: EngineConfig, patience: float, shapes_class: type[ModelExecutor] = ModelExecutor
+        self,
+        config: EngineConfig,
+        patience: float,
+        make_shapes: Callable[[EngineConfig, Shard], ModelExecutor] = ModelExecutor,
     ) -> None:
-        """patience: seconds that ranks wait for each other. shapes_class: shapes and defaults of `first`.
+        """patience: seconds that ranks wait for each other. make_shapes: of shapes and defaults as `first` has.
 
         Raises UnsupportedModel.
         """
         super().__init__()
         self._config, self._patience, self._size = config, patience, config.tensor_parallel_size
-        self.shapes = shapes_class(config, Shard(0, self._size))
+        self.shapes = make_shapes(config, Shard(0, self._size))
         """Shapes of the first rank's share."""
         self.model, one = self.shapes.model, self.shapes.layout
         self.layout = one.of_ranks(self._size)

@@ -17,7 +17,7 @@ from .layers import HeadNorm
 #: A part of a tensor: slices of its first dimensions.
 Part = tuple[slice, ...]
 
-#: What a rank has of a tensor that ranks do not share.
+#: A rank's part of a tensor that ranks do not share.
 _WHOLE: tuple[Part, ...] = ((),)
 
 #: Tensors of Gated DeltaNet that ranks share as they share the outputs of a projection, by the ends of their names.

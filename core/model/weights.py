@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: Elements of a quantised projection that are read at a time, in multiples of so many rows: packed words hold several.
 _CHUNK, _ROWS = 1 << 23, 128
 
-#: Makes what is kept of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
+#: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -330,7 +330,7 @@ class Weights(ABC):
         return stacked(shares)
 
     def _delta(self, at: str) -> DeltaWeights:
-        """What Gated DeltaNet has besides its projections, in float32 whatever the model's dtype."""
+        """The tensors of Gated DeltaNet other than its projections, in float32 whatever the model's dtype."""
         conv, dt_bias, a_log, norm = (
             self._read(at + name, dtype=torch.float32) for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight")
         )
@@ -355,10 +355,10 @@ class Weights(ABC):
 
 
 class WeightLoader(Weights):
-    """Reads a checkpoint one part at a time, so that memory holds what was kept and little more than one projection.
+    """Reads a checkpoint one part at a time, so that memory holds the kept parts and little more than one projection.
 
     advance: called with the bytes read. Raises UnsupportedModel when made if a tensor is missing, of another shape or
-    unknown: a weight that would go unused means that the model is not what its configuration says.
+    unknown: an unused weight means that the model differs from its configuration.
     """
 
     def __init__(
@@ -498,7 +498,7 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is not None and name in self._quantised:
             rows, columns = rows_and_columns(part, self._stored[name])
-            for chunk in row_chunks(target, _CHUNK, _ROWS):  # what is read is never as large as the projection
+            for chunk in row_chunks(target, _CHUNK, _ROWS):  # a read is never as large as the projection
                 these = slice(rows.start + chunk.start, rows.start + chunk.stop)
                 how.read_into(target[chunk], self._checkpoint, name, (these, columns))
         else:

@@ -1,7 +1,7 @@
 """PEFT LoRA checkpoints as they lie on disk: `adapter_config.json` and `adapter_model.safetensors`.
 
 `inspect_adapter` reads the configuration and the safetensors header only, so that thousands of adapters can be
-registered for the price of their headers. What the configuration targets and what the file holds must be the same.
+registered for the price of their headers. The configuration must target exactly the tensors of the file.
 
 Tests: tests/memory/files/test_adapter_format.py.
 """
@@ -191,7 +191,7 @@ class AdapterWeights(TensorFile):
         return info
 
     def changed(self) -> AdapterChanged:
-        """The error for a file that is not what was registered."""
+        """The error for a file that is not the registered one."""
         stale = "it changed on disk since the adapter was registered; register the adapter again"
         return AdapterChanged(f"{self.path}: {stale}")
 
@@ -277,7 +277,7 @@ def _check_invocation(config: AdapterConfig, path: Path, vocab_size: int | None)
 
 
 def _elsewhere(config: AdapterConfig, stem: str, modules: ModulePaths) -> str:
-    """What a configuration without targets would target if every layer had every projection."""
+    """The targets that a configuration without any would have if every layer had every projection."""
     level, projections = f"{stem}." if stem else "", modules.projections
     parts_of = {
         f"{level}layers.{layer}.{path}": (layer, parts[0])

@@ -59,5 +59,5 @@ class ModulePaths:
 
     @cached_property
     def names(self) -> str:
-        """What PEFT's `target_modules` may name."""
+        """Names for PEFT's `target_modules`."""
         return ", ".join(path.rpartition(".")[2] for path in self.by_path)

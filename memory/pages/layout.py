@@ -45,7 +45,7 @@ class PageLayout:
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
     state: StateShape | None = None
-    """What other layers keep of a request's past."""
+    """The past of a request in other layers."""
     state_slots: int = 2
     """States that a request has pages for; see `StateSlots`."""
     groups: tuple[PageGroup, ...] = field(init=False)

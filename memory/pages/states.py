@@ -1,9 +1,9 @@
 """Recurrent states of linear attention in pages of the pool.
 
-A state is computed from the state before it, so a step that runs twice must not change what it begins from. A request
-therefore has several slots, each with pages for a whole state: a step reads one and writes the next, in turn. A step
-that is discarded or run again reads the same slot again. A slot that has been written stays as it is until its turn
-comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for that slot.
+A state is computed from the state before it, so a step that runs twice must not change the one that it begins from. A
+request therefore has several slots, each with pages for a whole state: a step reads one and writes the next, in turn. A
+step that is discarded or run again reads the same slot again. A slot that has been written stays as it is until its
+turn comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for that slot.
 
 Pure arithmetic and lists of page numbers, no tensors.
 """
@@ -19,7 +19,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What a request keeps of its past in each layer with a state: a part for its convolution, and one of each head."""
+    """A request's past in each layer with a state: a part for its convolution, and one of each head."""
 
     num_layers: int
     """Layers with a state."""
@@ -29,7 +29,7 @@ class StateShape:
     head_elems: int
 
     def of_ranks(self, size: int) -> StateShape:
-        """What `size` TP ranks keep together. Their parts are as wide as a page is, so a state takes as many pages."""
+        """The states of `size` TP ranks together. Their parts are as wide as a page is: a state takes as many pages."""
         return replace(self, conv_elems=size * self.conv_elems, head_elems=size * self.head_elems)
 
 

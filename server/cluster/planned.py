@@ -26,7 +26,7 @@ INTERVAL_SECONDS = 10.0
 """Seconds between two placements: adapters of a restarted replica are back after about twice as long."""
 
 
-class Planned(ABC, Generic[T]):
+class PlannedChanges(ABC, Generic[T]):
     """Makes one plan at a time. Call `look` periodically, on the dispatcher's loop."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
@@ -62,7 +62,7 @@ class Planned(ABC, Generic[T]):
         return max(1, round(pages / max(1, sum(len(link.resident) for link in self._links))))
 
 
-class Mover(Planned[PlacementPlan]):
+class Mover(PlannedChanges[PlacementPlan]):
     """Migration: requests of this API server move to other replicas if the load is uneven."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Mover(Planned[PlacementPlan]):
             )
 
 
-class Preloader(Planned[list[list[str]]]):
+class Preloader(PlannedChanges[list[list[str]]]):
     """Preloading: replicas load adapters before the next request, by burst tolerance.
 
     It only knows the requests of this API server.

@@ -10,7 +10,7 @@ from .read_fields import check_known, read_modules
 
 _FIELDS = {"quant_method", "load_in_4bit", "load_in_8bit", "llm_int8_has_fp16_weight", "llm_int8_skip_modules"}
 
-#: What tensors say themselves, and how products are computed.
+#: Fields that tensors repeat, and fields about how products are computed.
 _NO_EFFECT = {
     "_load_in_4bit",
     "_load_in_8bit",

@@ -19,7 +19,7 @@ _KINDS = ("nf4", "fp4")
 
 
 class _State(NamedTuple):
-    """What the library tells of a quantised weight."""
+    """The library's description of a quantised weight."""
 
     name: str
     kind: str

@@ -175,7 +175,7 @@ def _integers(weights: ConfigJson, title: str, *, is_packed: bool) -> WeightSche
 
 
 def _strategy(weights: ConfigJson) -> Any:
-    """`strategy`, or what it is by default."""
+    """`strategy`, or its default."""
     if weights.has("strategy"):
         return weights.text("strategy")
     group = weights.raw.get("group_size")
@@ -227,7 +227,7 @@ def _plain(weights: ConfigJson, title: str) -> WeightScheme:
     return _integers(weights, title, is_packed=False)
 
 
-#: `format` and the type of the weights → what makes their scheme.
+#: `format` and the type of the weights → the function that makes their scheme.
 _SCHEMES: dict[tuple[str, str], Callable[[ConfigJson, str], WeightScheme]] = {
     ("pack-quantized", "int"): _packed,
     ("int-quantized", "int"): _plain,

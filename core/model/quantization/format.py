@@ -31,7 +31,7 @@ class WeightScheme(ABC):
     """How one projection is stored."""
 
     title: str
-    """What users call it, such as `AWQ, 4 bits, groups of 128`."""
+    """The users' name for it, such as `AWQ, 4 bits, groups of 128`."""
 
     @abstractmethod
     def stores(self, checkpoint: Checkpoint, name: str) -> bool:

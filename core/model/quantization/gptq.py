@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WIDTHS = (2, 4, 8)
 
-#: Values of `checkpoint_format` → what is added to a stored zero point.
+#: Values of `checkpoint_format` → the number added to a stored zero point.
 _LAYOUTS = {"gptq": 1, "gptq_v2": 0}
 
 _FIELDS = {
@@ -45,7 +45,7 @@ class GptqScheme(IntegerScheme):
     """
 
     def __init__(self, bits: int, group: int | None, add: int, *, act_order: bool = False) -> None:
-        """group: columns per group, None for one group. add: what is added to a stored zero point."""
+        """group: columns per group, None for one group. add: the number added to a stored zero point."""
         self._bits, self._group, self._add, self._act_order = bits, group, add, act_order
         groups = f"groups of {group}" if group else "a scale per channel"
         self.title = f"GPTQ, {bits} bits, {groups}{', act order' if act_order else ''}"

@@ -12,7 +12,7 @@ _REGEX = "re:"
 class ModuleList:
     """Names, ends or beginnings of names, patterns with `*`, and regular expressions, which begin with `re:`.
 
-    Tools disagree on what a name that is not whole matches. Such a match only counts if the file agrees.
+    Tools disagree on the modules that a partial name matches. Such a match only counts if the file agrees.
     """
 
     def __init__(self, entries: Sequence[str] = ()) -> None:
