@@ -101,7 +101,8 @@ simulation: ## simulation tests of the engine, by seeds
 lives: simulation
 
 families: ## every geometry of every model family over every path of an engine
-	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py
+	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py \
+		tests/core/executors/test_cuda_families_interpreted.py
 
 level-%: ## native tests at one ISA level, such as level-avx2
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native

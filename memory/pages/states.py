@@ -3,7 +3,7 @@
 A state is computed from the state before it, so a step that runs twice must not change the one that it begins from. A
 request therefore has several slots, each with pages for a whole state: a step reads one and writes the next, in turn. A
 step that is discarded or run again reads the same slot again. A slot that has been written stays as it is until its
-turn comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for that slot.
+turn comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for it.
 
 Pure arithmetic and lists of page numbers, no tensors.
 """

@@ -5,6 +5,8 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -25,10 +27,15 @@ from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
-#: Scale, multipliers, norms around, a partial and interleaved rope, a soft cap, and layers side by side.
-DENSE = ["granite", "glm-4", "gemma-2", "cohere-2", "olmo-2"]
-#: With windows in some layers, or in all.
-WINDOWS = ["gemma-3", "mistral-window", "qwen2-window"]
+EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
+"""Every geometry in every way, as `make families` asks, rather than a choice of them."""
+
+#: Multipliers, and layers side by side; scale, norms around, a partial and interleaved rope, a soft cap.
+DENSE = ["granite", "cohere-2", *(["glm-4", "gemma-2", "olmo-2"] if EVERY else [])]
+#: With windows in all layers; in some.
+WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
+#: With one launch for a step's pieces, and with captured ones.
+MIXED = [0, 24] if EVERY else [24]
 #: With several page groups of one window; with a window, a soft cap and a scale; with a window in every layer.
 ON_A_GPU = ["gemma-3", "gemma-2-untied", "mistral-window"]
 
@@ -120,7 +127,7 @@ def test_windows_and_soft_caps_by_our_kernel(tiny, drive, triton, family):
     check(it, drive(it, ["r3-all"]), (None, 50, 3), ("r3-all", 22, 4))
 
 
-@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
     it = save_zoo(tmp_path)
     driver = drive(it, ["plain", "alora", "alora-qkv"], mixed_graph_tokens=mixed_graph_tokens)
@@ -140,7 +147,7 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
     assert (model.max_model_len, model.window) == (limit, 24 if limit == 24 else None)
 
 
-@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+@pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     it = tiny("qwen3.5")
     driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens, max_num_seqs=2)
