@@ -13,6 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 LEAST_HOST_CACHE_BYTES = 1 << 30
 
+#: Names that other servers have for the forms of quantised checkpoints.
+_FORMS_OF_CHECKPOINTS = (
+    "awq",
+    "awq_marlin",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "gguf",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+)
+
 
 class EngineConfig(BaseModel):
     """Model, memory and batching limits of one engine."""
@@ -277,6 +290,8 @@ class EngineConfig(BaseModel):
                 "fp8 is no form that weights are quantised to; use int8, which takes as many bytes, or serve a "
                 "checkpoint that is stored as FP8"
             )
+        if name in _FORMS_OF_CHECKPOINTS:
+            raise ValueError(f"the form of a checkpoint is read from its files; leave quantization out to serve {name}")
         return name
 
     @model_validator(mode="after")

@@ -270,7 +270,8 @@ class PackedWeights:
     def add(self, weight: torch.Tensor | GroupScaled) -> torch.Tensor | native_integers.IntegerPanels:
         """Pack a projection: whole numbers as they are, if they can be multiplied so."""
         if not isinstance(weight, GroupScaled):
-            shape = native_model.packed_shape(*weight.shape, weight.dtype)
+            rows, columns = weight.shape
+            shape = native_model.packed_shape(rows, columns, weight.dtype)
             return native_model.pack(weight, self._take(shape, weight.dtype))
         if not is_packable(weight):
             return self.add(plain(weight, self._dtype))

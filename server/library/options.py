@@ -45,7 +45,6 @@ OTHERS = {
     "max_loras": "use max_adapters_per_step",
     "max_lora_rank": "adapters of any rank are served; leave it out",
     "model_path": "use model",
-    "quantization": "use a checkpoint in bfloat16 or float16",
     "trust_remote_code": "code of a model is never run; leave it out",
 }
 """Options of other libraries, each with advice."""

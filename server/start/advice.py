@@ -58,7 +58,6 @@ INSTEAD = {
     "--middleware": "put a proxy in front; see docs/how-to/deploy.md",
     "--num-gpu-blocks-override": "use --num-pages",
     "--pipeline-parallel-size": "a model lies on one device; use `chorus cluster up --replicas N` for more requests",
-    "--quantization": "use a checkpoint in bfloat16 or float16",
     "--response-role": "answers are the assistant's",
     "--revision": "fetch that revision, and give its directory as MODEL",
     "--rope-scaling": "change rope_scaling in the model's config.json; --max-model-len may then be more",

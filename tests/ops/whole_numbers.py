@@ -23,10 +23,10 @@ class WholeNumbers:
     def of(cls, weight: torch.Tensor, bits: int, group: int, zeros: bool = False) -> WholeNumbers:
         """Weights near a matrix, with random zero points where `zeros`."""
         rows, inputs = weight.shape
-        half, groups = 1 << (bits - 1), -(-inputs // group)
-        padded = torch.zeros(rows, groups * group)
+        half, groups, width = 1 << (bits - 1), -(-inputs // group), min(group, inputs)
+        padded = torch.zeros(rows, groups * width)
         padded[:, :inputs] = weight
-        padded = padded.view(rows, groups, group)
+        padded = padded.view(rows, groups, width)
         scales = padded.abs().amax(-1).clamp_min(1e-6) / (half - 0.5)
         shift = torch.zeros_like(scales)
         if zeros:

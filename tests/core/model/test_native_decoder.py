@@ -147,12 +147,12 @@ class GivenWeights:
         assert self._model.norm is not None
         return self._model.norm
 
-    def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+    def kept_lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         return self._model.head
 
     def layers(self, pack: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[LayerWeights]:
         for layer in self._model.weights:
-            parts = dict(vars(layer))
+            parts = {name: part for name, part in vars(layer).items() if name != "whole"}
             yield LayerWeights(**{**parts, **{name: pack(parts[name]) for name in ("qkv", "o", "gate_up", "down")}})
 
 
