@@ -79,6 +79,13 @@ def test_uploads_outlive_restarts_and_wrong_ones(tmp_path):
             assert up.client.delete(f"/v1/adapters/{name}").status_code == 200
 
 
+def listeners(port):
+    """Sockets that listen on a port of this machine."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    sockets = ((local.rpartition(":")[2], state) for _, local, _, state, *_ in map(str.split, lines))
+    return sum(state == "0A" and int(local, 16) == port for local, state in sockets)
+
+
 @pytest.mark.long
 def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monkeypatch):
     root, found = Path(chorus.__file__).resolve().parent, tmp_path / "found"
@@ -99,6 +106,7 @@ def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monke
                 up.client.patch(f"/v1/adapters/n{number}", json={"paused": False})
             assert up.client.delete("/v1/adapters/n0").status_code == 200
 
+        up.wait_until(lambda: listeners(up.client.base_url.port) == 2)  # both API servers have begun
         ask()  # modules are imported where they are needed first
         processes = up.replicas + up.children("api-server") + up.children("registry")
         for pid in processes:
