@@ -184,8 +184,11 @@ class CheckedOrder:
         adapters = {request.adapter for request in self._scheduler.running if request.adapter is not None}
         has_preempted = self._scheduler.lifecycle.num_preemptions > self._num_preemptions
         fit = most is None or (len(adapters) <= most and not has_preempted)
-        ran = {self._asked[row.request_id].adapter for row in plan.sequences}  # maybe before their adapter begins
-        return set() if fit else adapters.difference(ran)
+        return set() if fit else adapters - self._ran(plan)
+
+    def _ran(self, plan: StepPlan) -> set[Adapter | None]:
+        """The adapters of a step's requests, also of those whose adapter begins later."""
+        return {self._asked[row.request_id].adapter for row in plan.sequences}
 
     def _check_adapters(self, plan: StepPlan, left_out: Set[Adapter]) -> None:
         """Check that no adapter of running requests is descheduled beyond its time and a round of the others."""
@@ -194,7 +197,7 @@ class CheckedOrder:
         may_run = {each.adapter for each in self._scheduler.running if each.restoring is None and not each.choice_group}
         since = self._out_since
         self._out_since = {each: since.get(each, (now, self._decided[1])) for each in left_out & may_run}
-        patience, count = self._config.max_overtake_seconds, len(left_out) + plan.num_adapters
+        patience, count = self._config.max_overtake_seconds, len(left_out) + len(self._ran(plan) - {None})
         for adapter, (then, step) in self._out_since.items():
             is_late = now - then > patience + min(patience, LONGEST_ROUND) and self._decided[1] - step > 3 * count
             promise(not is_late, "{} is descheduled since {}, now {}", adapter, then, now)
