@@ -6,9 +6,11 @@ import random
 from functools import partial
 
 import pytest
+import torch
 
 from chorus.core.executors.base import ModelExecutor
 from chorus.graphs.runner import StepMode
+from chorus.ops import native_library
 
 from . import test_family_paths
 from .merging.test_merged import merge
@@ -20,7 +22,12 @@ pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch",
 answers = partial(test_family_paths.answers, adapters=(None,))
 told = test_family_paths.told
 
-on_one_or_two_ranks = pytest.mark.parametrize(("family", "ranks"), [*((name, 1) for name in HYBRIDS), ("qwen3.5", 2)])
+needs_library = pytest.mark.skipif(
+    not native_library.available(torch.float32), reason="ranks add up by the native library"
+)
+on_one_or_two_ranks = pytest.mark.parametrize(
+    ("family", "ranks"), [*((name, 1) for name in HYBRIDS), pytest.param("qwen3.5", 2, marks=needs_library)]
+)
 """Both geometries on one rank, and on two the one with several heads of values for each of keys."""
 
 
