@@ -273,7 +273,7 @@ class Scheduler:
         info = self.last_step = StepInfo(plan.step_id, len(plan.sequences), len(plan.adapters), plan.num_tokens)
         self._count_steps(plan.num_tokens)
         if self._turns.most is not None:
-            self._turns.note_step(plan.adapters, self._clock())
+            self._turns.note_step(self._adapters_of(plan), self._clock())
         requests, outputs, num_generated = self._requests, [], 0
         has_extras = result.unready or result.errors or result.prompt_logprobs
         is_async = plan.sources is not None
@@ -293,6 +293,12 @@ class Scheduler:
         if result.grammar_seconds or self.grammars.heavy:
             self._note_grammars(result)
         return outputs
+
+    def _adapters_of(self, plan: StepPlan) -> dict[Adapter, None]:
+        """The adapters of a step's requests, also of those whose tokens come before their adapter begins."""
+        begun = (self._requests.get(each.request_id) for each in plan.sequences if each.kv_len <= each.lora_from)
+        early = (request.adapter for request in begun if request is not None and request.adapter is not None)
+        return dict.fromkeys(plan.adapters) | dict.fromkeys(early)
 
     def _note_grammars(self, result: StepResult) -> None:
         spent = result.grammar_seconds.items()
