@@ -253,19 +253,21 @@ class RequestMemory:
             return
         table = request.block_table
         table.add_some(held)
-        request.room = image.blocks.stop * self.block_tokens
         pages = [page for page in table.pages[num_blocks * step :] if page]
         if table.states is not None:
-            self.prefix.release(table.states.leave_checkpoint())
-            pages += table.states.current
+            pages += table.states.spare or table.states.current
         try:
             request.restoring = self.swapped.restore(image, pages, sum(image.held[:skip]))
         except ExecutorLost:
             raise
         except Exception:
             logger.exception("the KV of request %s could not be copied back", request.id)
+            table.drop_from(num_blocks * step)
             self._drop_image(request, image)
             return
+        if table.states is not None:
+            self.prefix.release(table.states.leave_checkpoint())
+        request.room = image.blocks.stop * self.block_tokens
         request.num_computed_tokens = image.num_tokens
         if request.restoring is None:
             request.kv_image = None

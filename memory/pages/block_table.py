@@ -70,6 +70,11 @@ class BlockTable:
         pages = iter(self._pool.allocate(sum(wanted), PageKind.KV))
         self.pages += [next(pages) if each else PagePool.DUMMY for each in wanted]
 
+    def drop_from(self, count: int) -> None:
+        """Drop all pages but the first `count`, before any step has seen them."""
+        self._prefix.release(self.pages[count:])
+        del self.pages[count:]
+
     def leave(self, next_token: int) -> None:
         """Release the pages that neither the token at a position nor a later one sees."""
         released = []

@@ -325,6 +325,28 @@ def test_a_copy_that_is_refused_costs_time_only(subject, drive, monkeypatch, way
     assert (stats.num_swaps_out, stats.num_swaps_dropped) == ((1, 1) if way == "copy_in" else (0, 0))
 
 
+@pytest.mark.parametrize(("family", "prefix_cache"), [("mistral-window", False), ("qwen3.5", True)])
+def test_a_copy_back_that_is_refused_leaves_pages_and_states_as_before(tiny, drive, monkeypatch, family, prefix_cache):
+    """The request begins again, with a page wherever it writes; or at a checkpoint, whose state it reads."""
+
+    def refuse(*args):
+        raise RuntimeError("the driver refuses")
+
+    it = tiny(family)
+    config = {"preemption": "swap", "max_model_len": 128, "max_num_batched_tokens": 32, "block_tokens": 8}
+    driver = drive(it, prefix_cache=prefix_cache, **config)
+    prompt, want = it.case(None, 60, seed=3, count=12)
+    request = driver.add("a", None, prompt, max_tokens=12)
+    while request.num_output_tokens < 6:
+        driver.step()
+    monkeypatch.setattr(driver.executor.swaps, "copy_in", refuse)
+    driver.engine.scheduler.lifecycle.preempt(request)
+    assert driver.drain()["a"].tokens == want
+    stats = driver.engine.stats()
+    assert (stats.num_swaps_out, stats.num_swaps_dropped, stats.num_swaps_in) == (1, 1, 0)
+    assert (request.began_at > 0) == prefix_cache
+
+
 def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subject, drive):
     it = subject("gqa")
     here, there = drive(it, preemption="swap"), drive(it, preemption="swap")
