@@ -287,7 +287,7 @@ class EngineConfig(BaseModel):
     def _quantization_is_of_integers(cls, name: object) -> object:
         if name == "fp8":
             raise ValueError(
-                "fp8 is no form that weights are quantised to; use int8, which takes as many bytes, or serve a "
+                "weights can't be quantised to fp8 here; use int8, which takes as many bytes, or serve a "
                 "checkpoint that is stored as FP8"
             )
         if name in _FORMS_OF_CHECKPOINTS:

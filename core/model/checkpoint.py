@@ -123,7 +123,7 @@ def _files(directory: Path) -> list[Path]:
     if not index.is_file():
         others = list(directory.glob("*.safetensors"))
         if not (directory / SINGLE).is_file() and len(others) == 1:
-            return others  # older tools name the file after what they did
+            return others  # older tools put the method into the name of the file
         if not (directory / SINGLE).is_file():
             pickled = any(directory.glob("pytorch_model*.bin"))
             hint = "; pickle files are never read: convert pytorch_model.bin to safetensors" if pickled else ""

@@ -287,7 +287,7 @@ class PackedWeights:
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         room = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-        if len(self._free) < room:  # what is left of the piece before has no memory from the system
+        if len(self._free) < room:  # the unused rest of the last piece was never touched, so it costs no memory
             self._free = hugepages.zeros((max(room, _PIECE_BYTES),), torch.uint8)
         here, self._free = self._free[:num_bytes], self._free[room:]
         return here.view(dtype).view(*shape)

@@ -133,7 +133,7 @@ def test_what_keeps_dequantised_weights_says_so(model, caplog):
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"quantization": "fp8"}, "fp8 is no form that weights are quantised to; use int8"),
+        ({"quantization": "fp8"}, "weights can't be quantised to fp8 here; use int8"),
         ({"quantization": "awq"}, "read from its files; leave quantization out to serve awq"),
         ({"quantization": "int3"}, "'int8' or 'int4'"),
         ({"quantize_lm_head": True}, "quantize_lm_head needs quantization"),

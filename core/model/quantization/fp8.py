@@ -28,7 +28,7 @@ _FIELDS = {
     "ignored_layers",
 }
 
-#: The dtype of scales is told by themselves; there are no experts.
+#: These need no field: tensors give the dtype of their scales, and no served model has experts.
 _NO_EFFECT = {"dequantize", "expert_dtype", "scale_fmt"}
 
 

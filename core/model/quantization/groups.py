@@ -46,7 +46,7 @@ def _zeros_of(matrix: GroupScaled) -> torch.Tensor:
 
 
 def _with_groups(matrix: GroupScaled, group_of: torch.Tensor) -> GroupScaled:
-    """The same weights with finer groups, each of which lies in one of the matrix's."""
+    """The same weights in finer groups. Each new group is part of one old group."""
     first = torch.empty(int(group_of.max()) + 1, dtype=torch.long)
     first[group_of] = matrix.group_of
     zeros = None if matrix.zeros is None else matrix.zeros[:, first]

@@ -27,7 +27,7 @@ def unpack(words: torch.Tensor, bits: int, dim: int, order: Sequence[int] = ()) 
 
 
 def words_of(part: slice, each: int) -> tuple[slice, slice]:
-    """Words that hold `part` of a packed dimension, and `part` within what they unpack to. each: integers per word."""
+    """The words that hold `part` of a packed dimension, and where `part` is in them. each: integers per word."""
     first = part.start // each
     return slice(first, -(-part.stop // each)), slice(part.start - first * each, part.stop - first * each)
 
