@@ -135,7 +135,7 @@ class TokenBudget:
         """
         wanted: Counter[str] = Counter()
         for request in prompts:
-            wanted[request.fairness_key] += num_missing(request)
+            wanted[request.fairness_key] += self._next_chunk(request)
         present = wanted if len(self._running) < self._limits.max_num_seqs else self._running.tenants
         newcomer = next((tenant for tenant in waiting if tenant not in present), None)
         if len(wanted) + (newcomer is not None) < 2 or not self._limits.chunked_prefill:

@@ -29,7 +29,8 @@ from .virtual_reads import VirtualClock
 
 class CheckedEngine:
     """adapters: names, of two pages each. is_async: steps are launched ahead. swap_seconds: typical, of a copy of KV.
-    config: options that differ from a small engine's.
+    state_pages: of a recurrent state, if the model has layers with one. config: options that differ from a small
+    engine's.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class CheckedEngine:
         *,
         is_async: bool = False,
         swap_seconds: float = 0.0,
+        state_pages: int = 0,
         **config: Any,
     ) -> None:
         defaults = {
@@ -58,7 +60,9 @@ class CheckedEngine:
         backend = CheckedAdapters(self.disk, lambda seconds: None, self.clock, memory, rng, reached)
         swaps = CheckedSwaps(memory, self.clock, rng, reached, swap_seconds)
         shadow = CheckedShadow(memory, self.clock)
-        self.executor = CheckedExecutor(self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps)
+        self.executor = CheckedExecutor(
+            self.config, backend, self.clock, memory, self.asked, reached, shadow, swaps, state_pages=state_pages
+        )
         executor: Any = LateResults(self.executor) if is_async else self.executor
         self.engine = Engine(self.config, executor, self.clock, reads or InlineReads(), policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix

@@ -519,6 +519,20 @@ class TestTokensOfAStep:
         assert dict(checked.plans[-1]) == {"long": 2, "short": 4}
         checked.drain()
 
+    def test_tokens_that_a_tenant_can_not_use_before_a_checkpoint_are_the_others(self):
+        """A prompt stops at its next checkpoint. What it can't use of its tenant's share was left unused."""
+        checked = CheckedEngine(
+            state_pages=2, state_checkpoint_tokens=4, prefix_cache=True, max_num_batched_tokens=12, max_num_seqs=3
+        )
+        checked.add("one", prompt=[5] * 36, tenant="a")
+        checked.step()
+        checked.add("other", prompt=[6] * 36, tenant="b")
+        checked.add("third", prompt=[7] * 36, tenant="b")
+        for _ in range(4):
+            checked.step()
+            assert dict(checked.plans[-1]) == {"one": 4, "other": 4, "third": 4}
+        checked.drain()
+
     @pytest.mark.parametrize("tenants", ["aa", "ab"])
     def test_prompts_that_must_not_be_cut_are_not(self, tenants):
         checked = CheckedEngine(max_num_batched_tokens=64, chunked_prefill=False)
