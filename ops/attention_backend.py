@@ -20,8 +20,9 @@ Wanted = Literal["auto", "flashinfer", "triton", "torch"]
 
 
 _BUILD = (
-    "install nvcc of CUDA's toolkit and leave FLASHINFER_DISABLE_JIT unset, or install flashinfer-jit-cache, its "
-    "modules built ahead"
+    "install nvcc of CUDA's toolkit and leave FLASHINFER_DISABLE_JIT unset, or install its modules built ahead, which "
+    "PyPI does not have: pip install flashinfer-jit-cache=={version} --index-url https://flashinfer.ai/whl/cu130 (or "
+    "cu128: the CUDA version of PyTorch)"
 )
 
 
@@ -157,7 +158,7 @@ def flashinfer_obstacle(
     group: int, head_dim: int, dtype: torch.dtype, device: torch.device, scores: Collection[Scores] = (PLAIN,)
 ) -> Obstacle | None:
     """Return why FlashInfer can't serve; None if it can. group: heads that share a KV head."""
-    from .attention_flashinfer import DTYPES, HEAD_DIMS, unavailable_modules
+    from .attention_flashinfer import DTYPES, HEAD_DIMS, VERSION, unavailable_modules
 
     if device.type != "cuda":
         return Obstacle(f"FlashInfer needs a CUDA device, this one is {device}")
@@ -169,9 +170,14 @@ def flashinfer_obstacle(
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return Obstacle(f"FlashInfer needs compute capability 8.0, {device} has {_dotted(capability)}")
     try:
-        version("flashinfer-python")
+        found = version("flashinfer-python")
     except PackageNotFoundError:
         return Obstacle("FlashInfer is not installed", "pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'")
+    if found != VERSION and not found.startswith(f"{VERSION}."):
+        return Obstacle(
+            f"FlashInfer {found} is installed, and only {VERSION} has been run",
+            f"pip install flashinfer-python=={VERSION}.*",
+        )
     try:
         missing, cause = unavailable_modules(group, head_dim, dtype, device, scores)
     except (ImportError, OSError, RuntimeError) as error:
@@ -179,5 +185,7 @@ def flashinfer_obstacle(
             f"FlashInfer cannot be loaded ({error})", "install versions of its packages that fit each other"
         )
     if missing:
-        return Obstacle(f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}", _BUILD)
+        return Obstacle(
+            f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}", _BUILD.format(version=found)
+        )
     return None

@@ -49,6 +49,10 @@ import torch
 from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores, count_prefills
 from .attention_plan import PlanBuffers
 
+#: The version that the facts above were read from, and that has run. Later ones name and build their modules otherwise:
+#: 0.7 looks for `..._kv_stride_equal`, and would be refused though those of this version are there.
+VERSION = "0.6.4"
+
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 
 from chorus.ops import attention_backend, attention_flashinfer
 from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores
@@ -414,6 +417,26 @@ def test_ours_where_there_is_no_compiler(hopper):
     assert backend.name == "triton"
     assert "there is no CUDA compiler (nvcc)" in backend.reason
     assert "install nvcc" in backend.fix
+    assert "flashinfer-jit-cache==0.6.4 --index-url https://flashinfer.ai/whl/" in backend.fix, "PyPI has none"
+
+
+def test_ours_beside_a_version_that_was_not_run(hopper, compiler, monkeypatch):
+    """0.7 names its modules otherwise: it was asked for modules that it does not know."""
+    monkeypatch.setattr(attention_backend, "version", lambda name: "0.7.2.post1")
+    backend = choose()
+    assert backend.name == "triton"
+    assert backend.reason == "FlashInfer 0.7.2.post1 is installed, and only 0.6.4 has been run"
+    assert backend.fix == "pip install flashinfer-python==0.6.4.*"
+    monkeypatch.setattr(attention_backend, "version", lambda name: "0.6.4.post1")
+    assert choose() == "flashinfer"
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_the_extras_install_the_version_that_was_run(extra):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    wanted = [Requirement(each) for each in project["project"]["optional-dependencies"][extra]]
+    pins = next(each.specifier for each in wanted if each.name == "flashinfer-python")
+    assert str(pins) == f"=={attention_flashinfer.VERSION}.*"
 
 
 def test_ours_where_flashinfer_itself_fails(hopper, monkeypatch):
