@@ -77,9 +77,13 @@ def _gate(run: Run, args: argparse.Namespace) -> dict[str, Any]:
         print(f"{run.label}: {len(run.readings)} metrics are the new baseline {path}")
         return {**report, "ok": True, "baseline": str(path), "updated": True}
     baseline = Baseline.find(run, args.baseline)
+    if baseline is None and args.write_missing:
+        path = Baseline.write(run, args.baseline)
+        print(f"{run.label}: first run on {run.device}: {len(run.readings)} metrics are its baseline; commit {path}")
+        return {**report, "ok": True, "baseline": str(path), "updated": True}
     if baseline is None:
         devices = ", ".join(Baseline.devices(run, args.baseline)) or "nothing"
-        text = f"{run.label}: no baseline for {run.device}, only for {devices}; take one there with --update"
+        text = f"{run.label}: no baseline for {run.device}, only for {devices}; first run: write one with --update"
         if not args.skip_unknown:
             raise GateError(text)
         print(f"{text}: skipped")
@@ -120,6 +124,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("results", nargs="+", metavar="RESULT", help="file that ends with a JSON object")
     add("--baseline", type=Path, default=BASELINES, metavar="DIR", help="the baselines")
     add("--update", action="store_true", help="make the results the new baseline")
+    add("--write-missing", action="store_true", help="make results without a baseline for their device the baseline")
     add(
         "--skip-unknown",
         action="store_true",

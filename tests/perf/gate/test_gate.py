@@ -296,10 +296,22 @@ def test_an_unknown_device_is_told_apart_from_a_regression(directory, tmp_path, 
     other = written(tmp_path / "other.txt", result(machine="H200"))
     code, _, found = call(capsys, other, "--baseline", directory)
     assert code == 2
-    assert found["error"] == "made papers: no baseline for H200, only for box; take one there with --update"
+    assert found["error"] == "made papers: no baseline for H200, only for box; first run: write one with --update"
     code, text, _ = call(capsys, other, "--baseline", directory, "--skip-unknown")
     assert code == 0
     assert "skipped" in text
+
+
+def test_the_first_run_on_a_device_writes_its_baseline_and_says_so(directory, tmp_path, capsys):
+    first = written(tmp_path / "first.txt", result(machine="H200"))
+    code, text, found = call(capsys, first, "--baseline", directory, "--write-missing")
+    assert code == 0
+    assert "first run on H200: 3 metrics are its baseline; commit" in text
+    assert Path(found["suites"][0]["baseline"]).is_file()
+    worse = written(tmp_path / "worse.txt", result(machine="H200", rows=[]))
+    code, text, _ = call(capsys, worse, "--baseline", directory, "--write-missing")
+    assert code == 1, "later runs are compared"
+    assert "2 missing of 3 metrics" in text
 
 
 @pytest.mark.parametrize(
@@ -313,6 +325,49 @@ def test_what_is_no_result_is_refused(directory, tmp_path, capsys, text, message
 
 
 # -- the baselines of this repository
+
+KEPT = Path(gate.__file__).parents[1] / "results"
+
+
+@pytest.fixture
+def gpu_suite(tmp_path):
+    """The GPU's suite, without baselines."""
+    directory = tmp_path / "baselines"
+    directory.mkdir()
+    shutil.copy(gate.BASELINES / "gpu.toml", directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in KEPT.glob("h100-*")))
+def test_a_kept_result_of_a_gpu_passes_the_gate_as_its_workflow_calls_it(gpu_suite, capsys, name):
+    path = KEPT / name / "result.json"
+    code, text, _ = call(capsys, path, "--baseline", gpu_suite, "--write-missing")
+    assert (code, "first run on" in text) == (0, True)
+    code, text, found = call(capsys, path, "--baseline", gpu_suite, "--write-missing")
+    assert (code, ", none worse than the baseline" in text) == (0, True)
+    kinds = {metric["name"].split()[0] for metric in found["suites"][0]["metrics"]}
+    sections = json.loads(path.read_text("utf-8"))["sections"]
+    tables = {"decode": "decode", "attention": "attention", "prefill": "prefill", "merged": "merged", "mixes": "mix"}
+    tables |= {"http": "HTTP", "sampling": "draw", "ttft": "TTFT", "products": "product", "sgmv": "SGMV"}
+    assert {tables[section] for section in sections if section in tables} <= kinds
+
+
+def test_a_slower_gpu_fails_the_gate_in_every_table(gpu_suite, tmp_path, capsys):
+    path = KEPT / "h100-2026-11-22-e391802" / "result.json"
+    call(capsys, path, "--baseline", gpu_suite, "--write-missing")
+    slower = json.loads(path.read_text("utf-8"))
+    for values in slower["sections"].values():
+        for rows in (each for each in values.values() if isinstance(each, list)):
+            for row in rows:
+                for column, value in row.items():
+                    if column.endswith(("_ms", "_us", "ms", "us")) and isinstance(value, float):
+                        row[column] = 1.4 * value
+                    elif column.startswith(("tokens_per_s", "over_", "cold_tokens")) or "_over_" in column:
+                        row[column] = value and value / 1.4
+    code, _, found = call(capsys, written(tmp_path / "slower.json", slower), "--baseline", gpu_suite)
+    worse = {each["name"].split()[0] for each in found["suites"][0]["metrics"] if each["status"] == "worse"}
+    assert code == 1
+    assert worse >= {"decode", "SGMV", "attention", "prefill", "merged", "mix", "HTTP", "draw", "sampled", "TTFT"}
 
 
 def test_every_suite_is_well_formed_and_its_baselines_are_whole():

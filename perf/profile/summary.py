@@ -1,0 +1,83 @@
+"""Summary of a profiled load: time by part of the budget, beside its floor, and the gaps between kernels.
+
+Tests: tests/perf/profile/test_summary.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ..report.table import Table
+from .parts import Part, assign
+from .trace import Step
+
+#: Rows of the table of kernels.
+_MOST_KERNELS = 12
+
+
+def summarise(steps: Sequence[Step], floors: Mapping[Part, float]) -> dict[str, Any]:
+    """Medians over the steps, in microseconds: the whole step, its gaps, and each part with its floor.
+
+    A gap counts for the part of the kernel after it: it is the time until that kernel could begin.
+    """
+    kernels: dict[Part, list[int]] = defaultdict(list)
+    times: dict[Part, list[float]] = defaultdict(list)
+    gaps: dict[Part, list[float]] = defaultdict(list)
+    by_name: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        assigned = assign(step)
+        idle = dict(zip(step.kernels[1:], [gap for _, gap in step.gaps()], strict=True))
+        of_part: dict[Part, list[tuple[float, float]]] = defaultdict(list)
+        for kernel, part in assigned:
+            of_part[part].append((kernel.duration, idle.get(kernel, 0.0)))
+            by_name[kernel.name, part.value] += kernel.duration  # type: ignore[assignment]
+            counts[kernel.name, part.value] += 1
+        for part in Part:
+            found = of_part.get(part, [])
+            kernels[part].append(len(found))
+            times[part].append(sum(duration for duration, _ in found))
+            gaps[part].append(sum(gap for _, gap in found))
+    rows = [
+        {
+            "part": part.value,
+            "kernels": median(kernels[part]),
+            "us": median(times[part]),
+            "gap_us": median(gaps[part]),
+            "floor_us": floors.get(part),
+            "over_floor": median(times[part]) / floors[part] if part in floors else None,
+        }
+        for part in Part
+        if any(kernels[part])
+    ]
+    return {
+        "steps": len(steps),
+        "host_us": median(step.host_us for step in steps),
+        "device_us": median(step.device_us for step in steps),
+        "busy_us": median(step.busy_us for step in steps),
+        "floor_us": sum(floors.values()),
+        "replayed": median(step.in_graphs / max(1, len(step.kernels)) for step in steps),
+        "parts": rows,
+        "kernels": [
+            {"name": name, "part": part, "us": spent / len(steps), "count": counts[name, part] / len(steps)}
+            for (name, part), spent in by_name.most_common(_MOST_KERNELS)
+        ],
+    }
+
+
+def tables(name: str, found: Mapping[str, Any]) -> list[Table]:
+    """Tables of a load's summary."""
+    title = (
+        f"{name}: {found['host_us']:.0f} µs a step for the host, {found['device_us']:.0f} on the device, "
+        f"{found['busy_us']:.0f} in kernels; floor {found['floor_us']:.0f}; {found['replayed']:.0%} replayed"
+    )
+    parts = Table(title, ["part", "kernels", "µs", "gaps before, µs", "floor, µs", "µs/floor"])
+    for row in found["parts"]:
+        parts.add(row["part"], *(row[key] for key in ("kernels", "us", "gap_us", "floor_us", "over_floor")))
+    kernels = Table(f"{name}: kernels", ["kernel", "part", "a step", "µs a step"])
+    for row in found["kernels"]:
+        kernels.add(row["name"][:70], row["part"], row["count"], row["us"])
+    return [parts, kernels]
