@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import Any
 
 from ..bench.context import Context
 from ..bench.subject import Subject
@@ -69,7 +70,7 @@ def opened(context: Context, load: Load) -> Iterator[Runner]:
     named = {rank: context.adapters(rank, sequences) for rank in ranks}
     names = [name for name, _ in zip(_in_turn([list(each) for each in named.values()]), range(sequences), strict=False)]
     adapters = {name: path for each in named.values() for name, path in each.items()}
-    size = {
+    size: dict[str, Any] = {
         "max_seqs": sequences,
         "max_batched": max(prompt + sequences, context.pick(64, 8192, 8192)),
         "max_len": max(prompt, before) + 4 * sequences + 160,

@@ -18,8 +18,8 @@ OPS = Path(__file__).parents[3] / "ops"
 
 
 def our_kernels() -> list[str]:
-    """Names of the Triton kernels of steps: those that others call begin with an underscore; `wait_alone` only tests the
-    compiler.
+    """Names of the Triton kernels of steps. Those that others call begin with an underscore; `wait_alone` only tests
+    the compiler.
     """
     found = []
     for path in sorted(OPS.glob("*_triton.py")):
