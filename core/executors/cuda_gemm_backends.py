@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal
 
@@ -20,7 +21,6 @@ from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
 from ..model.layer import HEAD
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
-from ..model.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,12 @@ SmallGemm = Literal["auto", "on", "fused", "off"]
 
 #: Names of the GEMMs in logs, by their index in a step's backends.
 NAMES = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate and up", DOWN: "down", HEAD: "logits"}
+
+#: Device seconds of a whole captured step: of a bucket, with backends, and with or without adapters.
+StepSeconds = Callable[[int, GemmBackends, bool], float]
+
+#: Times of whole steps within this factor of the least count as equal: they vary by as much.
+NEAR = 1.02
 
 #: GEMM backends found to be wrong, by GEMM and tile.
 Refused = set[tuple[int, int, GemmBackend]]
@@ -44,24 +50,24 @@ def choose_gemm_backends(
     sizes: Sequence[int],
     device: CudaDevice,
     *,
-    captures: bool,
+    seconds: StepSeconds | None,
 ) -> Mapping[int, GemmBackends]:
     """Choose the GEMM backends of each bucket.
 
-    Call it before anything is captured and before any adapter is in the arena, which it leaves zeroed. captures: decode
-    steps will be captured, as the measurements are; eager steps would wait for the host's launches.
+    Call it before anything is captured and before any adapter is in the arena, which it leaves zeroed. seconds: times
+    decode steps, captured, beside sample adapters; None if they will not be captured: eager steps would wait for the
+    host's launches.
 
     setting:
     - `off`: only the library.
     - `on`: Chorus's kernel wherever it gives the library's values.
     - `fused`: the same, with adapters expanded in it.
-    - `auto`: the backend with the least device time, summed over a step of the base model and a step with an adapter
-      for every sequence. It is chosen per GEMM and bucket. One backend serves both kinds of steps, so a sequence's
-      result does not depend on other sequences' adapters.
+    - `auto`: the fastest of a few combinations, per bucket (`choose_combination`). One serves both kinds of steps, so a
+      sequence's result does not depend on other sequences' adapters.
     """
     backends = dict.fromkeys(sizes, BY_LIBRARY)
     dtype = decoder.weight(QKV).dtype
-    if (obstacle := _obstacle(setting, decoder.config, dtype, captures)) is not None:
+    if (obstacle := _obstacle(setting, decoder.config, dtype, seconds is not None)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return backends
     few = [size for size in sizes if size <= MAX_ROWS]
@@ -70,13 +76,16 @@ def choose_gemm_backends(
     with lora.samples():
         for bucket in few:
             launches = lora.sample(bucket)
-            chosen, said = [], []
-            for group, name in NAMES.items():
-                backend, why = _choose(setting, _Rows(decoder, launches, group, bucket), device, refused)
-                chosen.append(backend)
-                said.append(f"{name} {backend}{why}")
-            backends[bucket] = tuple(chosen)
-            logger.info("base products of %d rows: %s", bucket, ", ".join(said))
+            asked = {
+                group: _usable(setting, _Rows(decoder, launches, group, bucket), device, refused) for group in NAMES
+            }
+            combinations, why = combinations_of(asked), ""
+            if setting != "auto":
+                backends[bucket] = combinations[setting]
+            elif seconds is not None:
+                backends[bucket], why = choose_combination(combinations, partial(seconds, bucket))
+            said = (f"{name} {backend}" for name, backend in zip(NAMES.values(), backends[bucket], strict=True))
+            logger.info("base products of %d rows: %s%s", bucket, ", ".join(said), why)
     return backends
 
 
@@ -126,53 +135,68 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
                 multiply(x, weight, bias, silu=is_gate, shrunk=shrunk, compile_only=True)
 
 
-def _choose(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> tuple[GemmBackend, str]:
-    """Return the backend of a GEMM and the reason: the measured times, if any.
-
-    refused: backends found to be wrong before; it adds those found now.
+def combinations_of(asked: Mapping[int, Collection[GemmBackend]]) -> dict[str, GemmBackends]:
+    """Return the combinations of backends to choose from, those of Chorus's kernel first. asked: what each GEMM may use
+    beside the library.
     """
-    asked = []
+    library, small, expanded = GemmBackend.LIBRARY, GemmBackend.SMALL, GemmBackend.EXPANDED
+
+    def first_of(group: int, *wanted: GemmBackend) -> GemmBackend:
+        return next((each for each in wanted if each in asked[group]), library)
+
+    return {
+        "on": tuple(first_of(group, small) for group in NAMES),
+        "fused": tuple(first_of(group, expanded, small) for group in NAMES),
+        "on, logits by the library": tuple(first_of(group, *[small] * (group != HEAD)) for group in NAMES),
+        "off": BY_LIBRARY,
+    }
+
+
+def choose_combination(
+    combinations: Mapping[str, GemmBackends], seconds: Callable[[GemmBackends, bool], float]
+) -> tuple[GemmBackends, str]:
+    """Return the first combination within `NEAR` of the fastest, and a note of all times.
+
+    A time is that of a whole step of the base model and of one with an adapter for every sequence. Alone, GEMMs differ
+    by less than they vary. With the earlier combinations preferred, an engine chooses the same ones each time it
+    starts. seconds: called with backends, and whether the step has adapters; for every combination, so that ranks,
+    whose steps wait for each other, call it alike.
+    """
+    times = {name: (seconds(each, False), seconds(each, True)) for name, each in combinations.items()}
+    least = min(map(sum, times.values()))
+    chosen = next(name for name, took in times.items() if sum(took) <= NEAR * least)
+    note = ", ".join(f"{name} {1e6 * base:.0f} + {1e6 * lora:.0f}" for name, (base, lora) in times.items())
+    return combinations[chosen], f" (µs a step, base + LoRA: {note})"
+
+
+def _usable(setting: SmallGemm, rows: _Rows, device: CudaDevice, refused: Refused) -> list[GemmBackend]:
+    """Return the backends to try for a GEMM that work. refused: those found to be wrong before; it adds more."""
+    usable = []
     for backend in asked_backends(setting, rows.group, rows.count):
         key = rows.group, tile_rows(rows.count), backend
         if key not in refused and (problem := rows.problem(backend, device)) is not None:
             logger.warning("%s of %s is not used: %s", backend, NAMES[rows.group], problem)
             refused.add(key)
         if key not in refused:
-            asked.append(backend)
-    if setting != "auto" or not asked:
-        return (asked or [GemmBackend.LIBRARY])[0], ""
-    seconds = {
-        backend: [device.seconds(rows.work(backend, has_lora)) for has_lora in rows.steps]
-        for backend in (GemmBackend.LIBRARY, *asked)
-    }
-    times = ", ".join(
-        f"{backend} {' + '.join(f'{1e6 * each / rows.num_layers:.1f}' for each in took)}"
-        for backend, took in seconds.items()
-    )
-    return min(seconds, key=lambda backend: sum(seconds[backend])), f" (µs: {times})"
+            usable.append(backend)
+    return usable
 
 
 class _Rows:
-    """Random input rows of a GEMM, from a seed, to try backends with, in all layers or in one."""
+    """Random input rows of a GEMM of the first layer, from a seed, to try backends with."""
 
     def __init__(self, decoder: DecoderModel, launches: LoraLaunches, group: int, count: int) -> None:
         self._decoder, self._launches, self.group, self.count = decoder, launches, group, count
-        # all layers share the logits' weight, and no adapter changes it
-        self._layers, self.steps = (decoder.layers[:1], (False,)) if group == HEAD else (decoder.layers, (False, True))
-        self.num_layers = len(self._layers)
+        self._layers, self._steps = decoder.layers[:1], (False,) if group == HEAD else (False, True)
         weight = decoder.weight(group)
         generator = torch.Generator().manual_seed(group)
         sampled = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
         self._x, self._residual = sampled.unbind(0)
 
-    def work(self, backend: GemmBackend, has_lora: bool) -> Callable[[], torch.Tensor]:
-        """The GEMM in a step with or without adapters."""
-        return lambda: self._gemm(backend, has_lora, self._residual, self._layers)
-
     def problem(self, backend: GemmBackend, device: CudaDevice) -> str | None:
         """Why a backend can't be used: it does not compile, or its values differ from the library's; None if it can."""
         try:
-            errors = [self._error(backend, has_lora) for has_lora in self.steps]
+            errors = [self._error(backend, has_lora) for has_lora in self._steps]
         except Exception as error:  # of any part of the compiler
             if device.failure() is not None:
                 raise
@@ -181,14 +205,11 @@ class _Rows:
         return None if error <= limit else f"it differs by {error:.1e} of the largest value, more than {limit:.1e}"
 
     def _error(self, backend: GemmBackend, has_lora: bool) -> float:
-        want, got = (
-            self._gemm(each, has_lora, self._residual.clone(), self._layers[:1]).float()
-            for each in (GemmBackend.LIBRARY, backend)
-        )
+        want, got = (self._gemm(each, has_lora).float() for each in (GemmBackend.LIBRARY, backend))
         return float((got - want).abs().max() / want.abs().max())
 
-    def _gemm(
-        self, backend: GemmBackend, has_lora: bool, residual: torch.Tensor, layers: Sequence[LayerWeights]
-    ) -> torch.Tensor:
-        lora = self._launches if has_lora else None
-        return self._decoder.run_gemms(self.group, backend, x=self._x, residual=residual, layers=layers, lora=lora)
+    def _gemm(self, backend: GemmBackend, has_lora: bool) -> torch.Tensor:
+        lora, residual = self._launches if has_lora else None, self._residual.clone()
+        return self._decoder.run_gemms(
+            self.group, backend, x=self._x, residual=residual, layers=self._layers, lora=lora
+        )

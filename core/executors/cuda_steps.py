@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...memory.pages.states import StateSlots
+from ...ops import dependent_launch
 from ...ops.attention import GroupedAttention
 from ...ops.attention_backend import GroupedBackend
 from ...ops.ranks import Collectives
@@ -136,6 +138,7 @@ class CudaSteps:
         )
         # the backends of each bucket's GEMMs
         self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)
+        self._late: set[int] = set()  # buckets of whose base steps no kernel begins before another ends
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
@@ -322,8 +325,10 @@ class CudaSteps:
         if self._states is not None:
             self._states.set_step(rows, range(bucket + 1))
 
-    def _step(self, bucket: int, lora: LoraLaunches | None, merged: bool = False) -> Callable[[], None]:
-        """Make a bucket's step, from static buffers to static buffers."""
+    def _step(
+        self, bucket: int, lora: LoraLaunches | None, merged: bool = False, backends: GemmBackends | None = None
+    ) -> Callable[[], None]:
+        """Make a bucket's step, from static buffers to static buffers. backends: others than the bucket's own."""
         views = self._buffers.views[bucket]
         batch = StepBatch(
             token_ids=views.token_ids,
@@ -333,7 +338,7 @@ class CudaSteps:
             attention=self._attention[bucket],
             lora=lora,
             merged=merged,
-            backends=self.backends[bucket],
+            backends=self.backends[bucket] if backends is None else backends,
             states=self._states,
         )
         logits, chosen = self._outputs(bucket)
@@ -389,8 +394,23 @@ class CudaSteps:
         """Compile LoRA kernels and choose GEMM backends; `largest_step` and captures compile the other kernels."""
         self.lora.warm_up()
         self.backends = choose_gemm_backends(
-            self._config.small_gemm, self.decoder, self.lora, self._sizes, self._device, captures=self._captures
+            self._config.small_gemm,
+            self.decoder,
+            self.lora,
+            self._sizes,
+            self._device,
+            seconds=self._seconds if self._captures else None,
         )
+        if self._captures and dependent_launch.begins_early(self._device.torch_device):
+            self._late = dependent_launch.better_late(
+                self._sizes, lambda bucket: self._seconds(bucket, self.backends[bucket], False)
+            )
+
+    def _seconds(self, bucket: int, backends: GemmBackends, has_lora: bool) -> float:
+        """Return the device time of a bucket's captured step. has_lora: with the sample adapters of `lora.samples`."""
+        self._fill(bucket, [])
+        launches = self.lora.sample(bucket) if has_lora else None
+        return self._device.seconds(self._step(bucket, launches, backends=backends))
 
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed steps, largest first."""
@@ -490,7 +510,9 @@ class CudaSteps:
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket; its attention must have been planned."""
         lora = {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}.get(mode, {}).get(bucket)
-        return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
+        is_late = mode is StepMode.BASE and bucket in self._late
+        with dependent_launch.only(False) if is_late else nullcontext():
+            return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
 
 
 def _of_all_ranks(

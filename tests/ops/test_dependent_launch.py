@@ -48,3 +48,26 @@ def test_not_where_triton_does_not_compile_it(begins_early, monkeypatch, caplog)
     assert not begins_early(Device(90))
     assert not begins_early(Device(90))
     assert ["KeyError" in record.message for record in caplog.records] == [True], "said once"
+
+
+def test_within_a_context_they_begin_early_only_if_also_allowed(begins_early):
+    with dependent_launch.only(False):
+        assert not begins_early(Device(90))
+    assert begins_early(Device(90))
+    dependent_launch.allow(False)
+    with dependent_launch.only(True):
+        assert not begins_early(Device(90))
+    assert not begins_early(Device(90))
+
+
+def test_sizes_are_late_where_that_is_clearly_faster(begins_early, caplog):
+    caplog.set_level("INFO")
+
+    def seconds(size):
+        return {1: (6.0, 5.9), 8: (6.0, 5.98), 32: (6.0, 6.1)}[size][not begins_early(Device(90))]
+
+    assert dependent_launch.better_late((1, 8, 32), seconds) == {1}
+    assert "no launch begins early, by rows: [1]" in caplog.text
+    assert begins_early(Device(90))
+    dependent_launch.allow(False)
+    assert dependent_launch.better_late((1,), lambda size: 6.0) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from unittest.mock import patch
 
@@ -13,7 +14,13 @@ triton = pytest.importorskip("triton")
 
 from triton import compiler  # noqa: E402
 
-from chorus.core.executors.cuda_gemm_backends import NAMES, asked_backends, compile_ahead  # noqa: E402
+from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
+    NAMES,
+    asked_backends,
+    choose_combination,
+    combinations_of,
+    compile_ahead,
+)
 from chorus.core.model.batch import DOWN, GemmBackend  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
@@ -82,6 +89,54 @@ def test_adapters_are_expanded_in_products_of_fewer_rows():
     assert found == {"on": [[small]] * 4, "fused": [[expanded]] * 2 + [[small]] * 2}
     assert [asked_backends("auto", DOWN, rows) for rows in (32, 33)] == [[small, expanded], [small]]
     assert asked_backends("fused", HEAD, 1) == [small]
+
+
+class Clock:
+    """Times of whole steps that vary by up to half a percent. speeds: of each combination of backends."""
+
+    def __init__(self, seed: int, speeds: dict[tuple[GemmBackend, ...], float]):
+        self._random, self._speeds, self.asked = random.Random(seed), speeds, []
+
+    def __call__(self, backends, has_lora):
+        self.asked.append((backends, has_lora))
+        return self._speeds[backends] * (1.1 if has_lora else 1.0) * self._random.uniform(0.995, 1.005) / 1e3
+
+
+USABLE = {group: [GemmBackend.SMALL, GemmBackend.EXPANDED] if group != HEAD else [GemmBackend.SMALL] for group in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "chosen"),
+    [
+        ((6.0, 6.0, 6.0, 6.0), "on"),
+        ((6.05, 6.0, 6.02, 5.98), "on"),  # isolated medians once decided such cases by 0.3 %
+        ((6.5, 6.0, 6.4, 6.1), "fused"),
+        ((6.5, 6.4, 6.0, 6.1), "on, logits by the library"),
+        ((6.5, 6.4, 6.4, 6.0), "off"),
+    ],
+)
+def test_ours_serves_unless_a_whole_step_is_clearly_faster_and_every_start_chooses_alike(speeds, chosen):
+    combinations = combinations_of(USABLE)
+    assert list(combinations) == ["on", "fused", "on, logits by the library", "off"]
+    found = set()
+    for seed in range(40):
+        clock = Clock(seed, dict(zip(combinations.values(), speeds, strict=True)))
+        backends, note = choose_combination(combinations, clock)
+        found.add(backends)
+        assert clock.asked == [(each, has_lora) for each in combinations.values() for has_lora in (False, True)]
+        assert note.startswith(" (µs a step, base + LoRA: on ")
+    assert found == {combinations[chosen]}
+
+
+def test_a_refused_backend_is_in_no_combination_but_each_is_still_timed():
+    """Ranks that refuse different backends must run the same steps: their collectives wait for each other."""
+    asked = {**USABLE, DOWN: [], HEAD: []}
+    combinations = combinations_of(asked)
+    assert len(combinations) == 4
+    assert all(each[DOWN] is each[HEAD] is GemmBackend.LIBRARY for each in combinations.values())
+    clock = Clock(0, dict.fromkeys(combinations.values(), 1.0))
+    choose_combination(combinations, clock)
+    assert len(clock.asked) == 8
 
 
 def launch_all(decoder: DecoderModel, lora: CudaLoraState, rows: int) -> None:
