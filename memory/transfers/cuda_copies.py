@@ -31,6 +31,7 @@ Tests: tests/memory/transfers/test_dma.py, tests/memory/transfers/test_dma_strea
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ from ..pages.adapter_layout import AdapterLayout
 from .cuda_driver import CupyDriver
 from .cuda_transfer import LAYERS_AHEAD, CopyGroup, CopyPlan, CudaTransfer
 from .transfer import check_image, check_pages
+
+#: The most copies that a stream holds before more are issued. A stream that is full, at about 1,000, makes the host
+#: wait, and each copy takes the host a microsecond or two: a load in scattered pages may have many hundreds.
+MOST_QUEUED = 256
 
 #: A group of layers that share an event is closed at this many bytes: about 40 µs of a PCIe 5 link.
 GROUP_BYTES = 2 << 20
@@ -63,6 +68,9 @@ class CudaCopies:
         #: Handles of the copy streams; True: to the device.
         self.streams = {True: driver.new_stream(), False: driver.new_stream()}
         self._live: list[CudaTransfer] = []
+        #: Events of the groups that were issued, with the number of their copies; those that have fired leave first.
+        self._queued: dict[bool, deque[tuple[Any, int]]] = {True: deque(), False: deque()}
+        self._num_queued = {True: 0, False: 0}
         #: Guards all issuing, so copies enter a stream in one order. No thread sleeps while holding it.
         self.lock = threading.RLock()
 
@@ -82,9 +90,9 @@ class CudaCopies:
     def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> CudaTransfer:
         """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
 
-        image: `[len(pages), page_elems]` on the host. All copies are issued before this returns, and run after the work
-        launched so far on the current compute stream. Bytes moved to the host may be read once `is_done()`. After
-        `wait()` the pages may have a new owner, if its work follows on the compute stream.
+        image: `[len(pages), page_elems]` on the host. The copies run after the work launched so far on the current
+        compute stream; those that the stream has no room for are issued later. Bytes moved to the host may be read once
+        `is_done()`. After `wait()` the pages may have a new owner, if its work follows on the compute stream.
         """
         check_pages(pages, len(pages), self._num_pages)
         plan = CopyPlan.of_pages(pages, self._page_elems, self._group_elems)
@@ -100,13 +108,20 @@ class CudaCopies:
         return transfer
 
     def advance(self) -> None:
-        """Issue every copy that can be issued, lowest layers of all transfers first; drop transfers that have ended."""
+        """Issue every copy that can be issued and has room, lowest layers of all transfers first; drop transfers that
+        have ended.
+        """
         with self.lock:
             self._live = [transfer for transfer in self._live if not transfer.is_quiet()]
-            while ready := [(t, group.first_layer) for t in self._live if (group := t.next_group())]:
+            while ready := self._ready():
                 lowest = min(layer for _, layer in ready)
                 for transfer, _ in ready:
                     transfer.advance(lowest)
+
+    def _ready(self) -> list[tuple[CudaTransfer, int]]:
+        """Return the transfers with a group that may be issued and has room, and that group's first layer."""
+        groups = [(transfer, transfer.next_group()) for transfer in self._live]
+        return [(it, group.first_layer) for it, group in groups if group is not None and it.has_room(group)]
 
     def close(self) -> None:
         """Cancel every transfer and wait until their copies are complete. The arena may be freed after that."""
@@ -131,7 +146,7 @@ class CudaCopies:
             self._live.append(transfer)
         return transfer
 
-    # -- called by transfers, with the lock held except for `synchronize`
+    # -- called by transfers, with the lock held unless they wait
 
     def check_image(self, image: torch.Tensor, num_pages: int) -> None:
         """Raise ValueError unless `image` is `[num_pages, page_elems]` with the arena's dtype."""
@@ -142,6 +157,20 @@ class CudaCopies:
         event = self._driver.new_event()
         self._driver.record(event, self._driver.compute_stream())
         self._driver.wait_event(self.streams[to_device], event)
+
+    def has_room(self, group: CopyGroup, to_device: bool) -> bool:
+        """True if a group's copies may be issued without filling the stream; always, if it is idle."""
+        queued = self._queued[to_device]
+        while queued and self._driver.query(queued[0][0]):
+            self._num_queued[to_device] -= queued.popleft()[1]
+        return not queued or self._num_queued[to_device] + len(group.runs) <= MOST_QUEUED
+
+    def wait_for_room(self, to_device: bool) -> None:
+        """Make the host wait until the stream has done the oldest group that it was given."""
+        with self.lock:
+            events = [event for event, _ in self._queued[to_device]][:1]
+        for event in events:
+            self._driver.synchronize(event)
 
     def issue(self, image: torch.Tensor, group: CopyGroup, to_device: bool) -> Any:
         """Start a group's copies and return their event. If it raises, none of them is running."""
@@ -157,6 +186,8 @@ class CudaCopies:
             self._driver.record(event, stream)
             self._driver.synchronize(event)
             raise
+        self._queued[to_device].append((event, len(group.runs)))
+        self._num_queued[to_device] += len(group.runs)
         return event
 
     def is_fired(self, event: Any) -> bool:

@@ -109,12 +109,14 @@ def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) 
 
 
 class CudaCopyEngine(Protocol):
-    """The methods of `CudaCopies` that a transfer calls, with its lock held except for `synchronize`."""
+    """The methods of `CudaCopies` that a transfer calls, with its lock held unless they wait."""
 
     @property
     def lock(self) -> AbstractContextManager[Any, Any]: ...
 
     def check_image(self, image: torch.Tensor, num_pages: int) -> None: ...
+    def has_room(self, group: CopyGroup, to_device: bool) -> bool: ...
+    def wait_for_room(self, to_device: bool) -> None: ...
     def issue(self, image: torch.Tensor, group: CopyGroup, to_device: bool) -> Any: ...
     def is_fired(self, event: Any) -> bool: ...
     def join(self, event: Any) -> None: ...
@@ -151,14 +153,17 @@ class CudaTransfer:
 
     # -- progress
 
-    def advance(self, last_layer: int | None = None) -> None:
-        """Issue the copies of the layers that have been read, in layer order, at most up to `last_layer`'s group.
+    def advance(self, last_layer: int | None = None, needed: int = -1) -> None:
+        """Issue the copies of the layers that have been read, in layer order, at most up to `last_layer`'s group, and
+        only those that the stream has room for. needed: layers up to this one are issued all the same.
 
         Never waits. Raises the driver's errors, and ValueError for an image of the wrong shape or dtype; then it issues
         no more copies.
         """
         with self._engine.lock:
             while (group := self.next_group()) and (last_layer is None or group.first_layer <= last_layer):
+                if group.first_layer > needed and not self.has_room(group):
+                    break
                 self.issue_next()
             if self._has_ended():
                 self._unfollow()
@@ -171,6 +176,10 @@ class CudaTransfer:
             return None
         group = self._plan.groups[len(self._events)]
         return group if self._stream.num_ready > group.last_layer else None
+
+    def has_room(self, group: CopyGroup) -> bool:
+        """True if the stream has room for a group's copies. The caller holds the engine's lock."""
+        return self._engine.has_room(group, self._to_device)
 
     def issue_next(self) -> None:
         """Issue the group that `next_group` returns. The caller holds the engine's lock."""
@@ -200,7 +209,7 @@ class CudaTransfer:
         if index >= len(self._events) and not self._is_stopped:
             self._stream.wait(self._plan.groups[index].last_layer, timeout)
         with self._engine.lock:
-            self.advance(layer + LAYERS_AHEAD)
+            self.advance(layer + LAYERS_AHEAD, needed=layer)
             if self._has_stopped() or index >= len(self._events):
                 return False
             if index >= self._count_fired():
@@ -213,11 +222,18 @@ class CudaTransfer:
         return self.wait_layer(groups[-1].last_layer, timeout) if groups else not self.has_failed()
 
     def synchronize(self) -> None:
-        """Issue everything that can be issued, then make the host wait until every issued copy is complete."""
-        with self._engine.lock:
-            self.advance()
-            events = self._events[-1:]
-        for event in events:  # outside the lock, so that other threads can continue
+        """Issue everything that can be issued, then make the host wait until every issued copy is complete.
+
+        It sleeps outside the lock, so that other threads can continue.
+        """
+        while True:
+            with self._engine.lock:
+                self.advance()
+                lacks_room, events = self.next_group() is not None, self._events[-1:]
+            if not lacks_room:
+                break
+            self._engine.wait_for_room(self._to_device)
+        for event in events:
             self._engine.synchronize(event)
 
     # -- state

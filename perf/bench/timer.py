@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ import torch
 from ...graphs.device import CudaDevice
 
 _MOST_CALLS = 200  # seconds of a measurement
+
+#: A replay takes at least this long, by repeating the work in it: the launch of a replay takes microseconds itself.
+_LEAST_REPLAY = 1e-3
+_MOST_REPEATS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,8 @@ class WallTimer:
 class CudaTimer:
     """CUDA events around graph replays; eager calls if `work` can't be captured.
 
+    Short work is captured several times, so that a replay takes a millisecond.
+
     seconds: approximate total time of each measurement.
     """
 
@@ -77,12 +84,17 @@ class CudaTimer:
         self._device: CudaDevice | None = None  # made when needed: some callers only use calls
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
-        call = self._capture(work) if capture else work
+        call, repeats = (self._capture(work) if capture else work), 1
         call()
         first = self._once(call)
+        if capture and first < _LEAST_REPLAY:
+            repeats = min(_MOST_REPEATS, math.ceil(_LEAST_REPLAY / max(first, 1e-7)))
+            call = self._capture(lambda: [work() for _ in range(repeats)])
+            call()
+            first = self._once(call)
         count = min(_MOST_CALLS, max(self._min_count, int(self._seconds / max(first, 1e-7))))
         seconds = self._many(call, count)
-        return Sample(median(seconds), count, capture)
+        return Sample(median(seconds) / repeats, count, capture)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

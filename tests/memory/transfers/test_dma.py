@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.transfers.cuda_copies import CudaCopies
+from chorus.memory.transfers.cuda_copies import MOST_QUEUED, CudaCopies
 from chorus.memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
 from chorus.memory.transfers.dma import open_dma
@@ -63,8 +63,10 @@ def unread(data: object = None) -> HostImage:
     return image
 
 
-def has_layer(pages: torch.Tensor, image: torch.Tensor, layout: AdapterLayout, layer: int) -> bool:
-    here, there = image.view(-1), pages[PAGES].view(-1)
+def has_layer(
+    pages: torch.Tensor, image: torch.Tensor, layout: AdapterLayout, layer: int, places: list[int] = PAGES
+) -> bool:
+    here, there = image.view(-1), pages[places].view(-1)
     return all(torch.equal(here[begin:end], there[begin:end]) for begin, end in layout.layer_ranges(layer))
 
 
@@ -254,6 +256,65 @@ def test_copies_are_issued_ahead_but_the_compute_stream_waits_for_its_layer_only
     assert not transfer.is_done()
     transfer.synchronize()
     assert transfer.is_done()
+
+
+class FullDriver(FakeDriver):
+    """A device whose streams take 1,000 entries: the host would wait with the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def memcpy_async(self, *args) -> None:
+        super().memcpy_async(*args)
+        self.most = max(self.most, *map(len, self.queues.values()))
+        assert self.most <= 1000, "the host waits for a full stream"
+
+
+def scattered(pages: torch.Tensor, layers: int = 330) -> tuple[AdapterLayout, list[int], torch.Tensor]:
+    """An adapter of two copies a layer, whose pages are apart; its image."""
+    part = AdapterPart(2, 1.0, tuple(range(layers)), ("q_proj",))
+    layout = AdapterLayout.build([part], llama_table(layers, DIMS), PAGE_ELEMS, 4)
+    return layout, list(range(len(pages) - 2, 0, -2))[: layout.num_pages], numbered_image(layout.num_pages)
+
+
+def test_copies_of_large_loads_never_fill_a_stream_and_all_arrive():
+    """All copies of a load were issued in one call: 640 for one of rank 256 in scattered pages."""
+    driver, pages = FullDriver(), arena(2000)
+    copies = CudaCopies(pages, driver, group_bytes=0)
+    layout, places, image = scattered(pages)
+    assert sum(len(group.runs) for group in CopyPlan.of_layers(layout, places, PAGE_ELEMS).groups) > 640
+    transfers = [copies.start(whole(image, 330), layout, places) for _ in range(3)]
+    for _ in range(5):
+        copies.advance()
+    before = driver.num_copies
+    assert 0.5 * MOST_QUEUED < before <= MOST_QUEUED
+    for _ in range(100):  # each time, a step's worth of copies is done
+        driver.run(driver.compute, 100)
+        driver.run(copies.streams[True], 100)
+        copies.advance()
+        if all(transfer.is_done() for transfer in transfers):
+            break
+    driver.finish()
+    assert all(transfer.is_done() for transfer in transfers)
+    assert all(has_layer(pages, image, layout, layer, places) for layer in range(330))
+    assert driver.most <= 2 * MOST_QUEUED + 10, "copies and events"
+
+
+def test_a_step_that_needs_a_layer_issues_it_though_the_stream_has_no_room():
+    driver, pages = FullDriver(), arena(2000)
+    copies = CudaCopies(pages, driver, group_bytes=0)
+    layout, places, image = scattered(pages)
+    first, second = (copies.start(whole(image, 330), layout, places) for _ in range(2))
+    copies.advance()
+    before = driver.num_copies
+    assert second.wait_layer(200)
+    assert driver.num_copies > before
+    assert not first.is_done()
+    first.synchronize()
+    driver.finish()
+    assert first.is_done()
+    assert all(has_layer(pages, image, layout, layer, places) for layer in range(330))
 
 
 @pytest.mark.parametrize("copies_before_failure", [0, 1, 3])

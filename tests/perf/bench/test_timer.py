@@ -53,6 +53,22 @@ def test_replays_are_timed(cuda):
     assert len(cuda[5:]) == 1 + 5
 
 
+def test_short_work_is_repeated_within_a_replay(cuda, monkeypatch):
+    """A launch of a replay for each product of 5 µs would be what is measured."""
+
+    def elapsed(self, after):
+        repeats = cuda[: cuda.index("replay")].count("work") // 2 if cuda.count("begin") == 1 else 200
+        return 0.005 * repeats * (after.at - self.at)
+
+    monkeypatch.setattr(FakeEvent, "elapsed_time", elapsed)
+    sample = CudaTimer(seconds=0.01, min_count=2).time(lambda: cuda.append("work"))
+    assert cuda.count("begin") == 2
+    last = len(cuda) - 1 - cuda[::-1].index("begin")
+    assert cuda[last + 1 : cuda.index("end", last)] == ["work"] * 200
+    assert sample.seconds == pytest.approx(5e-6)
+    assert sample.count == 10
+
+
 def test_what_is_not_captured_is_called(cuda):
     sample = CudaTimer(seconds=0.0, min_count=3).time(lambda: cuda.append("work"), capture=False)
     assert set(cuda) == {"work"}
