@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help slow check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain families
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -56,6 +56,9 @@ style-report: ## counts of words, sentences, parameters and positional values
 
 test: ## the test suite
 	pytest -q
+
+slow: ## the slow tests, which a plain pytest leaves out
+	pytest -q -m slow
 
 sanitize: ## the native decoder under ASan and UBSan
 	mkdir -p build/sanitize
@@ -114,7 +117,7 @@ plain: ## numerics tests against a package built without a compiler in PLAIN
 
 levels: $(addprefix level-,$(LEVELS))
 
-rest: studies simulation types plain levels kernels check ## everything that .ci/run does after README's commands
+rest: studies simulation slow types plain levels kernels check ## everything that .ci/run does after README's commands
 
 bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
 	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)

@@ -56,10 +56,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests come first, so that none is left alone at the end. A test that compares numbers is `native` where its
-    kernels are, so that those which another level of instructions may change are told apart.
+    """Leave out slow tests unless they are named, by themselves or by a marker. Long tests come first, so that none is
+    left alone at the end. A test that compares numbers is `native` where its kernels are, so that those which another
+    level of instructions may change are told apart.
     """
     left_out = _beyond_pairs(items)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -59,6 +59,7 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     assert max(plan.num_adapters for plan in driver.plans) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_comparisons_mean_something(tiny, family):
     """Answers vary, and every adapter changes them."""

@@ -46,6 +46,7 @@ def test_every_level_is_built_from_all_headers():
         assert library.optional, "a compiler that a level is too new for must still build the others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LIBRARIES)
 def test_no_warnings(level):
     """Only warnings of the compiler's front end: generating a level's code takes most of a minute. That each level

@@ -23,6 +23,7 @@ from chorus.server.demo.builtin import BUILTIN_MODEL
 from ..processes import ROOT
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks add up by the native library"),
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 
+import pytest
+
 from chorus.core.scheduling.grammar_budget import GrammarBudget
 from chorus.core.scheduling.scheduler import Scheduler
 
@@ -15,6 +17,7 @@ BY_DESIGN = ("one that is alone in its call sat out", "a tenant whose requests a
 """Promises that hold for requests without heavy grammars."""
 
 
+@pytest.mark.slow
 def test_runs_make_progress_whatever_steps_leave_out(monkeypatch):
     """Every other promise holds: each request ends once, with its own tokens, KV and pages."""
     update, choose, promise, seen = Scheduler.update, GrammarBudget.choose, checked_order.promise, Counter()

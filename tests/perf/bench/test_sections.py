@@ -176,6 +176,7 @@ def test_sampling(context):
     assert {goal.mark for goal in goals} == {0.95, 0.85, 0.8, 1 / 1.1}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_swapping(context):
@@ -224,6 +225,7 @@ def test_another_build_runs_beside_ours(context, tmp_path):
     assert "not_measured" not in values
 
 
+@pytest.mark.slow
 def test_a_flood_is_measured_in_rounds(context):
     values = run(context, "tenants")
     assert len(values["capacity"]) == len(values["slower_by_round"]) == 2

@@ -228,6 +228,7 @@ def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
     assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"])["unit"] in "CF"
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outlive_each_other(
     roots, store, source_flags, tmp_path
@@ -280,27 +281,12 @@ def test_several_fronts_on_one_port_know_the_same_adapters_share_bounds_and_outl
         several.wait_until(lambda: len(several.children("api-server")) == 2)
 
 
-def test_a_planned_restart_logs_no_warning_and_all_lines_have_one_format():
-    with cluster_up(2, "--log-format", "json", "--access-log", "--api-servers", "2") as up:
-        first = set(up.replicas)
-        unbroken = read(up.client, 0)
-        up.process.send_signal(signal.SIGUSR1)
-        while first & set(up.replicas) or len(up.replicas) < 2:
-            assert read(up.client, 0) == unbroken
-        up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
-        up.wait_until(lambda: any("all replicas have been replaced" in line for line in up.lines))
-    lines = [line for line in up.lines if not line.startswith("chorus ")]  # its first, to who has started it
-    told = [json.loads(line) for line in lines if line != "ready\n"]
-    assert all(set(line) >= {"time", "level", "logger", "message"} for line in told)
-    assert not [line for line in told if line["level"] in ("WARNING", "ERROR", "CRITICAL")]
-    served = [line for line in told if line["logger"] == "chorus.access" and "POST" in line["message"]]
-    assert served and all({"request_id", "tenant", "model", "status", "duration"} <= set(line) for line in served)
-
-
+@pytest.mark.slow
 @pytest.mark.long
 def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate_while_answers_go_on(tmp_path):
     tls = new_authority(tmp_path / "tls")
     flags = ("--listen", "tcp://127.0.0.1:0", "--tls", str(tls), "--give-up-seconds", str(SECONDS), "--preload")
+    flags += ("--log-format", "json", "--access-log", "--api-servers", "2")
     policy = ("--policy", "first-fit", "--migration", "greedy")  # all requests begin at one replica
     eager = (f"--migration-setting={each}" for each in ("interval_seconds=0.1", "excess_requests=1"))
     with cluster_up(2, *flags, *policy, *eager) as up, ThreadPoolExecutor(4) as threads:
@@ -314,10 +300,18 @@ def test_replicas_behind_tls_are_replaced_one_after_another_and_requests_migrate
             assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
             time.sleep(0.3)  # for the processes that begin
         up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+        up.wait_until(lambda: any("all replicas have been replaced" in line for line in up.lines))
         assert not first & set(up.replicas)
         assert list(threads.map(lambda index: read(up.client, index), range(4))) == unbroken
+    lines = [line for line in up.lines if not line.startswith("chorus ")]  # its first, to who has started it
+    told = [json.loads(line) for line in lines if line != "ready\n"]
+    assert all(set(line) >= {"time", "level", "logger", "message"} for line in told)
+    assert not [line for line in told if line["level"] in ("WARNING", "ERROR", "CRITICAL")], "the restart was planned"
+    served = [line for line in told if line["logger"] == "chorus.access" and "POST" in line["message"]]
+    assert served and all({"request_id", "tenant", "model", "status", "duration"} <= set(line) for line in served)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_replicas_follow_the_load_with_no_answer_lost_or_changed_and_end_with_a_parent_that_is_killed():
     flags = ("--min-replicas", "1", "--max-replicas", "2", "--scale-seconds", "1", "--max-num-seqs", "4")

@@ -36,6 +36,7 @@ def weights(uploads):
     return sorted(path.read_bytes() for path in uploads.rglob(FILES[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_uploads_outlive_restarts_and_wrong_ones(tmp_path):
     uploads = tmp_path / "uploads"
@@ -86,6 +87,7 @@ def listeners(port):
     return sum(state == "0A" and int(local, 16) == port for local, state in sockets)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_no_process_of_a_cluster_asks_the_disk_on_its_event_loop(tmp_path, monkeypatch):
     root, found = Path(chorus.__file__).resolve().parent, tmp_path / "found"

@@ -60,6 +60,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_as_large_as_a_projection_while_it_is_read(tmp_path, monkeypatch, form):
     monkeypatch.setattr(loading, "_CHUNK", 4096)
