@@ -275,10 +275,12 @@ def _read(file: AdapterWeights, name: str, shape: tuple[int, int], buffer: torch
     info = file.tensor(name)
     if info.shape != shape:
         raise file.changed()
+    if info.num_bytes > len(buffer):  # of a matrix that several projections share
+        buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
     data = buffer[: info.num_bytes]
     file.read_into(data.numpy().data, info.offset)
-    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-    return data.view(dtype).view(shape)
+    values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
+    return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
 
 
 def _all_finite(values: torch.Tensor) -> bool:

@@ -104,7 +104,7 @@ class _Reader:
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
-            head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
+            head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
             digest.update(head.encode())
             for info in (a, b):
                 for chunk in self._chunks(info):
@@ -122,6 +122,12 @@ class _Reader:
             chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
             self._file.read_into(chunk, info.offset + start)
             yield chunk
+
+
+def _form_of(info: TensorInfo) -> str:
+    """What a tensor's bytes mean."""
+    arranged = "" if info.arrangement is None else f" arranged {tuple(info.arrangement)}"
+    return f"{info.dtype}{info.shape}{arranged}"
 
 
 def _any(chunk: memoryview, dtype: str) -> bool:

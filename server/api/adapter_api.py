@@ -20,9 +20,9 @@ from ...memory.adapters.publishing import LabelTaken
 from ...memory.adapters.registry_store import RegistryFull
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import LABEL, MARK, number_of, split_version
-from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
+from ...memory.files.directory import MAX_PATH_BYTES
 from ...memory.files.error import AdapterFormatError, shown
-from ...memory.files.format import STEM
+from ...memory.files.format import STEM, is_one_file
 from ..access.grants import NOWHERE
 from ..engine.adapter_loader import AdapterLoader
 from ..engine.backend import Backend
@@ -125,7 +125,7 @@ class AdapterRoots:
         try:
             candidates = [(root / path).resolve() for root in self.roots]
             allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self.roots)]
-            found = next((found for found in allowed if found.is_dir()), None)
+            found = next((found for found in allowed if found.is_dir() or is_one_file(found)), None)
         except (OSError, ValueError, RuntimeError) as error:
             if getattr(error, "errno", None) in DISK_FAULTS:
                 raise
@@ -140,8 +140,6 @@ class AdapterRoots:
                 param=field,
                 code="path_not_allowed",
             )
-        if path.endswith(".gguf"):
-            raise ApiError(400, f"{field} {path!r} is {NO_GGUF}", param=field, code="invalid_adapter")
         raise ApiError(
             404,
             f"No adapter found for {field} {path!r}: the server has no such directory",
