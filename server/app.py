@@ -94,6 +94,8 @@ def create_app(
     loaded = LoadedAdapters.of(settings, worker.adapters)
     templates = AdapterTemplates(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
     loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
+    if settings.adapter_as_base is not None:
+        loads.serve_as_base(settings.adapter_as_base)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
     builder = GenerationBuilder(

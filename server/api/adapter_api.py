@@ -63,6 +63,8 @@ class AddAdapter(BaseModel):
     path: AdapterPath | None = None
     keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Number of versions to keep of the name, including the newest."""
+    as_base: bool | None = None
+    """Whether the adapter serves requests for the base model's name until it is removed; None: as before."""
 
 
 class LoadLoraAdapter(AddAdapter):
@@ -291,11 +293,15 @@ class AdapterApi:
             self._roots.require()
         else:
             roots, find = (), upload.seal
+        if asked.as_base:
+            await self._loads.beside(self._loads.check_alone, "as_base")
         keep = asked.keep_versions or self._settings.keep_versions
         with _load_errors(name_field, path_field):
             load = self._loads.load(
                 name, find, roots, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
+            if asked.as_base is not None:
+                load.add_done_callback(partial(self._loads.loaded_as_base, name, request.state.caller, asked.as_base))
             if upload is not None:
                 upload.load = load
             return await asyncio.wrap_future(load)
@@ -324,7 +330,10 @@ def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, s
         )
         raise ApiError(400, message, param=field)
     if settings.is_reserved(name):
-        message = f"{field} {name!r} is the base model's, or begins with it; choose another"
+        message = (
+            f"{field} {name!r} is the base model's, or begins with it; choose another, and set as_base to have it serve "
+            "that one"
+        )
         raise ApiError(400, message, param=field)
     return name, label
 
@@ -347,6 +356,7 @@ async def pin_adapter(adapters: BackendAdapters, name: str, seconds: float) -> N
 
 
 def _body(one: AdapterState, request: Request) -> dict[str, Any]:
+    as_base = request.app.state.worker.adapters.as_base
     manifest, base = one.manifest, one.manifest.base_model
     return {
         "name": one.name,
@@ -358,6 +368,7 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
         "references": one.references,
         "pinned": one.pinned,
         "paused": one.paused,
+        "as_base": one.name == as_base,
         "credit": one.credit,
         "path": shown_path(manifest.path, request),
         "content_hash": manifest.content_hash,

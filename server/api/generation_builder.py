@@ -142,7 +142,9 @@ class GenerationBuilder:
         """
         model, adapter = names_of(self.settings.base_name, model, lora_path)
         note_request(model=clipped(model))
-        return model, adapter if caller.grant.allows(adapter) else NOWHERE
+        if not caller.grant.allows(adapter):
+            return model, NOWHERE
+        return model, self.worker.adapters.as_base if adapter is None else adapter
 
     async def make(
         self,
