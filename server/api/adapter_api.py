@@ -331,8 +331,8 @@ def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, s
         raise ApiError(400, message, param=field)
     if settings.is_reserved(name):
         message = (
-            f"{field} {name!r} is the base model's, or begins with it; choose another, and set as_base to have it serve "
-            "that one"
+            f"{field} {name!r} is the base model's, or begins with it; choose another, and set as_base to have it "
+            "serve that one"
         )
         raise ApiError(400, message, param=field)
     return name, label

@@ -170,7 +170,7 @@ class AdapterLoader:
             what = "the base model itself" if name is None else f"adapter {name}"
             audit.info("%s has requests for the base model's name served by %s", by, what)
 
-    def loaded_as_base(self, name: str, by: str, as_base: bool, load: Future) -> None:  # noqa: FBT001 - of a callback
+    def loaded_as_base(self, name: str, by: str, as_base: bool, load: Future) -> None:
         """Once a load has succeeded, have the adapter serve the base model's name, or no longer. by: as in `load`."""
         if load.cancelled() or load.exception() is not None:
             return
