@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...memory.adapters.image import ImageForm, RowJobs, read_image
-from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
+from ...memory.files import composed
+from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
@@ -50,7 +51,7 @@ class ModelAdapters:
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        return inspect_adapter(path, self._config.module_paths, roots)
+        return composed.inspect(path, self._config.module_paths, roots)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """Return the layout of the manifest's parts; adapters of equal shape share one."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Projection, Projections
@@ -27,6 +28,9 @@ from .module_names import ModuleNames
 from .module_paths import ModulePaths
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .unserved import why_not_lora
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
 
@@ -75,6 +79,16 @@ class AdapterManifest:
 
     invocation_tokens: tuple[int, ...] = ()
     """See `AdapterConfig.invocation_tokens`."""
+
+    sources: tuple[tuple[AdapterManifest, float], ...] = ()
+    """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why it can't be one of several adapters of a request; None if it can."""
+        if self.invocation_tokens:
+            return "is an activated LoRA (alora_invocation_tokens), which can't be composed with others"
+        return None
 
     @property
     def rank(self) -> int:
@@ -142,7 +156,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
-            parts = _parts(targets, projections)
+            parts = parts_of(targets, projections)
             places = _places(file, parts, projections) if form.is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
@@ -245,6 +259,22 @@ class AdapterWeights(TensorFile):
         if info is None:
             raise self.changed()
         return info
+
+    def matrix(self, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor `[rows, columns]` in the file's element type, which may be a view of `buffer`, bytes. Raises
+        AdapterChanged if it is not of this shape.
+        """
+        import torch
+
+        info = self.tensor(name)
+        if info.shape != shape:
+            raise self.changed()
+        if info.num_bytes > len(buffer):  # of a matrix that several projections share
+            buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
+        data = buffer[: info.num_bytes]
+        self.read_into(data.numpy().data, info.offset)
+        values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
+        return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
 
     def changed(self) -> AdapterChanged:
         """The error for a file that is not the registered one."""
@@ -361,7 +391,7 @@ def _layers(projections: Projections, name: str) -> str:
     return f"layer{'s' if runs[1:] or runs[0][1:] else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
-def _parts(targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> tuple[AdapterPart, ...]:
+def parts_of(targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> tuple[AdapterPart, ...]:
     """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
     layers.
     """
