@@ -18,7 +18,7 @@ from .base_name import names_of, with_base
 from .config import EngineConfig
 from .quarantine import Quarantined, register_directories
 from .requests.request import Request
-from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 
 if TYPE_CHECKING:
     from .scheduling.scheduler import Scheduler
@@ -89,21 +89,26 @@ class ServedAdapters:
     def _find_one(self, name: str) -> Adapter:
         try:
             return self._store.get(name)
-        except UnknownAdapter as error:
+        except UnknownAdapter:
             if (one := self.quarantine.get(name)) is not None:
                 raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
-            raise InvalidRequest("model", str(error)) from None
+            raise UnknownModel(name) from None
 
     def _composed(self, name: str, composition: Composition) -> Adapter:
         parts = [(self._find_one(part), scale) for part, scale in composition.terms]
         try:
             return self._store.compose(name, parts)
         except AdapterFormatError as error:
-            raise InvalidRequest("model", str(error)) from None
+            raise InvalidRequest("adapters", str(error)) from None
 
     def versions_of(self, name: str) -> list[Adapter]:
         """Return all versions of a name that are registered, or that requests still hold."""
         return [adapter for adapter in self._store.versions() if adapter.name == name]
+
+    def versions_with(self, name: str) -> list[Adapter]:
+        """The same, and the versions that are composed of any of them."""
+        versions = set(self.versions_of(name))
+        return [one for one in self._store.versions() if not versions.isdisjoint((one, *one.sources))]
 
     def pin(self, name: str) -> bool:
         """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
@@ -165,4 +170,4 @@ def _composition_of(name: str) -> Composition | None:
     try:
         return read_composition(name)
     except InvalidComposition as error:
-        raise InvalidRequest("model", str(error)) from None
+        raise InvalidRequest("adapters", str(error)) from None

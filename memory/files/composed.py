@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -34,14 +35,13 @@ def composed(sources: Sources) -> AdapterManifest:
     modules = first.modules
     if modules is None:
         raise AdapterFormatError(f"{first.path}: was not inspected, so it can't be composed with others")
-    ranks: dict[tuple[int, str], int] = defaultdict(int)
     for manifest, _ in sources:
         if (why := manifest.why_alone) is not None:
             raise AdapterFormatError(f"{manifest.path}: {why}; name it alone in a request, without a scale")
-        for part in manifest.parts:
-            for layer in part.layers:
-                for module in part.targets:
-                    ranks[layer, module] += part.rank
+    ranks: dict[tuple[int, str], int] = defaultdict(int)
+    for part in (part for manifest, _ in sources for part in manifest.parts):
+        for target in product(part.layers, part.targets):
+            ranks[target] += part.rank
     hashes = [manifest.content_hash for manifest, _ in sources]
     lines = (f"{content} {scale.hex()}\n" for content, (_, scale) in zip(hashes, sources, strict=True))
     return AdapterManifest(
@@ -128,10 +128,9 @@ def _tensors(manifest: AdapterManifest) -> Iterator[tuple[str, tuple[int, int], 
     """Name and shape of each tensor, and the scale of its part."""
     assert manifest.modules is not None
     for part in manifest.parts:
-        for layer in part.layers:
-            for module in part.targets:
-                for name, shape in tensor_shapes(layer, manifest.modules.projections[module], part.rank):
-                    yield name, shape, part.scale
+        for layer, module in product(part.layers, part.targets):
+            for name, shape in tensor_shapes(layer, manifest.modules.projections[module], part.rank):
+                yield name, shape, part.scale
 
 
 def _path_of(sources: Sources) -> Path:

@@ -31,6 +31,11 @@ class AdapterForm(Protocol):
         ...
 
     @property
+    def kind(self) -> str:
+        """What that file is, for messages."""
+        ...
+
+    @property
     def is_plain(self) -> bool:
         """True for a safetensors file that has every matrix as PEFT does."""
         ...
@@ -52,6 +57,7 @@ class PeftForm:
     """`adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them."""
 
     weights_file = WEIGHTS_FILE
+    kind = "a safetensors file"
     is_plain = True
 
     def peft_name(self, name: str) -> str:

@@ -182,7 +182,7 @@ class AdapterWeights(TensorFile):
 
     def __init__(self, directory: AdapterDirectory, form: AdapterForm, modules: ModulePaths) -> None:
         name = form.weights_file
-        super().__init__(directory.path / name, directory.open(name, "an adapter's weights"), self._plain)
+        super().__init__(directory.path / name, directory.open(name, form.kind), self._plain)
         self._form = form
         self._stems: set[str] = set()
         self._paths: set[str] = set()

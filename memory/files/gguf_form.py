@@ -55,6 +55,7 @@ _AGAIN = "make it again with llama.cpp's convert_lora_to_gguf.py, or serve PEFT'
 class GgufForm:
     """See the module. name: of the file."""
 
+    kind = "a GGUF file"
     is_plain = False
 
     def __init__(self, name: str) -> None:

@@ -30,6 +30,7 @@ class MlxForm:
     """See the module."""
 
     weights_file = MLX_FILE
+    kind = "a safetensors file"
     is_plain = False
 
     def __init__(self) -> None:

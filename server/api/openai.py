@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from ...memory.adapters.composition import MAX_TERMS
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, validated
 from ..text.output_parser import OutputParser
@@ -23,6 +24,7 @@ from ..text.tool_call_formats import OutputSyntax
 from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .sampling_defaults import SamplingDefaults
+from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, model_of
 
 MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
@@ -59,6 +61,9 @@ class GenerationRequest(GrammarFields):
 
     model: Name | None = None
     lora_path: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    adapters: Annotated[list[ScaledAdapter], Field(max_length=MAX_TERMS)] | None = None
+    lora: Annotated[list[LlamaAdapter], Field(max_length=MAX_TERMS)] | None = None
+    merged_adapters: MergedAdapters | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1)
@@ -158,8 +163,19 @@ class GenerationRequest(GrammarFields):
         if request.logprob_token_ids and (request.num_logprobs is None or request.prompt_only):
             message = "logprob_token_ids need logprobs, and tokens to generate"
             raise ApiError(400, message, param="logprob_token_ids")
+        request.name_adapters()
         request.check(limits)
         return request
+
+    def name_adapters(self) -> None:
+        """Set `lora_path` to the one name of the adapters that other fields name. Raises an ApiError."""
+        named = model_of(self.adapters, self.lora, self.merged_adapters)
+        if named is None:
+            return
+        field, model = named
+        if self.lora_path:
+            raise ApiError(400, f"lora_path and {field} both name adapters; give one of them", param=field)
+        self.lora_path = model
 
     def check(self, limits: RequestLimits) -> None:
         """Raises an ApiError for fields that contradict each other."""
