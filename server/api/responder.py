@@ -179,8 +179,8 @@ class Responder:
 
 def _unknown(error: InvalidRequest, generation: Generation) -> str:
     """The name that is not registered: the model's, or one of several adapters'."""
-    is_whole = not isinstance(error, UnknownModel) or error.name == generation.choices[0].request.adapter_name
-    return generation.model if is_whole else error.name
+    whole = generation.choices[0].request.adapter_name
+    return error.name if isinstance(error, UnknownModel) and error.name != whole else generation.model
 
 
 def _versions(generation: Generation) -> str:
