@@ -185,6 +185,7 @@ def create_app(
         GuardedRoute("GET", "/v1/adapters/{name:path}", adapters.show, Right.KEY),
         GuardedRoute("PATCH", "/v1/adapters/{name:path}", adapters.change, Right.ADMIN),
         GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
+        GuardedRoute("GET", "/lora-adapters", adapters.list_numbered, Right.KEY),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN, takes_forms=True),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
         *(

@@ -34,6 +34,7 @@ from ..executors import DaemonPool
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
 from .adapter_header import ADAPTER, adapter_header
+from .numbered_adapters import numbered
 from .upload import AdapterUpload
 
 audit = logging.getLogger("chorus.audit")
@@ -157,6 +158,7 @@ class AdapterApi:
         self, worker: Backend, settings: Settings, loads: AdapterLoader, sourced: SourcedAdapters, threads: DaemonPool
     ) -> None:
         """threads: pool for the list of the adapters."""
+        self._worker = worker
         self._adapters = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
@@ -269,6 +271,16 @@ class AdapterApi:
         await self._unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
+    # --- llama.cpp's ---
+
+    async def list_numbered(self, request: Request) -> Response:
+        found = await numbered(self._worker, self._threads, request.state.identity.grant)
+        entries = [
+            {"id": number, "name": one.name, "path": shown_path(one.manifest.path, request), "scale": 0.0}
+            for number, one in sorted(found.items())
+        ]
+        return JsonResponse(entries)
+
     # --- common ---
 
     async def _read(self, kind: type[T], request: Request) -> T:
@@ -368,7 +380,6 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
         "references": one.references,
         "pinned": one.pinned,
         "paused": one.paused,
-        "as_base": one.name == as_base,
         "credit": one.credit,
         "path": shown_path(manifest.path, request),
         "content_hash": manifest.content_hash,
@@ -376,6 +387,7 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
         "stem": None if manifest.stem == STEM else manifest.stem,
         "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
         "names_other_base": manifest.names_other_base,
+        **({"as_base": True} if one.name == as_base else {}),
     }
 
 

@@ -35,6 +35,7 @@ from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
 from .near import no_model_like
+from .numbered_adapters import numbered
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .sampling_defaults import SamplingDefaults
@@ -85,6 +86,7 @@ class GenerationBuilder:
 
         prefix: of its id. arrival: its time by the monotonic clock.
         """
+        await self._number(caller, asked)
         given = asked.prompts(self.settings.max_prompts)
         self.check(caller, asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -99,12 +101,19 @@ class GenerationBuilder:
     async def converse(self, caller: Caller, batch: ChatBatch, prefix: str, arrival: float) -> Generation:
         """The generation for conversations; prefix, arrival: as for `complete`."""
         asked, context = batch.asked, self.worker.model.max_model_len
+        await self._number(caller, asked)
         self.check(caller, asked, len(batch.conversations))
         most = self.most_tokens(asked)
         tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path)
         encoded = [await tokenizer.encode_chat(one, most) for one in batch.conversations]
         prompts = [asked.cut(prompt, context) for prompt in encoded]
         return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer)
+
+    async def _number(self, caller: Caller, asked: GenerationRequest) -> None:
+        """Name the adapters that a request gives by numbers."""
+        if asked.has_numbers:
+            found = await numbered(self.worker, self.threads, caller.grant)
+            asked.name_adapters({number: one.name for number, one in found.items()})
 
     async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
         """The tokenizer for conversations with a model, which may have its own template."""

@@ -8,6 +8,7 @@ Tests: tests/server/api/test_fields.py
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from ...core.requests.grammar import Grammar
 from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from ...memory.adapters.composition import MAX_TERMS
+from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, validated
 from ..text.output_parser import OutputParser
@@ -167,15 +169,26 @@ class GenerationRequest(GrammarFields):
         request.check(limits)
         return request
 
-    def name_adapters(self) -> None:
-        """Set `lora_path` to the one name of the adapters that other fields name. Raises an ApiError."""
-        named = model_of(self.adapters, self.lora, self.merged_adapters)
+    @property
+    def has_numbers(self) -> bool:
+        """True if it names adapters by numbers, which `name_adapters` needs to know."""
+        return any(isinstance(one.id, int) for one in self.lora or ())
+
+    def name_adapters(self, numbers: Mapping[int, str] | None = None) -> None:
+        """Set `lora_path` to the one name of the adapters that other fields name. Raises an ApiError.
+
+        numbers: names of adapters by their numbers. None: not known yet, so it is no adapter's name until they are.
+        """
+        if self.has_numbers and self.lora_path == NOWHERE:
+            self.lora_path = None
+        names = dict.fromkeys((one.id for one in self.lora or () if isinstance(one.id, int)), NOWHERE)
+        named = model_of(self.adapters, self.lora, self.merged_adapters, names if numbers is None else numbers)
         if named is None:
             return
         field, model = named
         if self.lora_path:
             raise ApiError(400, f"lora_path and {field} both name adapters; give one of them", param=field)
-        self.lora_path = model
+        self.lora_path = NOWHERE if self.has_numbers and numbers is None else model
 
     def check(self, limits: RequestLimits) -> None:
         """Raises an ApiError for fields that contradict each other."""

@@ -5,6 +5,7 @@ Tests: tests/server/api/test_scaled_adapters.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt
@@ -53,8 +54,10 @@ class MergedAdapters(BaseModel):
 
     def terms(self) -> list[tuple[str, float]]:
         """Names and scales. Raises ApiError for what is not served."""
-        if not self.ids:
+        if not self.model_fields_set:
             return []
+        if not self.ids:
+            raise _refused("merged_adapters", ".ids is empty; name the adapters, or leave merged_adapters out")
         if self.merge_strategy != "cat":
             why = _LINEAR if self.merge_strategy == "linear" else 'only "cat" is supported'
             raise _refused("merged_adapters", f".merge_strategy is {self.merge_strategy[:40]!r}; {why}")
@@ -68,14 +71,17 @@ class MergedAdapters(BaseModel):
 
 
 def model_of(
-    adapters: list[ScaledAdapter] | None, lora: list[LlamaAdapter] | None, merged: MergedAdapters | None
+    adapters: list[ScaledAdapter] | None,
+    lora: list[LlamaAdapter] | None,
+    merged: MergedAdapters | None,
+    numbers: Mapping[int, str],
 ) -> tuple[str, str | None] | None:
     """The field that names adapters, and the model's name that means the same: None for the base model. None if no
-    field does. Raises ApiError.
+    field does. numbers: names of adapters by their numbers. Raises ApiError.
     """
     given = {
         "adapters": [(one.name, float(one.scale)) for one in adapters or ()],
-        "lora": [(_named(one.id), float(one.scale)) for one in lora or ()],
+        "lora": [(_named(one.id, numbers), float(one.scale)) for one in lora or ()],
         "merged_adapters": [] if merged is None else merged.terms(),
     }
     used = [name for name, terms in given.items() if terms]
@@ -90,15 +96,13 @@ def model_of(
         raise ApiError(400, f"{field}: {error}", param=field) from None
 
 
-def _named(adapter: str | int) -> str:
-    if isinstance(adapter, int):
-        raise ApiError(
-            400,
-            f"lora: an id is {adapter}; adapters come and go here, so their numbers mean nothing: give the adapter's "
-            "name, as GET /v1/adapters lists it",
-            param="lora",
-        )
-    return adapter
+def _named(adapter: str | int, numbers: Mapping[int, str]) -> str:
+    if isinstance(adapter, str):
+        return adapter
+    if adapter not in numbers:
+        message = f"lora: no adapter has the id {adapter}; GET /lora-adapters lists them, or give the adapter's name"
+        raise ApiError(400, message, param="lora")
+    return numbers[adapter]
 
 
 def _refused(field: str, why: str) -> ApiError:

@@ -56,7 +56,7 @@ def answers(live, name, reference, headers=None):
 
 def listed(live):
     cards = {card["id"]: card.get("adapter") for card in live.client.get("/v1/models").json()["data"]}
-    ours = [one["name"] for one in live.client.get("/v1/adapters").json()["data"] if one["as_base"]]
+    ours = [one["name"] for one in live.client.get("/v1/adapters").json()["data"] if one.get("as_base")]
     return cards["base"], ours
 
 

@@ -129,7 +129,10 @@ REFUSED = {
         "merged_adapters",
         "2 weights for 1",
     ),
-    "a number of llama.cpp": ({"lora": [{"id": 0, "scale": 1}]}, "lora", "GET /v1/adapters"),
+    "an unknown number of llama.cpp": ({"lora": [{"id": 2, "scale": 1}]}, "lora", "GET /lora-adapters"),
+    "such a number with the scale 0": ({"lora": [{"id": 2, "scale": 0}]}, "lora", "the id 2"),
+    "a number and a name": ({"lora": [{"id": 0, "scale": 1}], "lora_path": "first"}, "lora", "give one of them"),
+    "a truth": ({"lora": [{"id": True, "scale": 1}]}, "lora", "id"),
     "an unknown field": (
         {"adapters": [{"name": "first", "weight": 1}]},
         "adapters[0].weight",
@@ -153,6 +156,50 @@ def test_refusals(begin):
         error = response.json()["error"]
         assert words in error["message"], (case, error)
         assert error["param"].split(".")[0].split("[")[0] == param.split(".")[0].split("[")[0], (case, error)
+
+
+def test_numbers_of_llama_cpp(begin, want, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("sk-first-key-0001 one adapters=first base=no\n")
+    live = begin(settings={"api_key_file": keys, "admin_key": ["sk-admin-key-0004"]})
+    admin, first = ({"authorization": f"Bearer {key}"} for key in ("sk-admin-key-0004", "sk-first-key-0001"))
+
+    def listed(headers):
+        found = live.client.get("/lora-adapters", headers=headers).json()
+        assert all(set(one) == {"id", "name", "path", "scale"} for one in found)
+        return {one["id"]: one["name"] for one in found}
+
+    def ask(*scales, status=200, headers=admin):
+        lora = [{"id": number, "scale": scale} for number, scale in enumerate(scales)]
+        response = live.client.post("/v1/completions", json={**BODY, "lora": lora}, headers=headers)
+        assert response.status_code == status, response.text
+        return tokens_of(response) if status == 200 else response.json()["error"]
+
+    assert listed(admin) == {0: "first", 1: "second"}
+    assert listed(first) == {0: "first"}
+    assert ask(0.7, 0.5) == want("pair", PROMPT)
+    assert ask(0.7, 0) == ask(0.7, headers=first) == want("scaled", PROMPT)
+    assert ask(0, 0) not in (want("first", PROMPT), want("second", PROMPT))
+    assert ask(0.7, 0.5, status=400, headers=first)["param"] == "lora"
+    body = {"lora_name": "first", "lora_path": "r3-mlp", "load_inplace": True}
+    assert live.client.post("/v1/load_lora_adapter", json=body, headers=admin).status_code == 200
+    again = listed(admin)
+    assert again.pop(1) == "second"
+    ((number, name),) = again.items()
+    assert number > 1 and name == "first", "a number never means another adapter"
+    assert "no adapter has the id 0" in ask(0.7, 0.5, status=400)["message"]
+    live.client.post("/v1/chat/completions", json={"messages": [], "lora": [{"id": 1, "scale": 1}]}, headers=admin)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "lora": [{"id": 1, "scale": 1}]}
+    assert live.client.post("/v1/chat/completions", json=chat, headers=admin).json()["model"] == "second"
+    assert live.client.post("/lora-adapters", json=[], headers=admin).status_code == 501
+
+
+def test_numbers_need_one_api_server(begin, tmp_path, monkeypatch):
+    live = begin()
+    monkeypatch.setattr(live.app.state.worker, "shared", tmp_path)
+    for response in (live.client.get("/lora-adapters"), live.post(**BODY, lora=[{"id": 0, "scale": 1}])):
+        assert response.status_code == 400 and "one API server" in response.text
+    assert live.post(**BODY, lora=[{"id": "first", "scale": 1}]).status_code == 200
 
 
 def test_an_unknown_part_is_named(begin):
