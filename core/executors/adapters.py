@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...memory.adapters.image import ImageForm, RowJobs, read_image
-from ...memory.files import composed
+from ...memory.files.composed import inspect as inspect_adapter
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
@@ -51,7 +51,7 @@ class ModelAdapters:
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        return composed.inspect(path, self._config.module_paths, roots)
+        return inspect_adapter(path, self._config.module_paths, roots)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """Return the layout of the manifest's parts; adapters of equal shape share one."""
@@ -115,6 +115,10 @@ class CudaAdapters(ModelAdapters):
         manifest = super().inspect(path, roots)
         check_tables(manifest, path, self._max_rank)
         return manifest
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        check_tables(manifest, manifest.path, self._max_rank)  # a composed one was never inspected
+        return super().layout(manifest)
 
     def close(self) -> None:
         """Wait until no copy is running."""

@@ -127,6 +127,7 @@ class AdapterStore:
         if known is not None:
             self._retire(known)
         self._composed[name] = adapter
+        self._index(adapter)
         while len(self._composed) > MAX_COMPOSED:
             self._retire(next(iter(self._composed.values())))
         return adapter
@@ -183,6 +184,11 @@ class AdapterStore:
         self._unindex(adapter)
         adapter.manifest = manifest
         self._index(adapter)
+        for other in [one for one in self._composed.values() if adapter in one.sources]:
+            scales = [scale for _, scale in other.manifest.sources]
+            self.note(
+                other, composed([(one.manifest, scale) for one, scale in zip(other.sources, scales, strict=True)])
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -415,11 +421,11 @@ class AdapterStore:
                 del self._by_content[content]
 
     def _retire(self, adapter: Adapter) -> None:
+        self._unindex(adapter)
         if adapter.sources:
             del self._composed[adapter.name]
         else:
             self._num_registered_pages -= adapter.num_pages
-            self._unindex(adapter)
             for other in [each for each in self._composed.values() if adapter in each.sources]:
                 self._retire(other)
         self.on_leaving(adapter, False)

@@ -10,6 +10,7 @@ from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import MAX_COMPOSED
 from chorus.memory.files.error import LoadFailure
+from chorus.memory.files.identity import with_content
 
 from .adapter_zoo import save_zoo
 
@@ -155,6 +156,19 @@ class TestLife:
         one, other = (driver.add(str(index), "plain*0.7+rslora*0.5", [20, 21], max_tokens=1) for index in range(2))
         assert one.adapter is other.adapter
         driver.drain()
+
+    def test_its_content_follows_that_of_its_sources(self, zoo, drive):
+        driver = drive(zoo)
+        store = driver.engine.store
+        request = driver.add("1", "plain*0.7+rslora*0.5", [20, 21], max_tokens=1)
+        assert request.adapter.manifest.content_hash is None
+        for name in ("plain", "rslora"):
+            store.note(store.get(name), with_content(store.get(name).manifest))
+        content = request.adapter.manifest.content_hash
+        assert content is not None and store.find(content) is request.adapter
+        driver.drain()
+        store.unregister("plain")
+        assert store.find(content) is None
 
     def test_only_so_many_are_kept(self, zoo, drive):
         driver = drive(zoo)
