@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..memory.adapters.adapter import check_name
 from ..memory.files.directory import AdapterDirectory
 from ..memory.files.error import AdapterFormatError, shown
-from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
+from ..memory.files.format import CONFIG_FILE, STEM, AdapterManifest, is_adapter_dir, weights_path
 from ..memory.files.unserved import hint_of
 from ..memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 
@@ -203,7 +203,7 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
 
 def stamp_of(path: Path) -> Stamp:
     """Return modification times and sizes of a directory and its two files."""
-    return tuple(_state(each) for each in (path, path / CONFIG_FILE, path / WEIGHTS_FILE))
+    return tuple(_state(each) for each in (path, path / CONFIG_FILE, weights_path(path)))
 
 
 def is_as_registered(stamp: Stamp, manifest: AdapterManifest) -> bool:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..memory.adapters.adapter import Adapter, AdapterBackend
+from ..memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import UnknownAdapter
-from ..memory.files.error import LoadFailure
+from ..memory.files.error import AdapterFormatError, LoadFailure
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -17,7 +18,7 @@ from .base_name import names_of, with_base
 from .config import EngineConfig
 from .quarantine import Quarantined, register_directories
 from .requests.request import Request
-from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 
 if TYPE_CHECKING:
     from .scheduling.scheduler import Scheduler
@@ -78,19 +79,36 @@ class ServedAdapters:
         """
         adapter = None if sibling is None else sibling.adapter
         if adapter is None or not adapter.requests:
-            try:
-                adapter = self._store.get(name)
-            except UnknownAdapter as error:
-                if (one := self.quarantine.get(name)) is not None:
-                    raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
-                raise InvalidRequest("model", str(error)) from None
-        if adapter.name in self.paused:
-            raise AdapterPaused(adapter.name)
+            composition = _composition_of(name)
+            adapter = self._find_one(name) if composition is None else self._composed(name, composition)
+        for each in adapter.sources or (adapter,):
+            if each.name in self.paused:
+                raise AdapterPaused(each.name)
         return adapter
+
+    def _find_one(self, name: str) -> Adapter:
+        try:
+            return self._store.get(name)
+        except UnknownAdapter:
+            if (one := self.quarantine.get(name)) is not None:
+                raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
+            raise UnknownModel(name) from None
+
+    def _composed(self, name: str, composition: Composition) -> Adapter:
+        parts = [(self._find_one(part), scale) for part, scale in composition.terms]
+        try:
+            return self._store.compose(name, parts)
+        except AdapterFormatError as error:
+            raise InvalidRequest("adapters", str(error)) from None
 
     def versions_of(self, name: str) -> list[Adapter]:
         """Return all versions of a name that are registered, or that requests still hold."""
         return [adapter for adapter in self._store.versions() if adapter.name == name]
+
+    def versions_with(self, name: str) -> list[Adapter]:
+        """The same, and the versions that are composed of any of them."""
+        versions = set(self.versions_of(name))
+        return [one for one in self._store.versions() if not versions.isdisjoint((one, *one.sources))]
 
     def pin(self, name: str) -> bool:
         """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
@@ -128,7 +146,7 @@ class ServedAdapters:
         """
         store = self._store
         adapter = store.get(name)
-        versions = [adapter] if name != adapter.name else self.versions_of(name)
+        versions = {adapter} if name != adapter.name else set(self.versions_of(name))
         if name not in store:
             store.unregister_newest(adapter.name)
         for each in (name, *store.kept(name)) if name in store else ():
@@ -138,7 +156,18 @@ class ServedAdapters:
         if not force:
             return 0
         lifecycle = self._scheduler.lifecycle
-        users = [request for request in lifecycle.requests.values() if request.adapter in versions]
+        users = [
+            request
+            for request in lifecycle.requests.values()
+            if request.adapter is not None and not versions.isdisjoint((request.adapter, *request.adapter.sources))
+        ]
         for request in users:
             lifecycle.end(request, f"adapter {name!r} was removed", LoadFailure.REMOVED)
         return len(users)
+
+
+def _composition_of(name: str) -> Composition | None:
+    try:
+        return read_composition(name)
+    except InvalidComposition as error:
+        raise InvalidRequest("adapters", str(error)) from None

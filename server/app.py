@@ -94,6 +94,8 @@ def create_app(
     loaded = LoadedAdapters.of(settings, worker.adapters)
     templates = AdapterTemplates(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
     loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
+    if settings.adapter_as_base is not None:
+        loads.serve_as_base(settings.adapter_as_base)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
     telemetry = Telemetry(api.metrics, recorder, tracer)
     builder = GenerationBuilder(
@@ -183,6 +185,7 @@ def create_app(
         GuardedRoute("GET", "/v1/adapters/{name:path}", adapters.show, Right.KEY),
         GuardedRoute("PATCH", "/v1/adapters/{name:path}", adapters.change, Right.ADMIN),
         GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
+        GuardedRoute("GET", "/lora-adapters", adapters.list_numbered, Right.KEY),
         GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN, takes_forms=True),
         GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
         *(

@@ -250,6 +250,11 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         json_schema_extra=REPEATABLE,
         description="adapter to serve from anywhere on this machine, as NAME=DIR; repeatable",
     )
+    adapter_as_base: AdapterName | None = Field(
+        default=None,
+        description="adapter that serves requests for the base model's name, until it is removed; with one API server "
+        "and without a registry of adapters",
+    )
     api_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,

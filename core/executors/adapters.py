@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...memory.adapters.image import ImageForm, RowJobs, read_image
-from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
+from ...memory.files.composed import inspect as inspect_adapter
+from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
@@ -114,6 +115,10 @@ class CudaAdapters(ModelAdapters):
         manifest = super().inspect(path, roots)
         check_tables(manifest, path, self._max_rank)
         return manifest
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        check_tables(manifest, manifest.path, self._max_rank)  # a composed one was never inspected
+        return super().layout(manifest)
 
     def close(self) -> None:
         """Wait until no copy is running."""

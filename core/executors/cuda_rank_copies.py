@@ -175,6 +175,10 @@ class CudaRankAdapters(RankAdapters):
         check_tables(manifest, path, self._max_rank)
         return manifest
 
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        check_tables(manifest, manifest.path, self._max_rank)  # a composed one was never inspected
+        return super().layout(manifest)
+
 
 class TpWorkerCopies:
     """The copies in flight on a TP worker."""

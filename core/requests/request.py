@@ -5,6 +5,7 @@ Tests: tests/core/test_engine.py, tests/core/scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +44,10 @@ class BoundVersion(Protocol):
     def label(self) -> str: ...
     @property
     def manifest(self) -> AdapterManifest: ...
+    @property
+    def sources(self) -> Sequence[BoundVersion]:
+        """The versions that it is composed of."""
+        ...
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -27,6 +27,14 @@ class InvalidRequest(ValueError):
         self.field = field
 
 
+class UnknownModel(InvalidRequest):
+    """A request of an adapter that is not registered. name: the adapter's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("model", f"adapter {name!r} is not registered")
+        self.name = name
+
+
 class NotServed(InvalidRequest):
     """A request of an adapter that is in quarantine; the text says why."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..files.error import AdapterFormatError, shown
+from .composition import is_composition
 
 if TYPE_CHECKING:
     from ..files.format import AdapterManifest
@@ -30,6 +31,10 @@ def check_name(name: str) -> str:
     if not name or not name.isprintable() or name != name.strip():
         raise AdapterFormatError(
             f"{shown(name)} can't be a name: use printable UTF-8 characters, no blanks at the ends"
+        )
+    if is_composition(name):
+        raise AdapterFormatError(
+            f"{shown(name)} can't be a name: it reads as adapters with scales, such as A*0.7+B*0.5; leave out the *"
         )
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise AdapterFormatError(f"{shown(name)} can't be a name: a part between slashes is empty, '.' or '..'")
@@ -72,6 +77,8 @@ class Adapter:
     uses: int = 0
     load_seconds: float | None = None
     """Duration of its latest copy from host memory into the pages."""
+    sources: tuple[Adapter, ...] = ()
+    """The versions that it is composed of; empty: it has files of its own."""
     num_overflows: int | None = 0
     """Requests that ended because its logits were not finite; None once a request has ended normally."""
     rank: int = field(init=False)  # used in every step

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from ..files.composed import ComposedWeights
 from ..files.error import AdapterFormatError
 from ..files.format import AdapterManifest, tensor_shapes
-from ..files.identity import open_unchanged
+from ..files.identity import Weights, open_unchanged
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
 from ..pages.projections import Projections
@@ -181,7 +182,7 @@ def read_image(
         ]
 
     with open_unchanged(manifest) as file:
-        if open_rows is None or manifest.places is None:
+        if open_rows is None or manifest.places is None or isinstance(file, ComposedWeights):
             done = _read_by_torch(take(), range(layout.num_layers))
         else:
             jobs = row_jobs(manifest.parts, manifest.places, layout, projections)
@@ -235,7 +236,7 @@ def _is_other_header(rows: RowsInFile, places: TensorPlaces, fault: object | Non
 class _PartReader:
     """Reads a part's slabs, layer by layer, by way of torch. data: `[elems]`, the adapter's run."""
 
-    _file: AdapterWeights
+    _file: Weights
     _part: AdapterPart
     _place: PartLayout
     data: torch.Tensor
@@ -251,8 +252,8 @@ class _PartReader:
             m, projection = self.projections.id(name), self.projections[name]
             d_in, d_out = projection.dims
             (a, a_shape), (b, b_shape) = tensor_shapes(layer, projection, part.rank)
-            rows[:, slabs.a_offset[m] :][:, :d_in] = _read(self._file, a, a_shape, buffer)
-            rows[:, slabs.b_offset[m] :][:, :d_out] = _read(self._file, b, b_shape, buffer).T
+            rows[:, slabs.a_offset[m] :][:, :d_in] = self._file.matrix(a, a_shape, buffer)
+            rows[:, slabs.b_offset[m] :][:, :d_out] = self._file.matrix(b, b_shape, buffer).T
         if not _all_finite(rows):
             raise _not_finite(self._file, part, layer, self.projections, rows.dtype, buffer)
         self.data[first : first + rows.numel()] = rows.view(-1)
@@ -268,19 +269,6 @@ class _PartReader:
         return torch.empty(part.rank * widest * 4, dtype=torch.uint8), rows
 
 
-def _read(file: AdapterWeights, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
-    """One tensor in the file's element type, as a view of `buffer`."""
-    import torch
-
-    info = file.tensor(name)
-    if info.shape != shape:
-        raise file.changed()
-    data = buffer[: info.num_bytes]
-    file.read_into(data.numpy().data, info.offset)
-    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-    return data.view(dtype).view(shape)
-
-
 def _all_finite(values: torch.Tensor) -> bool:
     """True if no value is NaN or infinite: such have all bits of the exponent set. Far cheaper than `isfinite`."""
     import torch
@@ -292,7 +280,7 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def _not_finite(
-    file: AdapterWeights,
+    file: Weights,
     part: AdapterPart,
     layer: int,
     projections: Projections,
@@ -302,7 +290,7 @@ def _not_finite(
     """Find the tensor at fault among a layer's."""
     for module in part.targets:
         for name, shape in tensor_shapes(layer, projections[module], part.rank):
-            tensor = _read(file, name, shape, buffer)
+            tensor = file.matrix(name, shape, buffer)
             at = f"{file.path}: tensor {name} holds"
             if not _all_finite(tensor):
                 return AdapterFormatError(f"{at} NaN or infinity; the training diverged or the file is corrupt")

@@ -9,9 +9,11 @@ Tests: tests/memory/adapters/test_adapter_store.py, tests/memory/adapters/test_r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
+from ..files.composed import composed
 from ..files.format import AdapterFormatError, AdapterManifest
 from ..host.image import HostImage
 from ..host.images import HostImages
@@ -21,6 +23,9 @@ from ..pages.pool import PageKind, PagePool
 from .adapter import Adapter, AdapterBackend, Tier, check_name
 from .loads import AdapterLoads
 from .versions import VersionNames, versioned
+
+MAX_COMPOSED = 256
+"""Composed adapters that are kept without requests; the least recently requested ones are forgotten."""
 
 
 class UnknownAdapter(KeyError):
@@ -53,6 +58,7 @@ class AdapterStore:
         # Replaced or removed versions that requests still hold. A dict keeps them in order: their handling must not
         # depend on object addresses.
         self._retired: dict[Adapter, None] = {}
+        self._composed: OrderedDict[str, Adapter] = OrderedDict()  # by name, the latest requested last
         self._by_content: dict[str, dict[Adapter, None]] = {}  # registered ones, oldest first
         self._num_registered_pages = 0
         self._pinned: set[Adapter] = set()
@@ -103,6 +109,27 @@ class AdapterStore:
         if previous is not None and previous not in gone:
             self.on_leaving(previous, False)
             self.unpin(previous)
+        return adapter
+
+    def compose(self, name: str, parts: Sequence[tuple[Adapter, float]]) -> Adapter:
+        """The adapter that registered versions with scales make together, an ordinary version of its own.
+
+        name: for any equal composition the same. It lasts until one of them leaves its name. Raises AdapterFormatError
+        if they can't be composed, or could never fit the pool.
+        """
+        sources = tuple(part for part, _ in parts)
+        known = self._composed.get(name)
+        if known is not None and known.sources == sources:
+            self._composed.move_to_end(name)
+            return known
+        manifest = composed([(part.manifest, scale) for part, scale in parts])
+        adapter = Adapter(name, next(self._versions), manifest, self.layout_of(manifest), sources=sources)
+        if known is not None:
+            self._retire(known)
+        self._composed[name] = adapter
+        self._index(adapter)
+        while len(self._composed) > MAX_COMPOSED:
+            self._retire(next(iter(self._composed.values())))
         return adapter
 
     def last_number(self, name: str) -> int:
@@ -157,6 +184,11 @@ class AdapterStore:
         self._unindex(adapter)
         adapter.manifest = manifest
         self._index(adapter)
+        for other in [one for one in self._composed.values() if adapter in one.sources]:
+            scales = [scale for _, scale in other.manifest.sources]
+            self.note(
+                other, composed([(one.manifest, scale) for one, scale in zip(other.sources, scales, strict=True)])
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -165,8 +197,8 @@ class AdapterStore:
         return len(self._current)
 
     def versions(self) -> Iterator[Adapter]:
-        """All versions that are registered or that requests still hold."""
-        return itertools.chain(self._current.values(), self._retired)
+        """All versions that are registered, composed of these, or that requests still hold."""
+        return itertools.chain(self._current.values(), self._composed.values(), self._retired)
 
     def names(self) -> list[str]:
         return sorted(self._current)
@@ -181,7 +213,11 @@ class AdapterStore:
         Its cost depends on the number of these versions, not on the number of registered ones.
         """
         near = self._resident.keys() | self.images.keys()
-        return sorted((self._name_of(adapter), adapter) for adapter in near if adapter not in self._retired)
+        return sorted(
+            (self._name_of(adapter), adapter)
+            for adapter in near
+            if adapter not in self._retired and not adapter.sources
+        )
 
     def resident(self) -> Iterable[Adapter]:
         """Versions that have pages."""
@@ -385,8 +421,13 @@ class AdapterStore:
                 del self._by_content[content]
 
     def _retire(self, adapter: Adapter) -> None:
-        self._num_registered_pages -= adapter.num_pages
         self._unindex(adapter)
+        if adapter.sources:
+            del self._composed[adapter.name]
+        else:
+            self._num_registered_pages -= adapter.num_pages
+            for other in [each for each in self._composed.values() if adapter in each.sources]:
+                self._retire(other)
         self.on_leaving(adapter, False)
         if adapter.requests:
             self._retired[adapter] = None

@@ -92,8 +92,19 @@ _VARIANT = re.compile(r"use_\w+|\w+_config")
 #: Tasks of models whose head samples no tokens.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 
-#: Initialisations that also change the base weights: the adapter fits only a base model changed alike.
-_BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+_CONVERT = (
+    "it changed the base weights too; convert it to plain LoRA with PEFT: model.save_pretrained(DIR, "
+    "path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter as it was saved before training, "
+    "with init_lora_weights=True in its configuration"
+)
+
+#: Initialisations that also change the base weights, by how their names begin, and what to do: the adapter fits only a
+#: base model changed alike.
+_BASE_CHANGING = {
+    **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _CONVERT),
+    "loftq": "it changed the base weights too, and PEFT has no conversion; serve the base model that was saved with it "
+    "(model.get_base_model().save_pretrained(BASE)), and set init_lora_weights to true",
+}
 
 
 class AdapterConfig:
@@ -101,6 +112,8 @@ class AdapterConfig:
 
     def __init__(self, fields: _Fields) -> None:
         fields.refuse_unserved()
+        self.file = fields.file
+        """The file that says it."""
         base = fields.raw.get("base_model_name_or_path")
         self.base_model = base[:MAX_BASE_CHARACTERS] if isinstance(base, str) and base else None
         """The base model that the adapter names, if any."""
@@ -127,7 +140,12 @@ class AdapterConfig:
         """Read a directory's `adapter_config.json`. Raises AdapterFormatError if it could not be served as PEFT applies
         it.
         """
-        return cls(_Fields(directory.path / CONFIG_FILE, _read(directory)))
+        return cls(_Fields(directory.path / CONFIG_FILE, read_fields(directory)))
+
+    @classmethod
+    def of(cls, file: Path, fields: dict[str, Any]) -> AdapterConfig:
+        """The configuration with PEFT's `fields`, which `file` says in another way. Raises AdapterFormatError."""
+        return cls(_Fields(file, fields))
 
     def targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
         """Rank and scale of every linear module that it changes (PEFT's `check_target_module_exists`).
@@ -188,12 +206,13 @@ class _Fields:
         for name, value in self.raw.items():
             if value and name not in _SERVED and _VARIANT.fullmatch(name):
                 raise self.refuse(name, "this variant of LoRA is not known; train plain LoRA, or remove the field")
-        init = self.raw.get("init_lora_weights")
-        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
-            raise self.refuse(
-                "init_lora_weights",
-                "it changed the base weights too; save it with path_initial_model_for_weight_conversion",
-            )
+        self._refuse_base_changing(self.raw.get("init_lora_weights"))
+
+    def _refuse_base_changing(self, init: Any) -> None:
+        if isinstance(init, str):
+            for begin, why in _BASE_CHANGING.items():
+                if init.lower().startswith(begin):
+                    raise self.refuse("init_lora_weights", why)
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)
@@ -299,7 +318,8 @@ def _first_matches(
     return found
 
 
-def _read(directory: AdapterDirectory) -> dict[str, Any]:
+def read_fields(directory: AdapterDirectory) -> dict[str, Any]:
+    """The fields of a directory's `adapter_config.json`, unchecked. Raises AdapterFormatError if it is no object."""
     file = directory.path / CONFIG_FILE
     data = directory.read(CONFIG_FILE, MAX_CONFIG_BYTES, "a PEFT configuration")
     try:

@@ -18,11 +18,6 @@ from .error import AdapterFormatError, shown, unreadable
 MAX_PATH_BYTES = 4096
 MAX_NAMES = 4096
 
-NO_GGUF = (
-    "a GGUF file, which is not read; save the adapter with PEFT's save_pretrained: adapter_config.json and "
-    "adapter_model.safetensors"
-)
-
 _CLOSED = os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
 _LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already have effects
 
@@ -44,8 +39,7 @@ class AdapterDirectory:
         except FileNotFoundError:
             raise AdapterFormatError(f"{path}: no such directory") from None
         except NotADirectoryError as error:
-            reason = NO_GGUF if path.suffix == ".gguf" else self._why_no_directory(error)
-            raise AdapterFormatError(f"{path}: {reason}") from None
+            raise AdapterFormatError(f"{path}: {self._why_no_directory(error)}") from None
         except (OSError, ValueError) as error:
             raise unreadable(shown(str(path)), error) from error
         try:

@@ -12,23 +12,27 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterChanged, AdapterFormatError, shown
+from .form import WEIGHTS_FILE, AdapterForm, form_of
+from .gguf_form import GGUF_SUFFIX, GgufForm
 from .module_names import ModuleNames
 from .module_paths import ModulePaths
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
-from .unserved import missing_config, refuse_other_weights, why_not_lora
+from .unserved import why_not_lora
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
@@ -36,7 +40,12 @@ _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 #: The base model's own name for its layers' parent. A model around it (one that sees, say) may have changed it, and a
 #: model without a head (`AutoModel`) has none.
 STEM = "model"
-_WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){0,4})(?=layers\.[0-9])")
+_WRAPPED = re.compile(r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})(?=layers\.[0-9])")
+#: What trainers leave in names: modules around PEFT's, and the adapter's own name.
+_AROUND = re.compile(r"(?:module|_orig_mod|_fsdp_wrapped_module)\.")
+_ADAPTER_NAME = re.compile(
+    r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
+)
 _IN_LAYER = re.compile(r"(base_model\.model\.model\.layers\.[0-9]+)\.(.+)\.(lora_[AB]\.weight)")
 
 
@@ -71,6 +80,16 @@ class AdapterManifest:
     invocation_tokens: tuple[int, ...] = ()
     """See `AdapterConfig.invocation_tokens`."""
 
+    sources: tuple[tuple[AdapterManifest, float], ...] = ()
+    """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
+
+    @property
+    def why_alone(self) -> str | None:
+        """Why it can't be one of several adapters of a request; None if it can."""
+        if self.invocation_tokens:
+            return "is an activated LoRA (alora_invocation_tokens), which can't be composed with others"
+        return None
+
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
@@ -87,8 +106,35 @@ class AdapterManifest:
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """True if a directory means to be an adapter's: anything at all is in its configuration's place."""
-    return os.path.lexists(path / CONFIG_FILE)  # unlike Path's methods this one never raises
+    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it is of
+    another form.
+    """
+    if os.path.lexists(path / CONFIG_FILE):  # unlike Path's methods this one never raises
+        return True
+    return weights_path(path).suffix == GGUF_SUFFIX
+
+
+def is_one_file(path: Path) -> bool:
+    """True if a path is a file that holds a whole adapter."""
+    return path.suffix == GGUF_SUFFIX and os.path.isfile(path)
+
+
+def weights_path(path: Path) -> Path:
+    """The file with an adapter's weights; where PEFT has it if the adapter is of no form that is read."""
+    try:
+        with _opened(path) as directory:
+            return directory.path / _form(path, directory).weights_file
+    except AdapterFormatError:
+        return path / WEIGHTS_FILE
+
+
+def _opened(path: Path, roots: Sequence[Path] = ()) -> AdapterDirectory:
+    """The directory of an adapter, which may be given as its one file."""
+    return AdapterDirectory(path.parent if is_one_file(path) else path, roots)
+
+
+def _form(path: Path, directory: AdapterDirectory) -> AdapterForm:
+    return GgufForm(path.name) if directory.path != path else form_of(directory)
 
 
 def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()) -> AdapterManifest:
@@ -97,22 +143,22 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
     modules: the base model's projections, and where it has them. roots: as in `AdapterDirectory`. Raises
     AdapterFormatError for anything that would not be served exactly as PEFT would apply it.
     """
-    with AdapterDirectory(path, roots) as directory:
-        if not directory.has(CONFIG_FILE):
-            raise missing_config(directory, CONFIG_FILE)
-        refuse_other_weights(directory, WEIGHTS_FILE)
-        config = AdapterConfig.read(directory)
-        _check_invocation(config, path, modules.vocab_size)
-        with _open_weights(directory, modules) as file:
-            stem = file.stem
-            targets, projections = _targets(config, path, stem, modules), modules.projections
+    with _opened(path, roots) as directory:
+        form = _form(path, directory)
+        config = form.config(directory, ()) if form.is_plain else None
+        with AdapterWeights(directory, form, modules) as file:
+            stem, modules = file.stem, file.modules
+            config = config or form.config(directory, file.given_modules)
+            _check_invocation(config, modules.vocab_size)
+            targets, projections = _targets(config, stem, modules), modules.projections
             _check_names(file, targets, projections)
             for (layer, module), (rank, _) in targets.items():
                 for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
-            parts = _parts(targets, projections)
-            parts, places = _shared(parts, _places(file, parts, projections))
+            parts = parts_of(targets, projections)
+            places = _places(file, parts, projections) if form.is_plain else None
+            parts, places = _shared(parts, places)
             return AdapterManifest(
                 path,
                 parts,
@@ -134,33 +180,57 @@ class AdapterWeights(TensorFile):
     A tensor of several projections is there as one of each; those of `ModulePaths.left_out` are not there.
     """
 
-    def __init__(self, path: Path, fd: int, modules: ModulePaths) -> None:
-        super().__init__(path, fd, self._plain)
+    def __init__(self, directory: AdapterDirectory, form: AdapterForm, modules: ModulePaths) -> None:
+        name = form.weights_file
+        super().__init__(directory.path / name, directory.open(name, form.kind), self._plain)
+        self._form = form
         self._stems: set[str] = set()
-        self._modules = modules
+        self._paths: set[str] = set()
+        self._adapters: set[str] = set()
+        self.given_modules: set[str] = set()
+        """Modules of layers that have tensors, by the names that the file gives them; once `tensors` was read."""
+        self.modules = modules
+        """Where the file has the base model's projections; once `tensors` was read."""
         self.num_left_out = 0
         """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         found: dict[str, TensorInfo] = {}
-        left_out = tuple(f"{_PREFIX}{name}" for name in self._modules.left_out)
-        for name, info in super().tensors.items():
+        left_out = tuple(f"{_PREFIX}{name}" for name in self.modules.left_out)
+        listed = self._form.listed(self, self.modules.projections)
+        self._check_adapters()
+        self.modules = self.modules.as_given(self._paths)
+        for name, info in listed.items():
             if name.startswith(left_out):
                 self.num_left_out += 1
                 continue
-            match = _IN_LAYER.fullmatch(name)
-            if match is None or match[2] not in self._modules.stacked:
-                found[name] = info
-                continue
-            layer, path, kind = match.groups()
-            for part, slice_of in self._split(name, info, path, kind):
-                found[f"{layer}.{part}.{kind}"] = slice_of
+            for own_name, own in self._shares(name, info):
+                if own_name in found:
+                    raise AdapterFormatError(
+                        f"{self.path}: tensor {shown(name)} holds {own_name}, which is there a second time; keep one"
+                    )
+                found[own_name] = own
         return found
+
+    def _shares(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """A tensor, or the share in it of each projection that it is of."""
+        match = _IN_LAYER.fullmatch(name)
+        if match is None or match[2] not in self.modules.stacked:
+            yield name, info
+            return
+        layer, path, kind = match.groups()
+        for part, own in self._split(name, info, path, kind):
+            yield f"{layer}.{part}.{kind}", own
+
+    def _check_adapters(self) -> None:
+        if len(self._adapters) > 1:
+            found = ", ".join(shown(name) for name in sorted(self._adapters))
+            raise AdapterFormatError(f"{self.path}: has tensors of several adapters ({found}); save each on its own")
 
     def _split(self, name: str, info: TensorInfo, path: str, kind: str) -> Iterator[tuple[str, TensorInfo]]:
         """The share of each projection in a tensor of several: all of A, or its rows of B."""
-        parts = self._modules.stacked[path]
+        parts = self.modules.stacked[path]
         if kind == "lora_A.weight":
             yield from ((part, info) for part, _ in parts)
             return
@@ -170,10 +240,10 @@ class AdapterWeights(TensorFile):
                 f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
                 "serve it with the base model that it was trained on"
             )
-        offset, row_bytes = info.offset, info.num_bytes // total
+        first = 0
         for part, rows in parts:
-            yield part, replace(info, shape=(rows, info.shape[1]), offset=offset, num_bytes=rows * row_bytes)
-            offset += rows * row_bytes
+            yield part, info.rows(first, rows)
+            first += rows
 
     @property
     def stem(self) -> str:
@@ -190,31 +260,52 @@ class AdapterWeights(TensorFile):
             raise self.changed()
         return info
 
+    def matrix(self, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor `[rows, columns]` in the file's element type, which may be a view of `buffer`, bytes. Raises
+        AdapterChanged if it is not of this shape.
+        """
+        import torch
+
+        info = self.tensor(name)
+        if info.shape != shape:
+            raise self.changed()
+        if info.num_bytes > len(buffer):  # of a matrix that several projections share
+            buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
+        data = buffer[: info.num_bytes]
+        self.read_into(data.numpy().data, info.offset)
+        values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
+        return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
+
     def changed(self) -> AdapterChanged:
         """The error for a file that is not the registered one."""
         stale = "it changed on disk since the adapter was registered; register the adapter again"
         return AdapterChanged(f"{self.path}: {stale}")
 
     def _plain(self, name: str) -> str:
+        name = self._form.peft_name(name)
+        while (around := _AROUND.match(name)) is not None:
+            name = name[around.end() :]
+        if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
+            self._adapters.add(named[2])
+            name = f"{name[: named.end(1)]}{name[named.end() :]}"
         found = _WRAPPED.match(name)
         if found is None:
-            return name
+            return f"{_PREFIX}{name}" if "lora_" in name and not name.startswith(_PREFIX) else name
         self._stems.add(found[1][:-1])
         plain = f"{_PREFIX}{STEM}.{name[found.end() :]}"
         match = _IN_LAYER.fullmatch(plain)
-        usual = self._modules.usual.get(match[2]) if match else None
-        return plain if match is None or usual is None else f"{match[1]}.{usual}.{match[3]}"
+        if match is None:
+            return plain
+        self._paths.add(match[2])
+        self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
+        usual = self.modules.usual.get(match[2])
+        return plain if usual is None else f"{match[1]}.{usual}.{match[3]}"
 
 
 def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
     """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
-    with AdapterDirectory(path) as directory:
-        return _open_weights(directory, modules)
-
-
-def _open_weights(directory: AdapterDirectory, modules: ModulePaths) -> AdapterWeights:
-    refuse_other_weights(directory, WEIGHTS_FILE)
-    return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"), modules)
+    with _opened(path) as directory:
+        return AdapterWeights(directory, _form(path, directory), modules)
 
 
 def tensor_shapes(layer: int, projection: Projection, rank: int) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -242,11 +333,9 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
     return ModuleNames([*keys, *others, *inner]), keys
 
 
-def _targets(
-    config: AdapterConfig, path: Path, stem: str, modules: ModulePaths
-) -> dict[tuple[int, str], tuple[int, float]]:
+def _targets(config: AdapterConfig, stem: str, modules: ModulePaths) -> dict[tuple[int, str], tuple[int, float]]:
     """(layer, module) → rank and scale of all that the configuration targets."""
-    file = path / CONFIG_FILE
+    file = config.file
     names, keys = _keys(stem, modules)
     targets = {}
     for name, rank_and_scale in config.targets(names).items():
@@ -266,12 +355,12 @@ def _targets(
     return targets
 
 
-def _check_invocation(config: AdapterConfig, path: Path, vocab_size: int | None) -> None:
+def _check_invocation(config: AdapterConfig, vocab_size: int | None) -> None:
     """An invocation that no prompt can have would make the adapter a copy of the base model."""
     unknown = [token for token in config.invocation_tokens if vocab_size is not None and token >= vocab_size]
     if unknown:
         raise AdapterFormatError(
-            f"{path / CONFIG_FILE}: alora_invocation_tokens has {unknown[0]}, the base model's tokens end at "
+            f"{config.file}: alora_invocation_tokens has {unknown[0]}, the base model's tokens end at "
             f"{vocab_size}; serve it with the base model that it was trained on"
         )
 
@@ -302,7 +391,7 @@ def _layers(projections: Projections, name: str) -> str:
     return f"layer{'s' if runs[1:] or runs[0][1:] else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
 
 
-def _parts(targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> tuple[AdapterPart, ...]:
+def parts_of(targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> tuple[AdapterPart, ...]:
     """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
     layers.
     """
@@ -331,7 +420,9 @@ def _places(file: TensorFile, parts: tuple[AdapterPart, ...], projections: Proje
 
 
 @lru_cache(1024)
-def _shared(parts: tuple[AdapterPart, ...], places: TensorPlaces) -> tuple[tuple[AdapterPart, ...], TensorPlaces]:
+def _shared(
+    parts: tuple[AdapterPart, ...], places: TensorPlaces | None
+) -> tuple[tuple[AdapterPart, ...], TensorPlaces | None]:
     """Equal ones as one object: most of thousands of adapters have the shapes of another and were saved alike."""
     return parts, places
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .composed import ComposedWeights, composed
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
 from .module_paths import ModulePaths
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
@@ -16,12 +17,20 @@ _CHUNK_BYTES = 1 << 20
 _GLANCE_BYTES = 4096
 
 
-def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
+Weights = AdapterWeights | ComposedWeights
+
+
+def open_unchanged(manifest: AdapterManifest) -> Weights:
     """Open the weights that were inspected, for a `with` block. Raises AdapterFormatError if the file has changed.
 
     A new mode, owner or link also updates a file's change time. If the file seems changed only by that, or was copied,
     it is read again, provided that the hash of the registered content is known.
     """
+    return ComposedWeights(manifest, _open_file) if manifest.sources else _open_file(manifest)
+
+
+def _open_file(manifest: AdapterManifest) -> AdapterWeights:
+    """The same, for an adapter with files of its own."""
     file = open_weights(manifest.path, _modules(manifest))
     try:
         same_size_and_time = (file.size, file.mtime_ns) == (manifest.file_size, manifest.mtime_ns)
@@ -37,7 +46,9 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
 
 def with_effect(manifest: AdapterManifest) -> AdapterManifest:
     """Determine whether the adapter has any effect. A few KiB suffice, unless they are zeros."""
-    with open_unchanged(manifest) as file:
+    if manifest.sources:
+        return composed([(with_effect(source), scale) for source, scale in manifest.sources])
+    with _open_file(manifest) as file:
         return replace(manifest, no_effect=not _Reader(file).has_effect(manifest))
 
 
@@ -48,7 +59,9 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
     activate the adapter. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
     order their tensors were saved. It reads all weights.
     """
-    with open_unchanged(manifest) as file:
+    if manifest.sources:
+        return composed([(with_content(source), scale) for source, scale in manifest.sources])
+    with _open_file(manifest) as file:
         reader = _Reader(file)
         content_hash, has_effect = reader.hash(manifest), reader.has_effect(manifest)
         if not file.is_unchanged():
@@ -104,7 +117,7 @@ class _Reader:
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
-            head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
+            head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
             digest.update(head.encode())
             for info in (a, b):
                 for chunk in self._chunks(info):
@@ -122,6 +135,12 @@ class _Reader:
             chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
             self._file.read_into(chunk, info.offset + start)
             yield chunk
+
+
+def _form_of(info: TensorInfo) -> str:
+    """What a tensor's bytes mean."""
+    arranged = "" if info.arrangement is None else f" arranged {tuple(info.arrangement)}"
+    return f"{info.dtype}{info.shape}{arranged}"
 
 
 def _any(chunk: memoryview, dtype: str) -> bool:

@@ -6,10 +6,17 @@ and each has its rows of B `[out, rank]`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from ..pages.projections import Projections
+
+#: Paths that several projections share in some models, each with the names of these in the order of rows.
+_STACKED = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,18 @@ class ModulePaths:
         names = {projection.name for projection in self.projections.layers[layer]}
         return {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
 
+    def as_given(self, paths: Collection[str]) -> ModulePaths:
+        """Where an adapter has these projections whose tensors are at `paths` in a layer.
+
+        It may have been trained with one matrix for several of them where this model has one for each, or the other way
+        round.
+        """
+        parts = {self.projections[name].path for _, stacked in self.fused for name, _ in stacked}
+        usual = _STACKED.keys() - {path for path, _ in self.fused}
+        if usual.isdisjoint(paths) and parts.isdisjoint(paths):
+            return self
+        return _as_given(self, frozenset(paths))
+
     @cached_property
     def usual(self) -> dict[str, str]:
         """Paths of single projections that are not their own, and their own."""
@@ -61,3 +80,17 @@ class ModulePaths:
     def names(self) -> str:
         """Names for PEFT's `target_modules`."""
         return ", ".join(path.rpartition(".")[2] for path in self.by_path)
+
+
+@lru_cache(64)
+def _as_given(modules: ModulePaths, paths: frozenset[str]) -> ModulePaths:
+    own = modules.projections
+    fused = {
+        path: parts
+        for path, parts in modules.fused
+        if path in paths or paths.isdisjoint(own[name].path for name, _ in parts)
+    }
+    for path, names in _STACKED.items():
+        if path in paths and path not in fused and all(name in own for name in names):
+            fused[path] = tuple((name, own[name].outputs) for name in names)
+    return replace(modules, fused=tuple(fused.items()))

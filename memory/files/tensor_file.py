@@ -12,14 +12,17 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 
 from . import strict_json
 from .error import AdapterFormatError, shown, unreadable
+
+if TYPE_CHECKING:
+    import torch
 
 #: Twice the need of 200 layers with seven targets, and small enough that no other thread waits while it is parsed.
 MAX_HEADER_BYTES = 1 << 20
@@ -32,6 +35,31 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _METADATA = "__metadata__"
 
 
+class Arrangement(NamedTuple):
+    """How a file has a matrix whose rows are not one after another."""
+
+    stored: tuple[int, int]
+    """Shape in the file."""
+
+    is_transposed: bool = False
+
+    interleaved_heads: int = 0
+    """Heads whose rows alternate between the first and the second half, as in llama.cpp; 0: the rows are in order."""
+
+    first_row: int = 0
+    """Row of the whole matrix with which this one begins."""
+
+    def of(self, values: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The matrix `[num_rows, …]`, from the file's flat values."""
+        matrix = values.view(self.stored)
+        if self.is_transposed:
+            matrix = matrix.T
+        if self.interleaved_heads:
+            by_pair = matrix.view(self.interleaved_heads, -1, 2, matrix.shape[1])
+            matrix = by_pair.transpose(1, 2).reshape(matrix.shape)
+        return matrix[self.first_row : self.first_row + num_rows]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of the file: its element type, shape, and position from the file's beginning."""
@@ -40,6 +68,16 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    arrangement: Arrangement | None = None
+    """None: the file has the matrix as it is."""
+
+    def rows(self, first: int, count: int) -> TensorInfo:
+        """A run of the rows of a matrix."""
+        shape = (count, *self.shape[1:])
+        if self.arrangement is not None:
+            return replace(self, shape=shape, arrangement=self.arrangement._replace(first_row=first))
+        row_bytes = self.num_bytes // self.shape[0]
+        return replace(self, shape=shape, offset=self.offset + first * row_bytes, num_bytes=count * row_bytes)
 
 
 class FileIdentity(NamedTuple):
@@ -62,6 +100,7 @@ class TensorFile:
         self.path = path
         self.fd = fd
         self._plain_name = plain_name
+        self._given: dict[str, str] = {}
         try:
             self.size, self.mtime_ns, self.identity = self._state()
         except OSError as error:
@@ -101,6 +140,10 @@ class TensorFile:
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """Tensors that the header lists, by name."""
+        return self.listed()
+
+    def listed(self) -> dict[str, TensorInfo]:
+        """Read the header's list of tensors, by name."""
         raw = self.header[8:]
         try:
             header = strict_json.loads(raw)
@@ -113,12 +156,19 @@ class TensorFile:
             raise self._refuse(f"lists {len(header)} tensors, at most {MAX_TENSORS} are read; it is no adapter")
         tensors: dict[str, TensorInfo] = {}
         for name, entry in header.items():
-            plain = self._plain_name(name)
-            if plain in tensors:
-                raise self._refuse(f"tensor {shown(name)} occurs twice, once under another prefix; save it again")
-            tensors[plain] = self._parse(name, entry, len(self.header))
+            self.add(tensors, name, self._parse(name, entry, len(self.header)))
         self._check_coverage(tensors, len(self.header))
         return tensors
+
+    def add(self, tensors: dict[str, TensorInfo], name: str, info: TensorInfo) -> None:
+        """Add a tensor under its plain name. Raises AdapterFormatError if it is there already."""
+        plain = self._plain_name(name)
+        if plain in tensors:
+            raise self._refuse(
+                f"tensor {shown(name)} occurs twice, once under another prefix or name: {shown(self._given[plain])}; "
+                "keep one of them: save it with PEFT's save_pretrained"
+            )
+        tensors[plain], self._given[plain] = info, name
 
     @cached_property
     def header(self) -> bytes:

@@ -9,7 +9,6 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 
 PICKLE_FILE = "adapter_model.bin"
-MLX_FILE = "adapters.safetensors"
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,12})")
 _MOST_LOOKED_AT = 256
@@ -55,11 +54,6 @@ def refuse_other_weights(directory: AdapterDirectory, weights_file: str) -> None
         raise AdapterFormatError(
             f"{file}: not found; {PICKLE_FILE} is a pickle, which is never read: convert it to safetensors with "
             f"chorus convert-adapter {shown(str(directory.path))}"
-        )
-    if directory.has(MLX_FILE):
-        raise AdapterFormatError(
-            f"{file}: not found; {MLX_FILE} is an adapter of MLX, which is not read: fuse it into its base with "
-            "mlx_lm.fuse and serve the result, or train with PEFT"
         )
 
 

@@ -220,7 +220,10 @@ class Api:
 
     def _base_cards(self, grant: Grant) -> list[dict[str, object]]:
         base = self._settings.base_name
-        return [self._card(base, self._settings.model_root, None)] if grant.allows(None) else []
+        if not grant.allows(None):
+            return []
+        card, adapter = self._card(base, self._settings.model_root, None), self._worker.adapters.as_base
+        return [card if adapter is None else {**card, "adapter": adapter}]
 
     def _adapter_card(self, one: AdapterState) -> dict[str, object]:
         root = hub_name(one.manifest.path) or one.manifest.path.name

@@ -12,6 +12,7 @@ _SOUND = "this server does not process speech; vLLM serves Whisper and others"
 _IMAGES = "this server does not process images"
 _FILES = "this server stores no files; run a file of requests with chorus batch, or send them concurrently"
 _STORED = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
+_SCALES = "scales are a request's own; give them in its field lora, or in model, as A*0.7+B*0.5"
 _TRAINING = "this server does not train adapters; train with PEFT, and load the result with POST /v1/adapters"
 
 _OF_VECTORS = (
@@ -32,6 +33,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     **{f"/v1/audio/{noun}": (("POST",), _SOUND) for noun in ("speech", "transcriptions", "translations")},
     **{f"/v1/images/{noun}": (("POST",), _IMAGES) for noun in ("edits", "generations", "variations")},
     **dict.fromkeys(("/v1/batches", "/v1/files", "/v1/messages/batches"), (("GET", "POST"), _FILES)),
+    "/lora-adapters": (("POST",), _SCALES),
     "/v1/responses/{id}": (("GET", "DELETE"), _STORED),
     "/v1/responses/{id}/cancel": (("POST",), _STORED),
     "/v1/fine_tuning/jobs": (("POST",), _TRAINING),

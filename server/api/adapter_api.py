@@ -20,9 +20,9 @@ from ...memory.adapters.publishing import LabelTaken
 from ...memory.adapters.registry_store import RegistryFull
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import LABEL, MARK, number_of, split_version
-from ...memory.files.directory import MAX_PATH_BYTES, NO_GGUF
+from ...memory.files.directory import MAX_PATH_BYTES
 from ...memory.files.error import AdapterFormatError, shown
-from ...memory.files.format import STEM
+from ...memory.files.format import STEM, is_one_file
 from ..access.grants import NOWHERE
 from ..engine.adapter_loader import AdapterLoader
 from ..engine.backend import Backend
@@ -34,6 +34,7 @@ from ..executors import DaemonPool
 from ..settings import AdapterName, Settings
 from .adapter_bytes import CONFIG, WEIGHTS, read_adapter
 from .adapter_header import ADAPTER, adapter_header
+from .numbered_adapters import numbered
 from .upload import AdapterUpload
 
 audit = logging.getLogger("chorus.audit")
@@ -63,6 +64,8 @@ class AddAdapter(BaseModel):
     path: AdapterPath | None = None
     keep_versions: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Number of versions to keep of the name, including the newest."""
+    as_base: bool | None = None
+    """Whether the adapter serves requests for the base model's name until it is removed; None: as before."""
 
 
 class LoadLoraAdapter(AddAdapter):
@@ -125,7 +128,7 @@ class AdapterRoots:
         try:
             candidates = [(root / path).resolve() for root in self.roots]
             allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self.roots)]
-            found = next((found for found in allowed if found.is_dir()), None)
+            found = next((found for found in allowed if found.is_dir() or is_one_file(found)), None)
         except (OSError, ValueError, RuntimeError) as error:
             if getattr(error, "errno", None) in DISK_FAULTS:
                 raise
@@ -140,8 +143,6 @@ class AdapterRoots:
                 param=field,
                 code="path_not_allowed",
             )
-        if path.endswith(".gguf"):
-            raise ApiError(400, f"{field} {path!r} is {NO_GGUF}", param=field, code="invalid_adapter")
         raise ApiError(
             404,
             f"No adapter found for {field} {path!r}: the server has no such directory",
@@ -157,6 +158,7 @@ class AdapterApi:
         self, worker: Backend, settings: Settings, loads: AdapterLoader, sourced: SourcedAdapters, threads: DaemonPool
     ) -> None:
         """threads: pool for the list of the adapters."""
+        self._worker = worker
         self._adapters = worker.adapters
         self._settings = settings
         self._roots = AdapterRoots(settings.loadable_from)
@@ -269,6 +271,16 @@ class AdapterApi:
         await self._unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
+    # --- llama.cpp's ---
+
+    async def list_numbered(self, request: Request) -> Response:
+        found = await numbered(self._worker, self._threads, request.state.identity.grant)
+        entries = [
+            {"id": number, "name": one.name, "path": shown_path(one.manifest.path, request), "scale": 0.0}
+            for number, one in sorted(found.items())
+        ]
+        return JsonResponse(entries)
+
     # --- common ---
 
     async def _read(self, kind: type[T], request: Request) -> T:
@@ -293,11 +305,15 @@ class AdapterApi:
             self._roots.require()
         else:
             roots, find = (), upload.seal
+        if asked.as_base:
+            await self._loads.beside(self._loads.check_alone, "as_base")
         keep = asked.keep_versions or self._settings.keep_versions
         with _load_errors(name_field, path_field):
             load = self._loads.load(
                 name, find, roots, replace=replace, by=request.state.caller, label=label or None, keep=keep
             )
+            if asked.as_base is not None:
+                load.add_done_callback(partial(self._loads.loaded_as_base, name, request.state.caller, asked.as_base))
             if upload is not None:
                 upload.load = load
             return await asyncio.wrap_future(load)
@@ -326,7 +342,10 @@ def checked_name(settings: Settings, full_name: str, field: str) -> tuple[str, s
         )
         raise ApiError(400, message, param=field)
     if settings.is_reserved(name):
-        message = f"{field} {name!r} is the base model's, or begins with it; choose another"
+        message = (
+            f"{field} {name!r} is the base model's, or begins with it; choose another, and set as_base to have it "
+            "serve that one"
+        )
         raise ApiError(400, message, param=field)
     return name, label
 
@@ -349,6 +368,7 @@ async def pin_adapter(adapters: BackendAdapters, name: str, seconds: float) -> N
 
 
 def _body(one: AdapterState, request: Request) -> dict[str, Any]:
+    as_base = request.app.state.worker.adapters.as_base
     manifest, base = one.manifest, one.manifest.base_model
     return {
         "name": one.name,
@@ -367,6 +387,7 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
         "stem": None if manifest.stem == STEM else manifest.stem,
         "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
         "names_other_base": manifest.names_other_base,
+        **({"as_base": True} if one.name == as_base else {}),
     }
 
 

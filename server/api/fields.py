@@ -90,12 +90,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
             ({},),
             """
             chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
-            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params vllm_xargs""",
+            media_io_kwargs mm_processor_kwargs reasoning session_params vllm_xargs""",
         ),
         (
             ([],),
             """
-            documents functions input_ids logits_processors lora response_fields samplers tools""",
+            documents functions input_ids logits_processors response_fields samplers tools""",
         ),
         (("",), "extra_key suffix"),
         ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
@@ -160,8 +160,6 @@ INSTEAD = {
     "guided_decoding_backend": "the only backend is llguidance",
     "guided_whitespace_pattern": "generated JSON has at most one blank between its tokens",
     "do_sample": "use temperature 0 for greedy decoding",
-    "lora": "name one adapter in lora_path",
-    "merged_adapters": "name one adapter in lora_path",
     "n_probs": "use logprobs",
     "repeat_penalty": "use repetition_penalty",
     "return_prompt_token_ids": "use return_token_ids",

@@ -34,7 +34,6 @@ class Parameters(OtherBody):
         "adapter_source": (("local", "hub"), "adapters are named here without their source: leave it out"),
         "api_token": ((), "adapters are loaded by the operator, with POST /v1/adapters"),
         "best_of": ((1,), "send several requests, with seeds"),
-        "merged_adapters": ((), "name one adapter in adapter_id"),
         "return_k_alternatives": ((0,), "use POST /v1/completions with logprobs"),
         "top_n_tokens": ((0,), "use POST /v1/completions with logprobs"),
         "typical_p": ((1.0,), "use top_p"),
@@ -51,6 +50,7 @@ class Parameters(OtherBody):
     ignore_eos: Any = Field(None, alias="ignore_eos_token")
     lora_path: Any = Field(None, alias="adapter_id")
     max_tokens: Any = Field(None, alias="max_new_tokens")
+    merged_adapters: Any = None
     repetition_penalty: Any = None
     response_format: Any = None
     seed: Any = None

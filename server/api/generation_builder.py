@@ -17,6 +17,7 @@ from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
 from ...core.requests.sampling_params import InvalidRequest, Seeds
+from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
@@ -24,7 +25,7 @@ from ..engine.adapter_templates import AdapterTemplates
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
-from ..errors import clipped, not_served, read_body, too_long
+from ..errors import ApiError, clipped, not_served, read_body, too_long
 from ..executors import DaemonPool
 from ..log_lines import note_request
 from ..settings import Settings
@@ -34,6 +35,7 @@ from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
 from .near import no_model_like
+from .numbered_adapters import numbered
 from .openai import GenerationRequest, names_of
 from .price import check_steering, unasked_limit
 from .sampling_defaults import SamplingDefaults
@@ -84,6 +86,7 @@ class GenerationBuilder:
 
         prefix: of its id. arrival: its time by the monotonic clock.
         """
+        await self._number(caller, asked)
         given = asked.prompts(self.settings.max_prompts)
         self.check(caller, asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -98,12 +101,19 @@ class GenerationBuilder:
     async def converse(self, caller: Caller, batch: ChatBatch, prefix: str, arrival: float) -> Generation:
         """The generation for conversations; prefix, arrival: as for `complete`."""
         asked, context = batch.asked, self.worker.model.max_model_len
+        await self._number(caller, asked)
         self.check(caller, asked, len(batch.conversations))
         most = self.most_tokens(asked)
         tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path)
         encoded = [await tokenizer.encode_chat(one, most) for one in batch.conversations]
         prompts = [asked.cut(prompt, context) for prompt in encoded]
         return await self.make(prefix, caller, asked, prompts, arrival=arrival, tokenizer=tokenizer)
+
+    async def _number(self, caller: Caller, asked: GenerationRequest) -> None:
+        """Name the adapters that a request gives by numbers."""
+        if asked.has_numbers:
+            found = await numbered(self.worker, self.threads, caller.grant)
+            asked.name_adapters({number: one.name for number, one in found.items()})
 
     async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
         """The tokenizer for conversations with a model, which may have its own template."""
@@ -124,6 +134,15 @@ class GenerationBuilder:
     async def require(self, caller: Caller, model: str | None, lora_path: str | None = None) -> None:
         """Raises an ApiError, like a generation request, unless the key may use such a model."""
         model, asked = self._names(caller, model, lora_path)
+        composition = None if asked is None else _composition_of(asked)
+        if composition is None:
+            await self._require(caller, model, asked)
+            return
+        for name, _ in composition.terms:
+            await self._require(caller, name, name)
+
+    async def _require(self, caller: Caller, model: str, asked: str | None) -> None:
+        """The same of one adapter. model: its name for the client."""
         if asked is None:
             return
         try:
@@ -142,7 +161,13 @@ class GenerationBuilder:
         """
         model, adapter = names_of(self.settings.base_name, model, lora_path)
         note_request(model=clipped(model))
-        return model, adapter if caller.grant.allows(adapter) else NOWHERE
+        composition = None if adapter is None else _composition_of(adapter)
+        if composition is not None:
+            adapter = composition.model
+        named = [adapter] if composition is None or adapter is None else composition.named
+        if not all(caller.grant.allows(each) for each in named):
+            return model, NOWHERE
+        return model, self.worker.adapters.as_base if adapter is None else adapter
 
     async def make(
         self,
@@ -230,3 +255,11 @@ class GenerationBuilder:
                 message = asked.explained(str(error)) if name == "tools" else str(error)
                 raise InvalidRequest(name, f"{name} can't be enforced: {message}") from None
         return grammar
+
+
+def _composition_of(model: str) -> Composition | None:
+    """Several adapters that a model's name means. Raises an ApiError for scales that can't be served."""
+    try:
+        return read_composition(model)
+    except InvalidComposition as error:
+        raise ApiError(400, f"model: {error}", param="model") from None

@@ -8,6 +8,7 @@ Tests: tests/server/api/test_fields.py
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from ...memory.adapters.composition import MAX_TERMS
+from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
 from ..errors import ApiError, clipped, validated
 from ..text.output_parser import OutputParser
@@ -23,6 +26,7 @@ from ..text.tool_call_formats import OutputSyntax
 from .fields import own_fields
 from .grammar_fields import GrammarFields
 from .sampling_defaults import SamplingDefaults
+from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, model_of
 
 MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
@@ -59,6 +63,9 @@ class GenerationRequest(GrammarFields):
 
     model: Name | None = None
     lora_path: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    adapters: Annotated[list[ScaledAdapter], Field(max_length=MAX_TERMS)] | None = None
+    lora: Annotated[list[LlamaAdapter], Field(max_length=MAX_TERMS)] | None = None
+    merged_adapters: MergedAdapters | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1)
@@ -158,8 +165,30 @@ class GenerationRequest(GrammarFields):
         if request.logprob_token_ids and (request.num_logprobs is None or request.prompt_only):
             message = "logprob_token_ids need logprobs, and tokens to generate"
             raise ApiError(400, message, param="logprob_token_ids")
+        request.name_adapters()
         request.check(limits)
         return request
+
+    @property
+    def has_numbers(self) -> bool:
+        """True if it names adapters by numbers, which `name_adapters` needs to know."""
+        return any(isinstance(one.id, int) for one in self.lora or ())
+
+    def name_adapters(self, numbers: Mapping[int, str] | None = None) -> None:
+        """Set `lora_path` to the one name of the adapters that other fields name. Raises an ApiError.
+
+        numbers: names of adapters by their numbers. None: not known yet, so it is no adapter's name until they are.
+        """
+        if self.has_numbers and self.lora_path == NOWHERE:
+            self.lora_path = None
+        names = dict.fromkeys((one.id for one in self.lora or () if isinstance(one.id, int)), NOWHERE)
+        named = model_of(self.adapters, self.lora, self.merged_adapters, names if numbers is None else numbers)
+        if named is None:
+            return
+        field, model = named
+        if self.lora_path:
+            raise ApiError(400, f"lora_path and {field} both name adapters; give one of them", param=field)
+        self.lora_path = NOWHERE if self.has_numbers and numbers is None else model
 
     def check(self, limits: RequestLimits) -> None:
         """Raises an ApiError for fields that contradict each other."""

@@ -14,7 +14,8 @@ from functools import partial
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from ...memory.adapters.composition import is_composition
 from ..engine.backend import Backend
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters
@@ -80,7 +81,8 @@ class Responder:
             if error.field != "model":
                 raise
             base, grant = self.settings.base_name, request.state.identity.grant
-            raise await no_model_like(generation.model, self.worker.adapters, base, grant, self.threads) from None
+            unknown = _unknown(error, generation)
+            raise await no_model_like(unknown, self.worker.adapters, base, grant, self.threads) from None
         try:  # the engine has accepted the prompts, so they can be decoded
             echoes = await self.threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:
@@ -175,10 +177,19 @@ class Responder:
         yield b"".join((*ready, answer.end))
 
 
+def _unknown(error: InvalidRequest, generation: Generation) -> str:
+    """The name that is not registered: the model's, or one of several adapters'."""
+    whole = generation.choices[0].request.adapter_name
+    return error.name if isinstance(error, UnknownModel) and error.name != whole else generation.model
+
+
 def _versions(generation: Generation) -> str:
     """The adapter versions that the response was computed with: one, unless the version changed between its choices."""
     bound = [choice.request.bound for choice in generation.choices]
-    told = [adapter_header(one.name, one.label, one.manifest.content_hash) for one in bound if one is not None]
+    versions = [
+        each for one in bound if one is not None for each in (one.sources if is_composition(one.name) else (one,))
+    ]
+    told = [adapter_header(one.name, one.label, one.manifest.content_hash) for one in versions]
     return ", ".join(dict.fromkeys(told))
 
 

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 from ...memory.adapters.adapter import check_name
-from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
+from ...memory.adapters.store import MAX_COMPOSED, UnknownAdapter
 from ...memory.adapters.versions import VersionNames, split_version, versioned
-from ...memory.files.error import LoadFailure
+from ...memory.files.composed import composed, paths_of
+from ...memory.files.error import AdapterFormatError, LoadFailure
 from ..engine.backend_adapters import AdapterTable, BackendAdapters, done, is_current
 from ..engine.engine_view import AdapterState
+from .in_flight_table import AND
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
@@ -45,6 +49,13 @@ class CatalogEntry:
     """The version that clients see."""
     pinned: bool = False
     """Replicas are to keep it resident."""
+    sources: tuple[CatalogEntry, ...] = ()
+    """The versions that it is composed of; empty: it has files of its own."""
+
+    @property
+    def versions(self) -> str:
+        """Its version, or those that it is composed of."""
+        return AND.join(versioned(each.name, each.label) for each in self.sources or (self,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,7 @@ class Catalog(BackendAdapters):
         self._cluster = cluster
         self._lock = threading.RLock()
         self._entries: VersionNames[CatalogEntry] = VersionNames()
+        self._composed: OrderedDict[str, CatalogEntry] = OrderedDict()  # by name, the latest requested last
         self._versions = itertools.count(1)
         self.paused: set[str] = set()
         self._pins: dict[str, Path] = {}
@@ -153,7 +165,36 @@ class Catalog(BackendAdapters):
             yield self.find(name)
 
     def find(self, name: str) -> CatalogEntry:
-        """The current version of a request's adapter. Raises InvalidRequest, like an engine."""
+        """The current version of a request's adapter, or of several. Raises InvalidRequest, like an engine."""
+        try:
+            composition = read_composition(name)
+            return self._find_one(name) if composition is None else self._compose(name, composition)
+        except (InvalidComposition, AdapterFormatError) as error:
+            raise InvalidRequest("adapters", str(error)) from None
+
+    def _compose(self, name: str, composition: Composition) -> CatalogEntry:
+        """The entry of several adapters; it lasts until one of them leaves its name."""
+        sources = tuple(self._find_one(part) for part, _ in composition.terms)
+        known = self._composed.get(name)
+        if known is not None and list(map(_identity, known.sources)) == list(map(_identity, sources)):
+            self._composed.move_to_end(name)
+            return known
+        scales = (scale for _, scale in composition.terms)
+        manifest = composed([(one.manifest, scale) for one, scale in zip(sources, scales, strict=True)])
+        if known is not None:
+            self._forget_composed(known)
+        entry = self._composed[name] = CatalogEntry(name, next(self._versions), manifest, sources=sources)
+        while len(self._composed) > MAX_COMPOSED:
+            self._forget_composed(next(iter(self._composed.values())))
+        if manifest.content_hash is not None:
+            self._cluster.soon(self._cluster.dispatcher.revive, manifest.content_hash)
+        return entry
+
+    def _forget_composed(self, entry: CatalogEntry) -> None:
+        del self._composed[entry.name]
+        self._left(entry)
+
+    def _find_one(self, name: str) -> CatalogEntry:
         entry = self._entries.find(name)
         if entry is not None:
             if entry.name in self.paused:
@@ -161,7 +202,7 @@ class Catalog(BackendAdapters):
             return entry
         if (aside := self.quarantine.get(name)) is not None:
             raise NotServed("model", f"adapter {name!r} is not served: {aside.reason}")
-        raise InvalidRequest("model", f"adapter {name!r} is not registered")
+        raise UnknownModel(name)
 
     def get(self, name: str) -> CatalogEntry:
         """The version that a name means, paused or not. Raises UnknownAdapter."""
@@ -179,6 +220,16 @@ class Catalog(BackendAdapters):
     def has_version(self, name: str, label: str) -> bool:
         return self._entries.find(versioned(name, label)) is not None
 
+    def note_content(self, entry: CatalogEntry, manifest: AdapterManifest) -> None:
+        """Keep the content hash of a request's entry, or of those that it is composed of."""
+        if not entry.sources:
+            self.note(entry.name, entry.version, manifest)
+            return
+        for source, (known, _) in zip(entry.sources, manifest.sources, strict=True):
+            self.note(source.name, source.version, known)
+        with suppress(InvalidRequest), self.using(entry.name):
+            pass  # composes it again
+
     def learn(self, name: str, manifest: AdapterManifest) -> None:
         entry = replace(self.get(name), manifest=manifest)
         self._entries.put(name, entry, None)
@@ -190,7 +241,8 @@ class Catalog(BackendAdapters):
 
     def names_of(self, content_hash: str) -> list[str]:
         with self._lock:
-            return [one.name for one in self._entries.values() if one.manifest.content_hash == content_hash]
+            entries = (*self._entries.values(), *self._composed.values())
+            return [one.name for one in entries if one.manifest.content_hash == content_hash]
 
     # --- AdapterBook ---
 
@@ -208,11 +260,12 @@ class Catalog(BackendAdapters):
 
     def paths_in_use(self) -> Future[set[Path]]:
         def with_ours(theirs: Future[set[Path]]) -> None:
-            result.set_result(theirs.result() | ours)
+            result.set_result({path for one in theirs.result() for path in paths_of(one)} | ours)
 
         # a request either has its path among the others by now, or does not have a path that is missing here
         with self._lock:
-            ours = {one.manifest.path for one in self._entries.values()}
+            entries = (*self._entries.values(), *self._composed.values())
+            ours = {path for one in entries for path in paths_of(one.manifest.path)}
             result: Future[set[Path]] = Future()
             self._cluster.call(self._cluster.dispatcher.paths, otherwise=set()).add_done_callback(with_ours)
         return result
@@ -290,6 +343,9 @@ class Catalog(BackendAdapters):
 
     def _left(self, entry: CatalogEntry) -> None:
         """A version has lost its name; its content may still belong to another."""
+        versions = {entry.version}
+        for other in [one for one in self._composed.values() if versions & {each.version for each in one.sources}]:
+            self._forget_composed(other)
         content = entry.manifest.content_hash
         if content is not None and not self.names_of(content):
             self._cluster.soon(self._cluster.dispatcher.retire, content)
@@ -309,6 +365,10 @@ class Catalog(BackendAdapters):
             label=entry.label,
             paused=paused,
         )
+
+
+def _identity(entry: CatalogEntry) -> tuple[int, str | None]:
+    return entry.version, entry.manifest.content_hash
 
 
 def failed(error: Exception) -> Future:

@@ -21,7 +21,6 @@ from ...core.requests.record import to_record
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import check_bounds
-from ...memory.adapters.versions import versioned
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
@@ -338,7 +337,7 @@ class ClusterWorker:
         except Exception as error:
             accepted.set_exception(error)
             return
-        self.adapters.note(entry.name, entry.version, known)
+        self.adapters.note_content(entry, known)
         self._add(request, replace(entry, manifest=known), on_output, loop, accepted)
         if known.content_hash is not None and not self.adapters.names_of(known.content_hash):
             self.soon(self.dispatcher.retire, known.content_hash)  # it was replaced meanwhile
@@ -354,7 +353,7 @@ class ClusterWorker:
         record = to_record(request, time.monotonic())
         path, rank, num_bytes, version = None, 0, 0, ""
         if entry is not None:
-            request.bound, version, manifest = entry, versioned(entry.name, entry.label), entry.manifest
+            request.bound, version, manifest = entry, entry.versions, entry.manifest
             record["adapter"] = entry.name
             record["content_hash"], path = manifest.content_hash, manifest.path
             rank, num_bytes = manifest.rank, manifest.file_size

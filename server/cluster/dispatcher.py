@@ -18,7 +18,7 @@ from ...core.requests.types import FinishReason, RequestOutput
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import LoadFailure
 from .fleet import Fleet
-from .in_flight_table import InFlightTable, OpenRequest
+from .in_flight_table import AND, InFlightTable, OpenRequest
 from .link import Link
 from .placer import Placer
 from .replica import BROKEN, DRAINING, MALFORMED
@@ -132,8 +132,10 @@ class Dispatcher:
         return len(users)
 
     def users(self, name: str) -> list[OpenRequest]:
-        """Open requests of an adapter, or of `name@version` alone."""
-        return [one for one in self._all() if name in (one.version, split_version(one.version)[0])]
+        """Open requests of an adapter, or of `name@version` alone; also those of several adapters."""
+        return [
+            one for one in self._all() if any(name in (each, split_version(each)[0]) for each in one.version.split(AND))
+        ]
 
     def paths(self) -> set[Path]:
         """Directories of the adapters of open requests."""

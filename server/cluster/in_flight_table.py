@@ -18,6 +18,9 @@ from typing import Any
 MAX_DEATHS = 2
 """Replicas that may die while they run a request; then it ends with an error, because it may be the cause."""
 
+AND = "\n"
+"""Separates the versions of several adapters of a request; no name contains it."""
+
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
@@ -43,7 +46,7 @@ class OpenRequest:
     path: Path | None = None
     """Directory of its adapter."""
     version: str = ""
-    """Its adapter as `name@version`."""
+    """Its adapter as `name@version`; several have `AND` between them."""
     accepted: Future[None] = field(default_factory=Future)
     """Completes once a replica has accepted the request, or with InvalidRequest."""
     arrival: float = 0.0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from ..engine.adapter_loader import NotAlone
 from ..engine.backend import Backend
 from ..log_lines import log_to_stderr
 from ..settings import Settings
@@ -55,6 +56,8 @@ def up(plan: ClusterPlan, settings: Settings, given: dict[str, Any]) -> int:
             f"--migration-setting {plan.migration_setting[0]} changes nothing while --migration is off; give "
             "--migration greedy, or leave the setting out"
         )
+    if settings.adapter_as_base is not None and (plan.api_servers > 1 or plan.registry is not None):
+        raise LaunchError(str(NotAlone("--adapter-as-base")))
     try:
         MigrationSettings.of(plan.migration_setting)
     except ValueError as error:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...core.quarantine import report
 from ...memory.adapters.registry_store import Entry, RegistryStore
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.adapters.versions import split_version
 from ...memory.files.error import shown
 from ...memory.files.identity import open_unchanged, with_content
 from ...memory.host.daemon_pool import DaemonPool, PoolFull, ask_for_short_slices
 from ...memory.host.image import HostImage
 from ...memory.host.reads import SLOW_SECONDS
+from ..errors import ApiError
 from .adapter_health import AdapterHealthChecker
 from .backend import Backend
 from .engine_view import AdapterState
@@ -49,6 +51,23 @@ CLOSE_SECONDS = 1.0
 
 HERE = "this process"
 """Name in the log for changes that no client requested."""
+
+
+class NotAlone(ApiError):
+    """Other API servers serve the same clients, and would go on with the base model."""
+
+    def __init__(self, field: str) -> None:
+        message = (
+            f"{field}: an adapter can serve the base model's name only if there is one API server and no registry of "
+            "adapters; start with --api-servers 1, or have clients name the adapter"
+        )
+        super().__init__(400, message, param=field, code="unsupported_parameter")
+
+
+def check_alone(worker: Backend, field: str) -> None:
+    """Raise NotAlone unless this process alone resolves the names of models. field: that needs it."""
+    if worker.shared is not None or worker.adapters.registry().result() is not None:
+        raise NotAlone(field)
 
 
 class LoadTimedOut(TimeoutError):
@@ -133,8 +152,32 @@ class AdapterLoader:
     def remove_now(self, name: str, *, force: bool) -> Removed:
         """The same, possibly waiting for the disk."""
         removed = self._names.remove(name, force=force)
+        base = self._worker.adapters.as_base
+        if base is not None and split_version(base)[0] == split_version(name)[0] and not self._is_there(base):
+            self.serve_as_base(None)
         self._sweep()
         return removed
+
+    def check_alone(self, field: str) -> None:
+        """See the function `check_alone`."""
+        check_alone(self._worker, field)
+
+    def serve_as_base(self, name: str | None, by: str = HERE) -> None:
+        """Have requests for the base model's name served by an adapter; None: by the base model. by: as in `load`."""
+        adapters = self._worker.adapters
+        if adapters.as_base != name:
+            adapters.as_base = name
+            what = "the base model itself" if name is None else f"adapter {name}"
+            audit.info("%s has requests for the base model's name served by %s", by, what)
+
+    def loaded_as_base(self, name: str, by: str, as_base: bool, load: Future) -> None:
+        """Once a load has succeeded, have the adapter serve the base model's name, or no longer. by: as in `load`."""
+        if load.cancelled() or load.exception() is not None:
+            return
+        if as_base:
+            self.serve_as_base(name, by)
+        elif name == self._worker.adapters.as_base:
+            self.serve_as_base(None, by)
 
     async def pause(self, name: str, *, paused: bool) -> None:
         """Pause or resume all versions of an adapter. Raises UnknownAdapter, StorageUnavailable, PoolFull."""

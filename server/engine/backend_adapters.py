@@ -87,6 +87,11 @@ class BackendAdapters(ABC):
     registered.
     """
 
+    as_base: str | None = None
+    """The adapter that serves requests for the base model's name, whether it is registered or not; None: the base model
+    itself.
+    """
+
     def registry(self) -> Future[RegistryNames | None]:
         """The names of a cluster's registry; None if this process keeps them."""
         return done(None)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.requests.sampling_params import InvalidRequest
 from ...memory.adapters.adapter import Tier
+from ...memory.files.composed import paths_of
 from ...memory.files.error import AdapterFormatError
 from .backend_adapters import AdapterTable, BackendAdapters, is_current
 from .engine_view import AdapterState
@@ -114,11 +115,15 @@ class EngineAdapters(BackendAdapters):
 
     def num_requests(self, name: str) -> Future[int]:
         return self.call(
-            lambda engine: sum(one.requests - engine.store.is_pinned(one) for one in engine.adapters.versions_of(name))
+            lambda engine: sum(
+                one.requests - engine.store.is_pinned(one) for one in engine.adapters.versions_with(name)
+            )
         )
 
     def paths_in_use(self) -> Future[set[Path]]:
-        return self.call(lambda engine: {one.manifest.path for one in engine.store.versions()})
+        return self.call(
+            lambda engine: {path for one in engine.store.versions() for path in paths_of(one.manifest.path)}
+        )
 
     def remove(self, name: str, *, force: bool) -> Future[tuple[AdapterState, int]]:
         def remove(engine: Engine) -> tuple[AdapterState, int]:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from ...core.engine_stats import METRICS, STEP_SIZES
 from ...core.engine_stats import Metric as EngineMetric
+from ...memory.adapters.composition import is_composition
 from .adapter_metrics import adapter_families
 from .engine_view import EngineView
 from .metric_families import ENGINE, MODEL_LABELS, histogram, label, with_samples
@@ -145,6 +146,8 @@ class Metrics:
                     self._requests.remove(series, reason)
 
     def _series(self, model: str) -> str:
+        if is_composition(model):  # of which there is no end
+            return OTHERS
         series = label(model)
         if series not in self._models:
             if len(self._models) >= MAX_MODEL_SERIES and model != self._base:

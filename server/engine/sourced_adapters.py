@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from ...memory.adapters.composition import read_composition
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import AdapterFormatError
@@ -136,16 +137,20 @@ class SourcedAdapters:
 
         until: awaits that, or stops when the client disconnects. Raises the errors of `Generation.start`, and ApiError.
         """
-        name = generation.choices[0].request.adapter_name
-        try:
-            await generation.start()
-        except (NotServed, AdapterPaused):
-            raise
-        except InvalidRequest as error:
-            if error.field != "model" or name is None or not await until(self.bring(name)):
+        missing = set(names := _names_of(generation))
+        while True:
+            try:
+                await generation.start()
+                break
+            except (NotServed, AdapterPaused):
                 raise
-            await generation.start()
-        self.note_use(name)
+            except InvalidRequest as error:
+                unknown = _unknown(error, names)
+                if unknown is None or unknown not in missing or not await until(self.bring(unknown)):
+                    raise
+                missing.remove(unknown)
+        for name in names:
+            self.note_use(name)
 
     def note_use(self, name: str | None) -> None:
         """Note that a request uses an adapter, which may be one of a store."""
@@ -305,3 +310,19 @@ class SourcedAdapters:
         except UnknownAdapter:
             pass
         return True
+
+
+def _names_of(generation: Generation) -> list[str]:
+    """Names of the adapters of a generation: none, one or several."""
+    name = generation.choices[0].request.adapter_name
+    if name is None:
+        return []
+    composition = read_composition(name)
+    return [name] if composition is None else [part for part, _ in composition.terms]
+
+
+def _unknown(error: InvalidRequest, names: list[str]) -> str | None:
+    """The adapter that an error says is not registered; None for another error."""
+    if error.field != "model" or not names:
+        return None
+    return error.name if isinstance(error, UnknownModel) else names[0]

@@ -19,7 +19,10 @@ from ..api.fields import ALIASES, HARMLESS, NEUTRAL, unknown_field
 from ..api.sampling_defaults import SamplingDefaults
 from ..errors import ApiError, GenerationFailed
 
+_NAMED = "name adapters with scales by adapter=, as A*0.7+B*0.5"
+
 ELSEWHERE = {
+    **dict.fromkeys(("adapters", "lora", "merged_adapters"), _NAMED),
     "lora_path": "name it by adapter=",
     "messages": "they are chat's first argument",
     "model": "an adapter is named by adapter=, and the model is the LLM's",

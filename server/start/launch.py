@@ -23,8 +23,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ...core.config import EngineConfig
+from ...memory.adapters.store import UnknownAdapter
 from ..api.sampling_defaults import SamplingDefaults
 from ..app import create_app
+from ..engine.adapter_loader import NotAlone, check_alone
 from ..engine.backend import Backend
 from ..engine.kv_publisher import kv_publisher_of
 from ..engine.recorder import Recorder
@@ -127,7 +129,8 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(
+        _check_as_base(worker, settings)
+        app = create_app(
             worker,
             tokenizer=tokenizer,
             settings=settings,
@@ -136,9 +139,36 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
             recorder=recorder,
             tracer=tracer,
         )
+        _check_as_base_exists(worker, settings)
+        return app
+    except LaunchError:
+        worker.stop()
+        raise
     except (RuntimeError, OSError) as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
+
+
+def _check_as_base(worker: Backend, settings: Settings) -> None:
+    """Raise LaunchError if an adapter can't serve the base model's name here."""
+    if settings.adapter_as_base is not None:
+        try:
+            check_alone(worker, "--adapter-as-base")
+        except NotAlone as error:
+            raise LaunchError(str(error)) from None
+
+
+def _check_as_base_exists(worker: Backend, settings: Settings) -> None:
+    """Raise LaunchError if the adapter that is to serve the base model's name is unknown."""
+    name = settings.adapter_as_base
+    if name is None or settings.adapter_rules.find(name) is not None:
+        return
+    try:
+        worker.adapters.state(name).result()
+    except UnknownAdapter:
+        aside = {one.name: one.reason for one in worker.adapters.quarantined().result()}
+        why = f"it is not served: {aside[name]}" if name in aside else "no adapter has this name"
+        raise LaunchError(f"--adapter-as-base {name}: {why}; see --adapters and --lora-modules") from None
 
 
 def max_connections(wanted: int | None = None) -> int:

@@ -29,6 +29,7 @@ from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state_cuda import MAX_PARTS
+from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
@@ -646,6 +647,11 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
     driver = drive(adapters=[], max_lora_rank=16)
     with pytest.raises(AdapterFormatError, match="has rank 17, above max_lora_rank 16; raise max_lora_rank"):
         driver.engine.store.register("a", tiny.adapters["r17-all"])
+    for name in "abcd":
+        driver.engine.store.register(name, tiny.adapters["r5-o-down"])
+    assert driver.run("1", "a*1+b*0.5+c*2", [5, 6], max_tokens=1).error is None
+    with pytest.raises(InvalidRequest, match="has rank 20, above max_lora_rank 16"):
+        driver.run("2", "a*1+b*0.5+c*2+d*1", [5, 6], max_tokens=1)
     backend = driver.executor.adapters
     manifest = SimpleNamespace(rank=4, parts=[None] * (MAX_PARTS + 1))
     assert isinstance(backend.inspect(tiny.adapters["r1-qv"]).rank, int)

@@ -94,7 +94,7 @@ def test_what_lies_in_two_places_is_refused(adapter_draft, tmp_path):
     it = adapter_draft(("q_proj",))
     both = wrapped(it.copy(), "model.language_model")
     both.tensors |= it.tensors
-    with pytest.raises(AdapterFormatError, match="twice, once under another prefix"):
+    with pytest.raises(AdapterFormatError, match="twice, once under another prefix or name: 'base_model"):
         inspect(both.write(tmp_path / "a"))
     first = adapter_draft(("q_proj",), layers=(0,))
     rest = wrapped(adapter_draft(("q_proj",), layers=(1, 2)), "language_model.model")

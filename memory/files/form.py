@@ -1,0 +1,87 @@
+"""The forms in which adapters lie on disk: what a directory has, and how its files say what PEFT's would.
+
+A form names the file with the weights, and reads them under PEFT's names and as PEFT's matrices. All checks, hashes and
+reads are then the same for every form.
+
+Tests: tests/memory/files/test_adapter_forms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from ..pages.projections import Projections
+from .config import CONFIG_FILE, AdapterConfig
+from .directory import AdapterDirectory
+from .gguf_form import GGUF_SUFFIX, GgufForm
+from .mlx_form import MLX_FILE, MlxForm
+from .tensor_file import TensorFile, TensorInfo
+from .unserved import missing_config, refuse_other_weights
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class AdapterForm(Protocol):
+    """One form of an adapter's files, in one directory."""
+
+    @property
+    def weights_file(self) -> str:
+        """Name of the file with the weights."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """What that file is, for messages."""
+        ...
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a safetensors file that has every matrix as PEFT does."""
+        ...
+
+    def peft_name(self, name: str) -> str:
+        """PEFT's name of a tensor."""
+        ...
+
+    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+        """The file's tensors by PEFT's names, with PEFT's shapes. projections: of the base model."""
+        ...
+
+    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
+        """What a file of PEFT would say. modules: names of the modules in the base model that have tensors."""
+        ...
+
+
+class PeftForm:
+    """`adapter_config.json` and `adapter_model.safetensors`, as PEFT's `save_pretrained` writes them."""
+
+    weights_file = WEIGHTS_FILE
+    kind = "a safetensors file"
+    is_plain = True
+
+    def peft_name(self, name: str) -> str:
+        return name
+
+    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+        return file.listed()
+
+    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
+        return AdapterConfig.read(directory)
+
+
+def form_of(directory: AdapterDirectory) -> AdapterForm:
+    """The form of a directory's adapter. Raises AdapterFormatError if it has none that is read."""
+    if directory.has(WEIGHTS_FILE):
+        if not directory.has(CONFIG_FILE):
+            raise missing_config(directory, CONFIG_FILE)
+        return PeftForm()
+    if directory.has(MLX_FILE) and directory.has(CONFIG_FILE):
+        return MlxForm()
+    if not directory.has(CONFIG_FILE):
+        files = [name for name in directory.names() if name.endswith(GGUF_SUFFIX)]
+        if len(files) == 1 and not directory.has("config.json"):
+            return GgufForm(files[0])
+        raise missing_config(directory, CONFIG_FILE)
+    refuse_other_weights(directory, WEIGHTS_FILE)
+    return PeftForm()

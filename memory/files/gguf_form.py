@@ -1,0 +1,128 @@
+"""Adapters of llama.cpp: one GGUF file, as `convert_lora_to_gguf.py` writes it.
+
+Of some architectures llama.cpp keeps the rows of q and k in another order, so B of these has it too. The rank is a
+tensor's own, and the scale is alpha / rank.
+
+Tests: tests/memory/files/test_adapter_forms.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..pages.projections import Projections
+from .config import AdapterConfig
+from .directory import AdapterDirectory
+from .error import AdapterFormatError, shown
+from .gguf_header import GgufHeader
+from .tensor_file import Arrangement, TensorFile, TensorInfo
+
+GGUF_SUFFIX = ".gguf"
+
+_PREFIX = "base_model.model.model.layers."
+_TENSOR = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.weight\.lora_([ab])")
+
+_PATHS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+#: Architectures that are read.
+_ARCHITECTURES = frozenset([
+    "gemma", "gemma2", "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
+])  # fmt: skip
+
+#: Architecture → modules whose names stand for another module there.
+_OTHER_PATHS = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+
+#: Architectures for which the halves of rotary pairs are next to each other in rows of q and k.
+_INTERLEAVED = frozenset(["llama", "granite", "smollm3"])
+
+_AGAIN = "make it again with llama.cpp's convert_lora_to_gguf.py, or serve PEFT's own files"
+
+
+class GgufForm:
+    """See the module. name: of the file."""
+
+    kind = "a GGUF file"
+    is_plain = False
+
+    def __init__(self, name: str) -> None:
+        self.weights_file = name
+        self._ranks: dict[str, int] = {}
+        self._metadata: dict[str, Any] = {}
+
+    def peft_name(self, name: str) -> str:
+        return name
+
+    def listed(self, file: TensorFile, projections: Projections) -> dict[str, TensorInfo]:
+        header = GgufHeader.read(file)
+        self._metadata, self._ranks = header.metadata, {}
+        names = self._paths(file.path)
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in header.tensors.items():
+            match = _TENSOR.fullmatch(name)
+            path = names.get(match[2]) if match else None
+            if match is None or path is None:
+                file.add(tensors, name, info)
+                continue
+            module, side = f"{_PREFIX}{match[1]}.{path}", match[3].upper()
+            if side == "A" and info.shape:
+                self._ranks[module.removeprefix("base_model.model.")] = info.shape[0]
+            file.add(tensors, f"{module}.lora_{side}.weight", self._in_order(info, path, side, projections))
+        return tensors
+
+    def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
+        file = directory.path / self.weights_file
+        alpha = self._metadata.get("adapter.lora.alpha")
+        if not isinstance(alpha, float) or not alpha > 0:
+            raise _refuse(file, "adapter.lora.alpha", alpha, f"a number above 0 is needed; {_AGAIN}")
+        rank = Counter(self._ranks.values()).most_common(1)[0][0] if self._ranks else 1
+        others = {re.escape(module): own for module, own in self._ranks.items() if own != rank}
+        peft: dict[str, Any] = {
+            "peft_type": "LORA",
+            "r": rank,
+            "rank_pattern": others,
+            "lora_alpha": alpha,
+            "target_modules": sorted(self._ranks),
+            "base_model_name_or_path": self._metadata.get("general.base_model.0.repo_url"),
+        }
+        if (invocation := self._metadata.get("adapter.alora.invocation_tokens")) is not None:
+            peft["alora_invocation_tokens"] = invocation
+        return AdapterConfig.of(file, peft)
+
+    def _paths(self, file: Path) -> dict[str, str]:
+        """Where a layer has the modules, by llama.cpp's names."""
+        for field, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
+            if (value := self._metadata.get(field)) != wanted:
+                raise _refuse(file, field, value, f"{wanted!r} is needed, as of an adapter; {_AGAIN}")
+        architecture = self._metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+            known = ", ".join(sorted(_ARCHITECTURES))
+            raise _refuse(
+                file, "general.architecture", architecture, f"GGUF adapters are read of {known}; serve PEFT's own files"
+            )
+        return {**_PATHS, **_OTHER_PATHS.get(architecture, {})}
+
+    def _in_order(self, info: TensorInfo, path: str, side: str, projections: Projections) -> TensorInfo:
+        module = path.rpartition(".")[2]
+        is_turned = side == "B" and module in ("q_proj", "k_proj") and module in projections
+        if not is_turned or self._metadata.get("general.architecture") not in _INTERLEAVED or len(info.shape) != 2:
+            return info
+        rows, columns = info.shape
+        return replace(info, arrangement=Arrangement((rows, columns), interleaved_heads=projections[module].units))
+
+
+def _refuse(file: Path, field: str, value: Any, why: str) -> AdapterFormatError:
+    return AdapterFormatError(f"{file}: {field} is {shown(value)}: {why}")

@@ -1,0 +1,34 @@
+"""Numbers of adapters, as llama.cpp's requests name them.
+
+A number is a version's: 0, 1, … in the order in which adapters were registered. A replaced or removed adapter's number
+is never given again, so a number never comes to mean another adapter.
+
+Tests: tests/server/api/test_scaled_adapters.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..access.grants import Grant
+from ..engine.backend import Backend
+from ..engine.engine_view import AdapterState
+from ..errors import ApiError
+from ..executors import DaemonPool
+
+
+async def numbered(worker: Backend, threads: DaemonPool, grant: Grant) -> dict[int, AdapterState]:
+    """The adapters that a key may use, by number. threads: pool that lists them.
+
+    Raises ApiError if several API servers number them, each in its own order.
+    """
+    if worker.shared is not None or await asyncio.wrap_future(worker.adapters.registry()) is not None:
+        raise ApiError(
+            400,
+            "lora: adapters have numbers only with one API server and without a registry of adapters; give their names",
+            param="lora",
+            code="unsupported_parameter",
+        )
+    listing = await asyncio.wrap_future(worker.adapters.listing())
+    states = await threads.run(listing.adapters)  # on a thread: thousands take a while
+    return {one.version - 1: one for one in states if grant.allows(one.name)}
