@@ -20,12 +20,9 @@ from .executors.base import ModelInfo
 from .requests.grammar import Grammar
 from .requests.grammars import InvalidGrammar
 from .requests.request import Request
-from .requests.sampling_params import InvalidRequest, SamplingParams
+from .requests.sampling_params import HEAD, InvalidRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-HEAD = "head"
-"""The field of refusals of a model that lacks the head that a request needs."""
 
 
 class Servable:
@@ -58,7 +55,7 @@ class Servable:
         self.set_ends(request)
 
     def _set_head(self, request: Request) -> None:
-        """Set the head of a request that classifies: its adapter's own, or the base model's for a request without one."""
+        """Set the head of a request that classifies: its adapter's own, or the model's if it has no adapter."""
         if request.params.pooling is None and not self._model.generates:
             raise InvalidRequest(HEAD, "the model has no language-model head, so it generates no text; ask for vectors")
         if not request.params.classify:

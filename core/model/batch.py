@@ -287,9 +287,9 @@ class StepBatch(Generic[P, L]):
     token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
     kept_tokens: `[kept]` int64, indices of the tokens whose hidden states are kept after the step: first those of
-    prompt logprobs, whose logits are then computed in slices, then pooled ones. lora: None when no row uses an adapter. merged: use the shadow weights, with an adapter merged into them.
-    backends: backend of each product; other than the library only for few tokens on a GPU. states: None for a model
-    without Gated DeltaNet.
+    prompt logprobs, whose logits are then computed in slices, then pooled ones. lora: None when no row uses an adapter.
+    merged: use the shadow weights, with an adapter merged into them. backends: backend of each product; other than the
+    library only for few tokens on a GPU. states: None for a model without Gated DeltaNet.
     """
 
     token_ids: torch.Tensor

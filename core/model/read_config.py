@@ -28,6 +28,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]
     family, kind = _family_of(architecture)
+    if kind == CLASSIFIER and (raw.has("classifier_from_token") or raw.has("is_original_qwen3_reranker")):
+        kind = ""  # a generator, whose output projection scores
     if family is None:
         raise UnsupportedModel(
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"

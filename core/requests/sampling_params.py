@@ -20,6 +20,10 @@ MAX_BAD_WORD_TOKENS = 16384
 MAX_ALLOWED_TOKENS = 16384
 
 
+HEAD = "head"
+"""The field of refusals because a model lacks the head that a request needs."""
+
+
 class InvalidRequest(ValueError):
     """A request that can't be served as asked. `field` names the wrong input, the text says how to fix it."""
 
@@ -55,9 +59,9 @@ class SamplingParams:
     among them only if it is listed. grammar: the output matches it; an end of sequence comes only where it may end, and
     ends it despite `ignore_eos`, which lets it come only where nothing else can. logprobs, prompt_logprobs: report
     log-probabilities of generated or prompt tokens with that many alternatives. logprob_token_ids: the alternatives to
-    report with generated tokens, instead of the most likely ones; needs `logprobs`. pooling: sample no token, but return
-    the vector that it names; `max_tokens` must be 1, and nothing else has an effect. classify: return the scores that a
-    head gives the pooled vector: the adapter's head, or the base model's.
+    report with generated tokens, instead of the most likely ones; needs `logprobs`. pooling: sample no token, but
+    return the vector that it names; `max_tokens` must be 1, and nothing else has an effect. classify: return the scores
+    that a head gives the pooled vector: the adapter's head, or the base model's.
     """
 
     max_tokens: int | None = 16
@@ -118,7 +122,7 @@ class SamplingParams:
 
     @property
     def needs_prompt_states(self) -> bool:
-        """True if results need hidden states of the prompt before its last token, which a cached prefix does not have."""
+        """True if results need hidden states of the prompt's earlier tokens, which a cached prefix does not have."""
         return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
 

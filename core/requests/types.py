@@ -71,7 +71,7 @@ class ScheduledSequence:
     seed: int
     """Sampling is a function of (seed, position)."""
     samples: bool
-    """True if it ends with the request's last known token: then a new one is sampled at position `kv_len`, unless it is a
+    """True if it ends with the request's last known token: then a new one is sampled at position `kv_len`. False for a
     pooling request."""
     token_ids: list[int]
     """All known tokens of the request, prompt first; read only."""

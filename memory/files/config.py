@@ -180,7 +180,9 @@ class _Fields:
         if self.raw.get("bias", "none") != "none":
             raise self.refuse("bias", "adapters that train biases are not supported; train with bias='none'")
         if self.has_head and self.raw.get("alora_invocation_tokens"):
-            raise self.refuse("modules_to_save", "a head with alora_invocation_tokens is not supported; train plain LoRA")
+            raise self.refuse(
+                "modules_to_save", "a head with alora_invocation_tokens is not supported; train plain LoRA"
+            )
         if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save") and not self.has_head:
             raise self.refuse(
                 "task_type",

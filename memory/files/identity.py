@@ -46,8 +46,8 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
     The hash covers every target's rank, scale and weights in the order of layers and modules, the tokens that activate
-    the adapter, and its head. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
-    order their tensors were saved. It reads all weights.
+    the adapter, and its head. Two adapters with equal hashes give the same outputs, wherever they are stored and in
+    whatever order their tensors were saved. It reads all weights.
     """
     with open_unchanged(manifest) as file:
         reader = _Reader(file)
@@ -81,8 +81,8 @@ class _Reader:
         self._buffer = bytearray(_CHUNK_BYTES)
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
-        """True if it has a head, or any target changes anything: its scale is not zero, and neither all of its A nor all
-        of its B is.
+        """True if it has a head, or any target changes anything: its scale is not zero, and neither all of its A nor
+        all of its B is.
         """
         projections = _modules(manifest).projections
         return manifest.head is not None or any(

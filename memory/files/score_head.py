@@ -55,7 +55,7 @@ def read_score_head(file: TensorFile, hidden_size: int | None, config: str) -> S
     weight = file.tensors.get(WEIGHT)
     if weight is None:
         raise AdapterFormatError(
-            f"{file.path}: tensor {WEIGHT} is missing, but modules_to_save of {config} has score; save the adapter again"
+            f"{file.path}: tensor {WEIGHT} is missing, but {config} has score in modules_to_save; save it again"
         )
     labels = weight.shape[0] if len(weight.shape) == 2 else 0
     if not 0 < labels <= MAX_LABELS or hidden_size not in (None, weight.shape[1]):
@@ -66,7 +66,7 @@ def read_score_head(file: TensorFile, hidden_size: int | None, config: str) -> S
     bias = file.tensors.get(BIAS)
     if bias is not None and bias.shape != (labels,):
         raise AdapterFormatError(
-            f"{file.path}: tensor {BIAS} has shape {shown(list(bias.shape))}, {[labels]} is needed; save the adapter again"
+            f"{file.path}: tensor {BIAS} has shape {shown(list(bias.shape))}, {[labels]} is needed; save it again"
         )
     head = ScoreHead(_values(file, weight), None if bias is None else _values(file, bias))
     for name, values in ((WEIGHT, head.weight), (BIAS, head.bias)):

@@ -141,7 +141,13 @@ def test_a_prompt_may_fill_the_whole_context(drive, reference):
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_preempted_pooling_requests_give_the_same_vectors(drive, reference, preemption):
     driver = drive(
-        reference, adapters={}, num_pages=14, block_tokens=4, max_num_batched_tokens=12, max_num_seqs=8, preemption=preemption
+        reference,
+        adapters={},
+        num_pages=14,
+        block_tokens=4,
+        max_num_batched_tokens=12,
+        max_num_seqs=8,
+        preemption=preemption,
     )
     asked = {}
     for index, prompt in enumerate(prompts_of(reference.vocab_size, 6, 4, least=20, most=28)):

@@ -35,9 +35,7 @@ class Head:
         every = torch.arange(self.count)
         self.decoder.kept = None if keep is True else keep or ()
         wanted = every if logit_tokens is None else logit_tokens
-        return self.decoder.forward(
-            every, zeros, zeros, zeros, self.rows, wanted, Segments(), kept_tokens=kept_tokens
-        )
+        return self.decoder.forward(every, zeros, zeros, zeros, self.rows, wanted, Segments(), kept_tokens=kept_tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
