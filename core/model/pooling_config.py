@@ -119,12 +119,11 @@ def _pooling(file: Path) -> tuple[Pooling, str | None]:
     given = fields.get("pooling_mode")
     modes = [given] if isinstance(given, str) else list(given or ())
     modes += [name for name, value in fields.items() if name.startswith("pooling_mode_") and value is True]
-    found = [_MODES.get(mode) or _FLAGS.get(mode) for mode in modes]
-    (*others, mode) = found or ("mean",)
-    if mode is None or others:
-        asked = ", ".join(map(str, modes))
-        return "last", f"{file.parent.name}/{file.name} asks for {asked}; one of lasttoken, mean and cls is served"
-    return mode, None
+    found: list[Pooling | None] = [_MODES.get(mode) or _FLAGS.get(mode) for mode in modes or ("mean",)]
+    if len(found) == 1 and (pooling := found[0]) is not None:
+        return pooling, None
+    asked = ", ".join(map(str, modes))
+    return "last", f"{file.parent.name}/{file.name} asks for {asked}; one of lasttoken, mean and cls is served"
 
 
 def _read(file: Path) -> Any:

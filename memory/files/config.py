@@ -180,9 +180,7 @@ class _Fields:
         if self.raw.get("bias", "none") != "none":
             raise self.refuse("bias", "adapters that train biases are not supported; train with bias='none'")
         if self.has_head and self.raw.get("alora_invocation_tokens"):
-            raise self.refuse(
-                "modules_to_save", "a head with alora_invocation_tokens is not supported; train plain LoRA"
-            )
+            raise self.refuse("modules_to_save", "a head of activated LoRA is not supported; train plain LoRA")
         if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save") and not self.has_head:
             raise self.refuse(
                 "task_type",
@@ -190,7 +188,7 @@ class _Fields:
                 "head score of task_type='SEQ_CLS' is served: train with that, or with task_type='CAUSAL_LM'",
             )
         for name, why in _UNSERVED.items():
-            if self.raw.get(name) and not (name == "modules_to_save" and self.has_head):
+            if self.raw.get(name) and not (name == "modules_to_save" and self._saves_no_more_than_a_head):
                 raise self.refuse(name, why)
         for name, value in self.raw.items():
             if value and name not in _SERVED and _VARIANT.fullmatch(name):
@@ -204,10 +202,13 @@ class _Fields:
 
     @property
     def has_head(self) -> bool:
-        """True if all that it saves whole is the head of a classifier of texts."""
+        """True if it saves the head of a classifier of texts."""
         saved, task = self.raw.get("modules_to_save"), self.raw.get("task_type")
-        is_served = task not in _CLASSIFIERS or task == "SEQ_CLS"
-        return is_served and isinstance(saved, list) and "score" in saved and all(name in MODULES for name in saved)
+        return (task not in _CLASSIFIERS or task == "SEQ_CLS") and isinstance(saved, list) and "score" in saved
+
+    @property
+    def _saves_no_more_than_a_head(self) -> bool:
+        return self.has_head and all(name in MODULES for name in self.raw["modules_to_save"])
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)

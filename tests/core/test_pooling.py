@@ -33,7 +33,7 @@ def save_classifier(model, path, labels, seed, bare=False, **more):
         r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="SEQ_CLS", **more
     )
     peft = get_peft_model(base, config)
-    torch.nn.init.normal_(peft.base_model.model.score.modules_to_save["default"].weight, std=0.4)
+    torch.nn.init.normal_(peft.get_parameter("base_model.model.score.modules_to_save.default.weight"), std=0.4)
     peft.save_pretrained(str(path))
 
 

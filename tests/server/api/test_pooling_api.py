@@ -29,7 +29,7 @@ def save_classifier(model, path, labels, seed):
         r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="SEQ_CLS"
     )
     peft = get_peft_model(base, config)
-    torch.nn.init.normal_(peft.base_model.model.score.modules_to_save["default"].weight, std=0.3)
+    torch.nn.init.normal_(peft.get_parameter("base_model.model.score.modules_to_save.default.weight"), std=0.3)
     peft.save_pretrained(str(path))
 
 
