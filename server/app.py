@@ -117,7 +117,7 @@ def create_app(
         sourced=sourced,
     )
     generation = GenerationApi(builder, responder)
-    pooling = PoolingApi(builder, responder, PoolingConfig.read(settings.model))
+    pooling = PoolingApi(builder, responder, PoolingConfig.read(settings.model, settings.classifier_from_token))
     texts = TextApi(worker, tokenizer, builder, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     statuses = Statuses()

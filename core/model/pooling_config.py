@@ -6,14 +6,14 @@ Tests: tests/core/model/test_pooling_config.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ..requests.pooling import Pooling
-from .config_json import UnsupportedModel
+from .config_json import ConfigJson, UnsupportedModel
 from .read_config import CLASSIFIER
 
 MODULES_FILE = "modules.json"
@@ -54,40 +54,42 @@ class PoolingConfig:
     """The tokens whose logits score a text: the one of false, and the one of true (`classifier_from_token`)."""
 
     @classmethod
-    def read(cls, model: Path) -> PoolingConfig:
-        """Read the files of a model directory, as far as there are any. Raises UnsupportedModel for broken ones."""
-        config = _read(model / "config.json") if (model / "config.json").is_file() else {}
-        if not isinstance(config, dict):
-            raise UnsupportedModel(f"{model / 'config.json'}: a JSON object is needed")
-        tokens = _classifier_tokens(config, model)
-        architecture = str(next(iter(config.get("architectures") or ()), ""))
-        labels = config.get("id2label") or {}
-        hidden_size = config.get("hidden_size", (config.get("text_config") or {}).get("hidden_size"))
-        dimensions = config.get("matryoshka_dimensions")
+    def read(cls, model: Path, classifier_from_token: Sequence[str] | None = None) -> PoolingConfig:
+        """Read the files of a model directory, as far as there are any. Raises UnsupportedModel for broken ones.
+
+        classifier_from_token: replaces the field of `config.json`.
+        """
+        file = model / "config.json"
+        config = ConfigJson.read(file) if file.is_file() else ConfigJson(file, {})
+        if classifier_from_token:
+            config.raw["classifier_from_token"] = list(classifier_from_token)
+        tokens = _classifier_tokens(config)
+        architecture = next(iter(config.texts("architectures") or ()), "")
+        labels, sizes = config.object("id2label"), config.text_part("text_config")
         pooling, normalises, refusal = _sentence_transformer(model)
         return cls(
-            hidden_size,
+            sizes.optional("hidden_size"),
             pooling,
             normalises,
-            tuple(int(each) for each in dimensions) if isinstance(dimensions, list) else None,
+            tuple(map(int, config.numbers("matryoshka_dimensions"))) or None,
             refusal,
             is_classifier=architecture.endswith(CLASSIFIER) and tokens is None,
-            labels={int(index): str(name) for index, name in labels.items()},
-            problem_type=config.get("problem_type"),
+            labels={}
+            if labels is None
+            else {int(index): str(name) for index, name in labels.raw.items() if index.isdigit()},
+            problem_type=config.text("problem_type") if config.has("problem_type") else None,
             classifier_tokens=tokens,
         )
 
 
-def _classifier_tokens(config: Mapping[str, Any], model: Path) -> tuple[str, str] | None:
-    tokens = config.get("classifier_from_token")
-    if tokens is None and config.get("is_original_qwen3_reranker"):
+def _classifier_tokens(config: ConfigJson) -> tuple[str, str] | None:
+    tokens = config.raw.get("classifier_from_token")
+    if tokens is None and config.raw.get("is_original_qwen3_reranker"):
         tokens = ["no", "yes"]
     if tokens is None:
         return None
     if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
-        raise UnsupportedModel(
-            f"{model / 'config.json'}: classifier_from_token is {tokens!r}; two are supported, false's and true's"
-        )
+        raise config.refuse("classifier_from_token", "two tokens are needed, false's and true's")
     return tokens[0], tokens[1]
 
 

@@ -23,6 +23,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ...core.config import EngineConfig
+from ...core.model.config_json import UnsupportedModel
 from ..api.sampling_defaults import SamplingDefaults
 from ..app import create_app
 from ..engine.backend import Backend
@@ -136,7 +137,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
             recorder=recorder,
             tracer=tracer,
         )
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, UnsupportedModel) as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
 
