@@ -1,11 +1,13 @@
 """Pooled vectors and scores of a real engine, against transformers and peft running each request alone in float32."""
 
+import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from chorus.core.requests.pooling import from_bytes
@@ -260,6 +262,60 @@ def test_a_checkpoint_of_a_classifier_and_one_without_a_head(drive, reference, c
     driver = drive(Subject(checkpoints / "bare", {}))
     pool(driver, "vector", None, prompt)
     assert_same(driver.drain()["vector"].pooled, states(reference.model, None, prompt)[-1])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma-3", "mistral-window", "granite", "cohere-2", "qwen3.5"])
+def test_families_whose_layers_or_norms_differ(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_tokens=16)
+    wanted = {}
+    for index, pooling in enumerate(("last", "mean", "cls") * 2):
+        adapter = [None, *it.adapters][index % 4]
+        prompt = prompts_of(150, 1, index, least=20, most=60)[0]
+        pool(driver, f"r{index}", adapter, prompt, pooling)
+        model = it.use(adapter).base_model.model.model
+        with torch.inference_mode():
+            wanted[f"r{index}"] = pooled(model(torch.tensor([prompt])).last_hidden_state[0], pooling)
+    answers = driver.drain()
+    for name, vector in wanted.items():
+        assert_same(answers[name].pooled, vector)
+
+
+@quiet()
+def test_an_adapter_and_a_checkpoint_without_the_module_around_the_layers(drive, tmp_path):
+    """Qwen3-Embedding's form: the checkpoint is an AutoModel's, and so is what the adapter was trained on."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    torch.manual_seed(4)
+    config = Qwen3Config(
+        vocab_size=150,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    Qwen3Model(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="FEATURE_EXTRACTION")
+    tuned = get_peft_model(Qwen3Model.from_pretrained(tmp_path / "model"), lora)
+    tuned.save_pretrained(str(tmp_path / "tuned"))
+    keys = load_file(tmp_path / "tuned" / "adapter_model.safetensors")
+    assert all(key.startswith("base_model.model.layers.") for key in keys)
+    (prompt,) = prompts_of(150, 1, 3, least=30)
+    for architecture in ("Qwen3Model", "Qwen3ForCausalLM"):  # as published checkpoints say of the same tensors
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+        driver = drive(Subject(tmp_path / "model", {"tuned": tmp_path / "tuned"}))
+        pool(driver, "base", None, prompt)
+        pool(driver, "tuned", "tuned", prompt, "mean")
+        answers = driver.drain()
+        assert_same(answers["base"].pooled, states(tmp_path / "model", None, prompt)[-1])
+        with torch.inference_mode():
+            assert_same(answers["tuned"].pooled, tuned.eval()(torch.tensor([prompt])).last_hidden_state[0].mean(0))
 
 
 @pytest.mark.parametrize(
