@@ -166,7 +166,7 @@ def test_wrong_bodies_are_refused_by_name(live, path, body, param):
 
 def test_unknown_models_are_not_found(live):
     for path, body in (("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})):
-        response = live.post(path, model="thre", **body)
+        response = live.post(path, model="threes", **body)
         assert response.status_code == 404 and "did you mean 'three'?" in response.json()["error"]["message"]
 
 
