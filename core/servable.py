@@ -20,7 +20,7 @@ from .executors.base import ModelInfo
 from .requests.grammar import Grammar
 from .requests.grammars import InvalidGrammar
 from .requests.request import Request
-from .requests.sampling_params import InvalidRequest, SamplingParams
+from .requests.sampling_params import HEAD, InvalidRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Servable:
         self.check_tokens(request)
         if request.adapter_name is not None and request.adapter is None:
             request.adapter = request.bound = find(request.adapter_name, request.sibling)
+        self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:
             self._activate(request, request.adapter)
         name = request.adapter_name if request.bound is None else request.bound.name
@@ -52,6 +53,23 @@ class Servable:
         self.limit_output(request)
         self.check_grammar(request.params.grammar)
         self.set_ends(request)
+
+    def _set_head(self, request: Request) -> None:
+        """Set the head of a request that classifies: its adapter's own, or the model's if it has no adapter."""
+        if request.params.pooling is None and not self._model.generates:
+            raise InvalidRequest(HEAD, "the model has no language-model head, so it generates no text; ask for vectors")
+        if not request.params.classify:
+            return
+        adapter = request.adapter
+        request.head = self._model.head if adapter is None else adapter.manifest.head
+        if request.head is None:
+            who = "the base model" if adapter is None else f"adapter {request.adapter_name!r}"
+            fix = "name an adapter" if adapter is None else "use one"
+            raise InvalidRequest(
+                HEAD,
+                f"{who} has no score head, so it can't classify; {fix} that was trained with task_type SEQ_CLS, whose "
+                "modules_to_save has score",
+            )
 
     def _activate(self, request: Request, adapter: Adapter) -> None:
         """Set where an activated LoRA begins; without an invocation in the prompt, the base model serves the request,
@@ -81,10 +99,11 @@ class Servable:
         limit, count, vocab = self._model.max_model_len, request.num_prompt_tokens, self._model.vocab_size
         if count == 0:
             raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
-        if count >= limit:
+        if count >= limit + (request.params.pooling is not None):
             window = "" if self._model.window is None else ", its sliding window,"
+            output = " with its output" if request.params.pooling is None else ""
             raise InvalidRequest(
-                "prompt", f"the prompt has {count} tokens, the model takes {limit}{window} with its output; shorten it"
+                "prompt", f"the prompt has {count} tokens, the model takes {limit}{window}{output}; shorten it"
             )
         if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
@@ -98,6 +117,8 @@ class Servable:
         The last sampled token needs no KV: nothing is computed from it.
         """
         count, asked, limit = request.num_prompt_tokens, request.params.max_tokens, self._model.max_model_len
+        if request.params.pooling is not None:
+            limit = count + 1  # nothing is sampled: the prompt may fill the context
         most = limit if asked is None else min(limit, count + asked)
         if not self._config.chunked_prefill:
             most = self._within_a_step(count, asked, most)

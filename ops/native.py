@@ -178,7 +178,7 @@ class NativeDecoder:
         logit_tokens: torch.Tensor,
         segments: Segments,
         max_stall: float = 0.0,
-        prompt_logprob_tokens: torch.Tensor | None = None,
+        kept_tokens: torch.Tensor | None = None,
         merged: bool = False,
         states: NativeStates | None = None,
     ) -> torch.Tensor:
@@ -187,8 +187,8 @@ class NativeDecoder:
 
         token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64.
         logit_tokens: `[logits]` int64, the tokens to compute logits for; `kept` names those to return, None: all.
-        prompt_logprob_tokens: `[logprobs]` int64, the tokens for
-        which `prompt_logits` computes logits afterwards. max_stall: total seconds to wait for adapters being loaded.
+        kept_tokens: `[kept]` int64, the tokens whose hidden states are kept, for `prompt_logits` and `hidden_states`
+        afterwards. max_stall: total seconds to wait for adapters being loaded.
         merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet.
 
         Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
@@ -207,8 +207,8 @@ class NativeDecoder:
             for index, at in enumerate(kept):
                 rows_kept[at] = index
         logits = self._logits.first(wanted if kept is None else len(kept))
-        if prompt_logprob_tokens is not None:
-            logit_tokens = torch.cat((logit_tokens, prompt_logprob_tokens))
+        if kept_tokens is not None:
+            logit_tokens = torch.cat((logit_tokens, kept_tokens))
         if CHECKS_STEPS:
             check_step(
                 self._model,
@@ -226,7 +226,7 @@ class NativeDecoder:
         step.qo_indptr, step.kv_lens = rows.qo_indptr.buffer_info()[0], rows.kv_lens.buffer_info()[0]
         step.page_table, step.table_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
         step.logit_tokens = _pointer(logit_tokens)
-        step.prompt_logits_wanted = len(logit_tokens) - wanted
+        step.states_wanted = len(logit_tokens) - wanted
         step.logits = logits.data_ptr() if len(logits) else None
         step.logit_rows = None if rows_kept is None else rows_kept.buffer_info()[0]
         step.best = best.buffer_info()[0]
@@ -251,15 +251,28 @@ class NativeDecoder:
         return logits
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` of some of the last step's prompt-logprob tokens, valid until the next call.
+        """Logits `[end - begin, vocab]` of some of the last step's kept tokens, valid until the next call.
 
-        Raises RuntimeError if the step had fewer.
+        Raises RuntimeError if the step kept fewer.
         """
-        if end > self._step.prompt_logits_wanted:
-            raise RuntimeError(f"the last step had {self._step.prompt_logits_wanted} prompt-logprob tokens, not {end}")
+        self._check_kept(end)
         logits = self._prompt_logits.first(end - begin)
         self._library.chorus_decoder_prompt_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits
+
+    def hidden_states(self, begin: int, end: int) -> torch.Tensor:
+        """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens.
+
+        Raises RuntimeError if the step kept fewer.
+        """
+        self._check_kept(end)
+        states = torch.empty(end - begin, self._model.hidden)
+        self._library.chorus_decoder_hidden_states(self._handle, begin, end - begin, states.data_ptr())
+        return states
+
+    def _check_kept(self, end: int) -> None:
+        if end > self._step.states_wanted:
+            raise RuntimeError(f"the last step kept the hidden states of {self._step.states_wanted} tokens, not {end}")
 
     def merge(
         self,

@@ -44,6 +44,7 @@ _FUNCTIONS = (
     ("decoder_create", c_void_p, c_int64, c_void_p, c_int),
     ("decoder_forward", None, c_void_p, c_void_p),
     ("decoder_prompt_logits", None, c_void_p, c_int, c_int, c_void_p),
+    ("decoder_hidden_states", None, c_void_p, c_int, c_int, c_void_p),
     ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
     ("ban", None, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     ("decoder_merge", c_float, c_void_p, c_void_p),

@@ -16,6 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from .access.addresses import Networks
@@ -27,6 +28,8 @@ from .api.adapter_api import AdapterApi
 from .api.generation_api import ROUTES, GenerationApi
 from .api.generation_builder import GenerationBuilder
 from .api.openapi import openapi_route
+from .api.pooling_api import ROUTES as POOLING
+from .api.pooling_api import PoolingApi
 from .api.responder import Responder
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
@@ -116,6 +119,7 @@ def create_app(
         sourced=sourced,
     )
     generation = GenerationApi(builder, responder)
+    pooling = PoolingApi(builder, responder, PoolingConfig.read(settings.model, settings.classifier_from_token))
     texts = TextApi(worker, tokenizer, builder, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     statuses = Statuses()
@@ -160,6 +164,7 @@ def create_app(
         GuardedRoute("GET", "/v1/models", api.models, Right.KEY),
         GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
         *(GuardedRoute("POST", path, generation.endpoint(path), Right.KEY) for path in ROUTES),
+        *(GuardedRoute("POST", path, pooling.endpoint(path), Right.KEY) for path in POOLING),
         GuardedRoute("POST", "/v1/messages/count_tokens", texts.count_tokens, Right.KEY),
         GuardedRoute("GET", "/info", api.info, Right.KEY),
         GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),

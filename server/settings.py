@@ -87,6 +87,11 @@ def _checked(check: Callable[[list[str]], object]) -> AfterValidator:
     return AfterValidator(read)
 
 
+def _check_pair(tokens: list[str]) -> None:
+    if tokens and len(tokens) != 2:
+        raise ValueError(f"two tokens are needed, false's and true's, such as no,yes; got {len(tokens)}")
+
+
 def _read_weights(weights: Any) -> Any:
     if not isinstance(weights, str):
         return weights
@@ -178,6 +183,11 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     )
     chat_template: Path | None = Field(
         default=None, description="file with a Jinja chat template that replaces the model's"
+    )
+    classifier_from_token: Annotated[Texts, _checked(_check_pair)] = Field(
+        default=None,
+        description="tokens of a reranker that answers with one of two, false's and true's, such as no,yes for "
+        "Qwen3-Reranker: /score and /rerank compare their logits; default: classifier_from_token of config.json",
     )
     adapter_chat_templates: bool = Field(
         default=False,

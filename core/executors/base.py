@@ -22,12 +22,15 @@ from ..model.config import ModelConfig, UnsupportedModel
 from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
+from ..model.score_head import read_score_head
 from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch
+
+    from ...memory.files.score_head import ScoreHead
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,10 @@ class ModelInfo:
     """The sliding window, if it limits `max_model_len`."""
     grammars: Grammars | None = field(default=None, compare=False)
     """Grammars over its tokens; None if no tokens are sampled, as in a simulation."""
+    generates: bool = True
+    """False for a model without an output projection."""
+    head: ScoreHead | None = field(default=None, compare=False)
+    """Its score head; None if it has none."""
 
 
 class ShadowBackend(Protocol):
@@ -180,7 +187,11 @@ class ModelExecutor(ExecutorBase):
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         limit = max_model_len_of(config, model, within_window=self._within_window(config))
         window = model.window if limit == model.window else None
-        self.model = ModelInfo(model.vocab_size, limit, model.eos_token_ids, window, grammars)
+        has_head = model.is_classifier and not shard.rank and config.load_format == "auto"
+        head = read_score_head(config.model, model.hidden_size) if has_head else None
+        self.model = ModelInfo(
+            model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
+        )
         self.layout = self._page_layout(config.block_tokens, limit)
 
     def _page_layout(self, block_tokens: int, max_model_len: int) -> PageLayout:

@@ -27,6 +27,7 @@ from ..model.decoder import DecoderModel
 from ..model.native_decoder import NativeDecoderModel
 from ..model.open_weights import open_weights
 from ..model.paged_states import PagedStates
+from ..model.pooling import add_pooled
 from ..model.sampler import (
     RowLogits,
     Sampling,
@@ -138,6 +139,8 @@ class CpuExecutor(ModelExecutor):
         )
         if any(row.wants_prompt_logprobs for row in rows):
             add_prompt_logprobs(rows, self.decoder.prompt_logits, self.steps.sampling, self.model.vocab_size, result)
+        if any(row.params.pooling is not None for row in rows):
+            add_pooled(rows, self.decoder.hidden_states, result)
         if plan.adapters:
             for request_id in self._lora.late_requests(rows):
                 result.retract(request_id)

@@ -31,6 +31,7 @@ from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch, column_width, rag
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
+from ..model.pooling import add_pooled
 from ..model.sampler import (
     DeviceSampling,
     add_prompt_logprobs,
@@ -62,6 +63,8 @@ class _Asks(NamedTuple):
     """More than the argmax of its logits."""
     prompt_logprobs: bool
     """Log-probabilities of its prompt."""
+    pooled: bool
+    """Sums of its hidden states."""
     tokens: bool
     """Its previous tokens on the host."""
 
@@ -143,7 +146,7 @@ class CudaSteps:
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
-        self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False)
+        self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False, False)
         self._states = model.new_states(config.max_num_seqs)
         can_capture = attention.captures or where.type == "cpu"
         self._captures = config.graph_capture != "off" and can_capture
@@ -238,7 +241,7 @@ class CudaSteps:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             lora_indices = [row.lora_index for row in rows] + [BASE_LORA_INDEX] * (bucket - len(rows))
             launches = self.lora.begin_bucket(adapters, lora_indices, captured)
-        self.decoder.prompt_hidden = None  # a replay does not call `forward`, which resets it
+        self.decoder.kept_states = None  # a replay does not call `forward`, which resets it
         if self._captures and launches is captured:
             graphs.replay(bucket, mode)
         else:
@@ -268,16 +271,19 @@ class CudaSteps:
                     tokens = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
                 return sample_tokens(rows, tokens, None, self._sampling, eos)
 
-        if not asks.prompt_logprobs:
+        if not (asks.prompt_logprobs or asks.pooled):
             return read
 
-        def read_with_prompt_logprobs() -> StepResult:
+        def read_with_kept_states() -> StepResult:
             result = read()
             with torch.inference_mode():
-                add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, vocab, result)
+                if asks.prompt_logprobs:
+                    add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, vocab, result)
+                if asks.pooled:
+                    add_pooled(rows, self.decoder.hidden_states, result)
             return result
 
-        return read_with_prompt_logprobs
+        return read_with_kept_states
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the last step's logits with all ranks' columns, on the first rank; all ranks must call it."""
@@ -302,7 +308,8 @@ class CudaSteps:
         """
         if rows is not self._last_asks[0]:
             logits, prompt_logprobs = any(map(needs_logits, rows)), any(row.wants_prompt_logprobs for row in rows)
-            self._last_asks = rows, _Asks(logits, prompt_logprobs, any(row.looks_back for row in rows))
+            pooled = any(row.params.pooling is not None for row in rows)
+            self._last_asks = rows, _Asks(logits, prompt_logprobs, pooled, any(row.looks_back for row in rows))
         return self._last_asks[1]
 
     def _places(self, rows: Sequence[ScheduledSequence], sources: Sequence[int] | None) -> Sequence[int] | None:
@@ -372,7 +379,7 @@ class CudaSteps:
         """Copy the batch's tensors to static buffers on the device, in one copy; each has room for `tokens`, padded
         with zeros.
         """
-        wanted = batch.logit_tokens, batch.prompt_logprob_tokens
+        wanted = batch.logit_tokens, batch.kept_tokens
         indices = [each for each in wanted if each is not None]
         values = [batch.token_ids, batch.positions, batch.offset, *batch.page, *indices]
         columns = torch.zeros(len(values), column_width(tokens), dtype=torch.long)
@@ -385,7 +392,7 @@ class CudaSteps:
         rest = [
             column[: len(value)] for column, value in zip(static[len(values) - len(indices) :], indices, strict=True)
         ]
-        moved = dict(zip(("logit_tokens", "prompt_logprob_tokens"), rest, strict=False))
+        moved = dict(zip(("logit_tokens", "kept_tokens"), rest, strict=False))
         return replace(batch, **dict(zip(names, inputs, strict=True)), **moved)
 
     # -- capture

@@ -286,10 +286,10 @@ class StepBatch(Generic[P, L]):
     token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64; (page, offset) is where a
     token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens to compute logits for; None: every token.
-    prompt_logprob_tokens: `[scores]` int64, indices of the tokens for which logits are computed in slices after the
-    step. lora: None when no row uses an adapter. merged: use the shadow weights, with an adapter merged into them.
-    backends: backend of each product; other than the library only for few tokens on a GPU. states: None for a model
-    without Gated DeltaNet.
+    kept_tokens: `[kept]` int64, indices of the tokens whose hidden states are kept after the step: first those of
+    prompt logprobs, whose logits are then computed in slices, then pooled ones. lora: None when no row uses an adapter.
+    merged: use the shadow weights, with an adapter merged into them. backends: backend of each product; other than the
+    library only for few tokens on a GPU. states: None for a model without Gated DeltaNet.
     """
 
     token_ids: torch.Tensor
@@ -299,7 +299,7 @@ class StepBatch(Generic[P, L]):
     attention: P
     lora: L | None
     logit_tokens: torch.Tensor | None = None
-    prompt_logprob_tokens: torch.Tensor | None = None
+    kept_tokens: torch.Tensor | None = None
     merged: bool = False
     backends: GemmBackends = BY_LIBRARY
     states: StepStates | None = None
@@ -322,7 +322,7 @@ def ragged_batch(
     states: PagedStates | None = None,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, qo_indptr, prompt_logprob_tokens = [], [], [0], []
+    token_ids, positions, qo_indptr, prompt_logprob_tokens, pooled_tokens = [], [], [0], [], []
     block_tokens, groups = layout.block_tokens, layout.pages_per_block
     page: list[list[int]] = [[] for _ in range(groups)]
     for row in rows:
@@ -333,7 +333,9 @@ def ragged_batch(
             column += [row.pages[position // block_tokens * groups + group] for position in span]
         if row.wants_prompt_logprobs:
             prompt_logprob_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
+        pooled_tokens += [qo_indptr[-1] + index for index in row.pooled]
         qo_indptr.append(len(token_ids))
+    kept = prompt_logprob_tokens + pooled_tokens
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
@@ -347,7 +349,7 @@ def ragged_batch(
         attention=attention,
         lora=lora,
         logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
-        prompt_logprob_tokens=torch.tensor(prompt_logprob_tokens, dtype=torch.long) if prompt_logprob_tokens else None,
+        kept_tokens=torch.tensor(kept, dtype=torch.long) if kept else None,
         merged=merged,
         states=states,
     )

@@ -46,6 +46,12 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits l become `softcap · tanh(l / softcap)`."""
 
+    has_lm_head: bool = True
+    """False for a checkpoint without the output projection, which makes vectors and scores only."""
+
+    is_classifier: bool = False
+    """True if the checkpoint has a score head."""
+
     tensors: TensorNames = field(default=LLAMA_TENSORS, compare=False, repr=False)
 
     weight_format: WeightFormat | None = field(default=None, compare=False, repr=False)
@@ -134,7 +140,9 @@ class ModelConfig:
         )
         renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
         left_out = self.tensors.left_out
-        return ModulePaths(self.projections, tuple(renamed), tuple(fused), left_out, self.vocab_size)
+        return ModulePaths(
+            self.projections, tuple(renamed), tuple(fused), left_out, self.vocab_size, hidden_size=self.hidden_size
+        )
 
     def embedding_factor(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as weights of a dtype have it."""

@@ -105,10 +105,8 @@ class DecoderModel:
         self._attention, self._deltas = config.attention, [layer.delta for layer in config.layers]
         self._scores = [scores_of(layer.attention, max_model_len) for layer in config.layers]
         self._embedding_factor = config.embedding_factor(embed.dtype)
-        self.prompt_hidden: torch.Tensor | None = None
-        """Normalised states of the last step's prompt-logprob tokens; to be reset before a captured step, which has
-        none.
-        """
+        self.kept_states: torch.Tensor | None = None
+        """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
         self._ropes = [layer.rope for layer in config.layers]
         ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
         self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
@@ -240,10 +238,10 @@ class DecoderModel:
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the batch's tokens from what the last layer gave; see `forward`."""
-        self.prompt_hidden = None
+        self.kept_states = None
         with span("logits"):
-            if batch.prompt_logprob_tokens is not None:
-                self.prompt_hidden = x[batch.prompt_logprob_tokens].normed(self._norm)
+            if batch.kept_tokens is not None:
+                self.kept_states = x[batch.kept_tokens].normed(self._norm)
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
             found = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
@@ -282,10 +280,17 @@ class DecoderModel:
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
-        if self.prompt_hidden is None:
-            raise RuntimeError("the last step had no prompt-logprob tokens")
-        logits = multiply(GemmBackend.LIBRARY, self.prompt_hidden[begin:end], self._lm_head)
+        logits = multiply(GemmBackend.LIBRARY, self._kept(begin, end), self._lm_head)
         return self.gathered(self._capped(logits.float()))
+
+    def hidden_states(self, begin: int, end: int) -> torch.Tensor:
+        """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
+        return self._kept(begin, end).float()
+
+    def _kept(self, begin: int, end: int) -> torch.Tensor:
+        if self.kept_states is None:
+            raise RuntimeError("the last step kept no hidden states")
+        return self.kept_states[begin:end]
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, on the first rank; on others no rows."""

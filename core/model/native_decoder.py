@@ -124,6 +124,10 @@ class NativeDecoderModel:
         """
         return self._gathered(self._decoder.prompt_logits(begin, end))
 
+    def hidden_states(self, begin: int, end: int) -> torch.Tensor:
+        """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
+        return self._decoder.hidden_states(begin, end)
+
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`. Ranks agree on how many rows they keep."""
         if self._ranks is None:
@@ -146,7 +150,7 @@ class NativeDecoderModel:
         states = batch.states if isinstance(batch.states, PagedStates) else None
         logits = self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
-            0.0 if lora is None else lora.max_stall, batch.prompt_logprob_tokens, batch.merged, states,
+            0.0 if lora is None else lora.max_stall, batch.kept_tokens, batch.merged, states,
         )  # fmt: skip
         return self._gathered(logits)
 

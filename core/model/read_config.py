@@ -11,9 +11,13 @@ from pathlib import Path
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
 from .families import FAMILIES
+from .family import Family
 from .quantization.registry import read_format
 
 _TEXT = "text_config"
+
+#: Ends of transformers' names of architectures: with an output projection, with a score head, and without any head.
+_GENERATOR, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -23,7 +27,9 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]
-    family = FAMILIES.get(architecture)
+    family, kind = _family_of(architecture)
+    if kind == CLASSIFIER and (raw.has("classifier_from_token") or raw.has("is_original_qwen3_reranker")):
+        kind = ""  # a generator, whose output projection scores
     if family is None:
         raise UnsupportedModel(
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
@@ -31,10 +37,23 @@ def read_model_config(directory: Path) -> ModelConfig:
     text = raw.text_part(_TEXT).with_defaults(family.defaults)
     weight_format = read_format(raw) or read_format(text)
     model = family.read(text)
+    if kind:  # without an output projection, its place is taken by the embeddings, and no token is sampled
+        is_classifier = kind == CLASSIFIER
+        model = replace(model, tie_word_embeddings=True, has_lm_head=False, is_classifier=is_classifier)
     eos = _eos_token_ids(raw, directory) or model.eos_token_ids
     return replace(
         model, architecture=architecture, eos_token_ids=eos, tensors=family.tensors, weight_format=weight_format
     )
+
+
+def _family_of(architecture: str) -> tuple[Family | None, str]:
+    """The family of an architecture, and what it has in place of an output projection: `CLASSIFIER`, `BARE` or ""."""
+    if (family := FAMILIES.get(architecture)) is not None:
+        return family, ""
+    for kind in (CLASSIFIER, BARE):
+        if architecture.endswith(kind):
+            return FAMILIES.get(architecture.removesuffix(kind) + _GENERATOR), kind
+    return None, ""
 
 
 def _eos_token_ids(raw: ConfigJson, directory: Path) -> tuple[int, ...]:

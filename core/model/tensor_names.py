@@ -28,8 +28,9 @@ FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 class TensorNames:
     """Where a checkpoint has the parts of a model."""
 
-    prefixes: tuple[str, ...] = ("model.",)
-    """Names before `embed_tokens`, `layers` and `norm`; the first under which the checkpoint has layers counts."""
+    prefixes: tuple[str, ...] = ("model.", "")
+    """Names before `embed_tokens`, `layers` and `norm`; the first under which the checkpoint has layers counts.
+    A checkpoint without a head (`AutoModel`) has none."""
 
     heads: tuple[str, ...] = ("lm_head.weight",)
     """Names of the output projection, likewise."""

@@ -22,6 +22,7 @@ from .quantization.group_scaled import GroupScaled, row_chunks
 from .quantization.groups import is_packable, part_of, plain, stacked
 from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
+from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Part, Shard
 
 logger = logging.getLogger(__name__)
@@ -423,7 +424,7 @@ class WeightLoader(Weights):
                 continue
             elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
-            elif not _IGNORED.search(name):
+            elif not (_IGNORED.search(name) or (self._config.is_classifier and name in (WEIGHT, BIAS))):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if scales:
             logger.info("%d scales of activations and of the KV cache, and biases of zeros, are left out", scales)

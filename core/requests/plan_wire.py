@@ -12,7 +12,7 @@ from .grammar import Grammar
 from .sampling_params import SamplingParams
 from .types import ScheduledSequence, StepPlan
 
-VERSION = 8
+VERSION = 9
 
 _PARAMS = tuple(one.name for one in fields(SamplingParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))

@@ -12,7 +12,7 @@ from typing import Any
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from .types import FinishReason, SamplerState, TokenLogprobs
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.files.format import AdapterManifest
+    from ...memory.files.score_head import ScoreHead
     from ...memory.pages.block_table import BlockTable
     from ...memory.pages.prefix import Block
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
+    from .pooling import PooledSum
     from .types import ScheduledSequence
 
 
@@ -117,6 +119,10 @@ class Request:
     """Tokens that end it earlier."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """They grow chunk by chunk until the first output."""
+    pooled: PooledSum | None = None
+    """Of a pooling request: the sum over the pooled tokens computed so far."""
+    head: ScoreHead | None = None
+    """The head that scores its pooled vector; None if the vector itself is asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when it was admitted."""
     prompt_hash: int | None = None
@@ -151,6 +157,11 @@ class Request:
     def is_running(self) -> bool:
         """True if it holds pages and a pin of its adapter; it may be descheduled."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
+
+    def forget_prompt(self) -> None:
+        """Drop the results of prompt tokens that will be computed again."""
+        self.prompt_logprobs.clear()
+        self.pooled = None
 
     def __repr__(self) -> str:
         return (

@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .grammar import Grammar
+from .pooling import POOLINGS, Pooling
 
 MAX_LOGPROBS = 100
 #: OpenAI takes 300 biases.
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORD_TOKENS = 16384
 MAX_ALLOWED_TOKENS = 16384
+
+
+HEAD = "head"
+"""The field of refusals because a model lacks the head that a request needs."""
 
 
 class InvalidRequest(ValueError):
@@ -62,7 +67,9 @@ class SamplingParams:
     among them only if it is listed. grammar: the output matches it; an end of sequence comes only where it may end, and
     ends it despite `ignore_eos`, which lets it come only where nothing else can. logprobs, prompt_logprobs: report
     log-probabilities of generated or prompt tokens with that many alternatives. logprob_token_ids: the alternatives to
-    report with generated tokens, instead of the most likely ones; needs `logprobs`.
+    report with generated tokens, instead of the most likely ones; needs `logprobs`. pooling: sample no token, but
+    return the vector that it names; `max_tokens` must be 1, and nothing else has an effect. classify: return the scores
+    that a head gives the pooled vector: the adapter's head, or the base model's.
     """
 
     max_tokens: int | None = 16
@@ -84,6 +91,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    classify: bool = False
 
     def __post_init__(self) -> None:
         most = math.inf if self.max_tokens is None else self.max_tokens
@@ -114,6 +123,15 @@ class SamplingParams:
         _at_most("logprob_token_ids", len(self.logprob_token_ids), MAX_LOGPROBS, "entries")
         scored = self.logprobs is not None or not self.logprob_token_ids
         _require("logprob_token_ids", "given", scored, "left out, or logprobs given")
+        if self.pooling is not None:
+            _require("pooling", self.pooling, self.pooling in POOLINGS, f"one of {', '.join(POOLINGS)}")
+            _require("max_tokens", self.max_tokens, self.max_tokens == 1, "1 for a pooling request")
+        _require("classify", self.classify, self.pooling is not None or not self.classify, "false without pooling")
+
+    @property
+    def needs_prompt_states(self) -> bool:
+        """True if results need hidden states of the prompt's earlier tokens, which a cached prefix does not have."""
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
 
 class Seeds:

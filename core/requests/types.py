@@ -20,12 +20,15 @@ from ...memory.files.error import LoadFailure
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.states import StateSlots
+    from .pooling import PooledSum
     from .sampling_params import SamplingParams
 
 BASE_LORA_INDEX = -1
 
 #: Tokens of a sequence whose one token has been sampled on the device and not been read by the host.
 PENDING = [-1]
+
+NOTHING = range(0)
 
 PageList = list[int]
 """The block table of a running request: page numbers in order.
@@ -68,7 +71,8 @@ class ScheduledSequence:
     seed: int
     """Sampling is a function of (seed, position)."""
     samples: bool
-    """True if it ends with the request's last known token: then a new one is sampled at position `kv_len`."""
+    """True if it ends with the request's last known token: then a new one is sampled at position `kv_len`. False for a
+    pooling request."""
     token_ids: list[int]
     """All known tokens of the request, prompt first; read only."""
     num_prompt_tokens: int
@@ -96,6 +100,23 @@ class ScheduledSequence:
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
     @property
+    def pooled(self) -> range:
+        """Indices, among its tokens, of those whose hidden states the step sums up for a pooling request."""
+        pooling, count = self.params.pooling, len(self.tokens)
+        if pooling is None:
+            return NOTHING
+        if pooling == "mean":
+            return range(count)
+        if pooling == "cls":
+            return range(int(self.start == 0))
+        return range(count - (self.kv_len == self.num_prompt_tokens), count)
+
+    @property
+    def wants_states(self) -> bool:
+        """True if results are made of its tokens' hidden states, or logits, after the step."""
+        return self.params.pooling is not None or self.wants_prompt_logprobs
+
+    @property
     def looks_back(self) -> bool:
         """True if the tokens generated so far change which ones may be sampled next."""
         params = self.params
@@ -104,8 +125,8 @@ class ScheduledSequence:
 
     @property
     def is_ragged(self) -> bool:
-        """True if no captured step can compute it: it has several tokens, or asks for prompt logprobs."""
-        return len(self.tokens) != 1 or self.wants_prompt_logprobs
+        """True if no captured step can compute it: it has several tokens, asks for prompt logprobs, or is pooled."""
+        return len(self.tokens) != 1 or self.wants_states
 
 
 def adapter_runs(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:
@@ -183,6 +204,8 @@ class StepResult:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """Of the prompt tokens that follow the sequence's tokens, in order."""
+    pooled: dict[str, PooledSum] = field(default_factory=dict)
+    """Of pooling requests: the sum of the hidden states of this step's pooled tokens."""
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
     """Requests without a result: their adapter missed its deadline."""
@@ -192,7 +215,7 @@ class StepResult:
 
     def retract(self, request_id: str) -> None:
         """Discard a request's results, because its adapter did not arrive in time."""
-        for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.errors):
+        for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.pooled, self.errors):
             found.pop(request_id, None)
         self.unready.add(request_id)
 
@@ -200,6 +223,7 @@ class StepResult:
         self.tokens.update(other.tokens)
         self.logprobs.update(other.logprobs)
         self.prompt_logprobs.update(other.prompt_logprobs)
+        self.pooled.update(other.pooled)
         self.errors.update(other.errors)
         self.unready |= other.unready
         self.grammar_seconds.update(other.grammar_seconds)
@@ -250,3 +274,6 @@ class RequestOutput(NamedTuple):
     """From its arrival to its first admission; with the first output."""
     num_preemptions: int = 0
     """Of the request so far; with the first and the last output."""
+    pooled: bytes | None = None
+    """The result of a pooling request, whose only output this is: its vector, or the scores that a head gives it, as
+    `pooling.to_bytes` writes them."""

@@ -70,7 +70,7 @@ class Lifecycle:
         """
         self.running.remove(request)
         if not self.memory.swap_out(request):
-            request.prompt_logprobs.clear()
+            request.forget_prompt()
         self._release(request)
         request.state = state
         request.num_computed_tokens = 0
@@ -86,7 +86,8 @@ class Lifecycle:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 if request.adapter is not None:
                     request.adapter.num_overflows = None
-                self.lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
+                if request.params.pooling is None:
+                    self.lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
         else:
             self.waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE

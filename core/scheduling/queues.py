@@ -335,7 +335,8 @@ def continue_from(plan: StepPlan, following: StepPlan) -> None:
 def _new_sequence(request: Request, count: int) -> ScheduledSequence:
     """Return a new sequence for a request. If it decodes, the request keeps it for its next steps."""
     start, token_ids, states = request.num_computed_tokens, request.token_ids, request.block_table.states
-    tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
+    tokens = token_ids[start : start + count]
+    samples = start + count == len(token_ids) and request.params.pooling is None
     sequence = ScheduledSequence(
         request_id=request.id,
         lora_index=BASE_LORA_INDEX,

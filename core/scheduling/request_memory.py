@@ -58,8 +58,8 @@ class RequestMemory:
         return self.reclaimer.available
 
     def match(self, request: Request) -> list[Block]:
-        """Return the cached blocks of the request's prefix; none if it asks for its prompt's log-probabilities."""
-        if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
+        """Return the cached blocks of the request's prefix; none if it needs all of its prompt's hidden states."""
+        if not self.use_prefix_cache or request.params.needs_prompt_states:
             return []
         version, scope = _version(request.adapter), self.scope(request)
         blocks = self.prefix.match(version, request.token_ids, scope, request.lora_from)
@@ -206,7 +206,7 @@ class RequestMemory:
             return False
         first, last = 0, -(-num_tokens // self.block_tokens)
         # with states, a request can begin in the prefix cache only at a checkpoint, which may be elsewhere
-        if not self.layout.state_pages and self.use_prefix_cache and request.params.prompt_logprobs is None:
+        if not self.layout.state_pages and self.use_prefix_cache and not request.params.needs_prompt_states:
             leaving = self.swapped.leaving()
             step = self.layout.pages_per_block
             while first < request.num_known_blocks:
@@ -275,10 +275,10 @@ class RequestMemory:
             self.arriving.append(request)
 
     def _drop_image(self, request: Request, image: KvImage) -> None:
-        """Let a request continue without its image; its prompt logprobs are computed again."""
+        """Let a request continue without its image; the results of its prompt are computed again."""
         self.swapped.drop(image)
         request.kv_image = None
-        request.prompt_logprobs.clear()
+        request.forget_prompt()
 
     def make_spare_room(self, num_pages: int, wanted: int) -> bool:
         """Free `num_pages` if at least `wanted` more could still be freed; False, and nothing done, if not."""

@@ -22,6 +22,7 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
+from ..requests.pooling import to_bytes
 from ..requests.request import Request, RequestState
 from ..requests.sampling_params import InvalidRequest
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
@@ -101,6 +102,8 @@ class Scheduler:
         self.num_step_tokens = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
+        self.num_pooled = 0
+        """Number of pooling requests that have returned their vector."""
 
     def has_work(self) -> bool:
         """True while a request is in progress, or while KV or an adapter is being copied, even for an ended request."""
@@ -166,7 +169,7 @@ class Scheduler:
         self._finish_ended()
         if self._all_continue(plan):
             ahead = self._build(plan.step_id + 1, self.running, all_decode=True, is_async=True)
-        elif plan.bucket is None and any(sequence.wants_prompt_logprobs for sequence in plan.sequences):
+        elif plan.bucket is None and any(sequence.wants_states for sequence in plan.sequences):
             return None  # they are read from buffers that the next step overwrites
         else:
             with as_if_finished(plan, self._find) as sampled:
@@ -274,8 +277,8 @@ class Scheduler:
         self._count_steps(plan.num_tokens)
         if self._turns.most is not None:
             self._turns.note_step(self._adapters_of(plan), self._clock())
-        requests, outputs, num_generated = self._requests, [], 0
-        has_extras = result.unready or result.errors or result.prompt_logprobs
+        requests, outputs, num_generated, num_pooled = self._requests, [], 0, self.num_pooled
+        has_extras = result.unready or result.errors or result.prompt_logprobs or result.pooled
         is_async = plan.sources is not None
         for sequence in plan.sequences:
             request = requests.get(sequence.request_id)
@@ -287,7 +290,7 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
                 num_generated += 1
-        self.num_generated_tokens += num_generated
+        self.num_generated_tokens += num_generated - (self.num_pooled - num_pooled)
         if result.unready:
             self._send_back_late(result)
         if result.grammar_seconds or self.grammars.heavy:
@@ -438,6 +441,8 @@ class Scheduler:
             outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info, failure=failure))
             return False
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+        if (pooled := result.pooled.get(request.id)) is not None:
+            request.pooled = pooled.plus(request.pooled)
         return True
 
     def _count_steps(self, tokens: int, steps: int = 1) -> None:
@@ -456,7 +461,7 @@ class Scheduler:
         if computed >= request.leaves_at or sequence.states is not None:
             self._memory.move_on(request)
         if not sequence.samples:
-            return None
+            return None if request.params.pooling is None else self._pool(request, info)
         token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
         if (reused := request.sequence) is not None:  # for the next step
@@ -483,6 +488,23 @@ class Scheduler:
             logprobs=(logprobs,) if logprobs else (),
             num_preemptions=request.num_preemptions,
             **(_reported_once(request) if is_first else {}),
+        )
+
+    def _pool(self, request: Request, info: StepInfo) -> RequestOutput | None:
+        """End a pooling request once its prompt is computed, and return its output."""
+        if request.num_computed_tokens < request.num_prompt_tokens or request.pooled is None:
+            return None
+        self.num_pooled += 1
+        vector = request.pooled.mean()
+        self.lifecycle.finish(request, FinishReason.STOP)
+        return RequestOutput(
+            request.id,
+            (),
+            FinishReason.STOP,
+            step=info,
+            num_preemptions=request.num_preemptions,
+            pooled=to_bytes(vector if request.head is None else request.head.scores(vector)),
+            **_reported_once(request),
         )
 
 

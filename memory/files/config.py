@@ -17,6 +17,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .name_pattern import NamePattern, Steps
+from .score_head import MODULES
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -36,7 +37,7 @@ _MAX_SCALE = 3e38  # scales are applied in float32
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
     "use_dora": "DoRA is not supported; merge it into the base model or train plain LoRA",
-    "modules_to_save": "fully trained modules are not supported; train without modules_to_save",
+    "modules_to_save": "fully trained modules are not supported, except a score head; train without them",
     "trainable_token_indices": "trained tokens are not supported; train without them",
     "lora_bias": "adapters with biases are not supported; train with lora_bias=False",
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
@@ -132,6 +133,8 @@ class AdapterConfig:
         self._targets = _Matcher(fields, "target_modules", DEFAULT_TARGETS if targets is None else targets)
         self._excluded = _Matcher(fields, "exclude_modules", fields.names("exclude_modules") or ())
         self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+        self.has_head = fields.has_head
+        """True if it has a score head of its own."""
         self.invocation_tokens = fields.invocation_tokens()
         """Of activated LoRA: it changes a prompt's tokens from the last occurrence of these on; empty: all tokens."""
 
@@ -194,14 +197,16 @@ class _Fields:
             raise self.refuse("peft_type", "only LORA is served")
         if self.raw.get("bias", "none") != "none":
             raise self.refuse("bias", "adapters that train biases are not supported; train with bias='none'")
-        if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save"):
+        if self.has_head and self.raw.get("alora_invocation_tokens"):
+            raise self.refuse("modules_to_save", "a head of activated LoRA is not supported; train plain LoRA")
+        if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save") and not self.has_head:
             raise self.refuse(
                 "task_type",
-                f"such a model has a head of its own, which it saves ({shown(self.raw['modules_to_save'])}); only "
-                "adapters that generate text are served: train with task_type='CAUSAL_LM'",
+                f"such a model has a head of its own, which it saves ({shown(self.raw['modules_to_save'])}); only the "
+                "head score of task_type='SEQ_CLS' is served: train with that, or with task_type='CAUSAL_LM'",
             )
         for name, why in _UNSERVED.items():
-            if self.raw.get(name):
+            if self.raw.get(name) and not (name == "modules_to_save" and self._saves_no_more_than_a_head):
                 raise self.refuse(name, why)
         for name, value in self.raw.items():
             if value and name not in _SERVED and _VARIANT.fullmatch(name):
@@ -213,6 +218,16 @@ class _Fields:
             for begin, why in _BASE_CHANGING.items():
                 if init.lower().startswith(begin):
                     raise self.refuse("init_lora_weights", why)
+
+    @property
+    def has_head(self) -> bool:
+        """True if it saves the head of a classifier of texts."""
+        saved, task = self.raw.get("modules_to_save"), self.raw.get("task_type")
+        return (task not in _CLASSIFIERS or task == "SEQ_CLS") and isinstance(saved, list) and "score" in saved
+
+    @property
+    def _saves_no_more_than_a_head(self) -> bool:
+        return self.has_head and all(name in MODULES for name in self.raw["modules_to_save"])
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)

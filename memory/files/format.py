@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from .form import WEIGHTS_FILE, AdapterForm, form_of
 from .gguf_form import GGUF_SUFFIX, GgufForm
 from .module_names import ModuleNames
 from .module_paths import ModulePaths
+from .score_head import TENSORS, ScoreHead, read_score_head
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .unserved import why_not_lora
 
@@ -76,6 +77,9 @@ class AdapterManifest:
 
     num_left_out: int = 0
     """Tensors of the file that have no effect on text."""
+
+    head: ScoreHead | None = field(default=None, compare=False)
+    """Its score head."""
 
     invocation_tokens: tuple[int, ...] = ()
     """See `AdapterConfig.invocation_tokens`."""
@@ -151,7 +155,8 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             config = config or form.config(directory, file.given_modules)
             _check_invocation(config, modules.vocab_size)
             targets, projections = _targets(config, stem, modules), modules.projections
-            _check_names(file, targets, projections)
+            head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
+            _check_names(file, targets, projections, TENSORS if config.has_head else ())
             for (layer, module), (rank, _) in targets.items():
                 for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
@@ -171,6 +176,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 modules=modules,
                 num_left_out=file.num_left_out,
                 invocation_tokens=config.invocation_tokens,
+                head=head,
             )
 
 
@@ -427,10 +433,16 @@ def _shared(
     return parts, places
 
 
-def _check_names(file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> None:
+def _check_names(
+    file: TensorFile,
+    targets: dict[tuple[int, str], tuple[int, float]],
+    projections: Projections,
+    others: Collection[str] = (),
+) -> None:
+    """others: names that may be there beside those of the targets."""
     wanted = {name for layer, module in targets for name in tensor_names(layer, projections[module])}
     for name in file.tensors:
-        if name not in wanted:
+        if name not in wanted and name not in others:
             why = _why_not(name, file.tensors[name].shape, projections)
             raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
     for layer, module in targets:

@@ -11,6 +11,7 @@ import numpy as np
 from .composed import ComposedWeights, composed
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
 from .module_paths import ModulePaths
+from .score_head import TENSORS
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
 
 _CHUNK_BYTES = 1 << 20
@@ -55,9 +56,9 @@ def with_effect(manifest: AdapterManifest) -> AdapterManifest:
 def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
-    The hash covers every target's rank, scale and weights in the order of layers and modules, and the tokens that
-    activate the adapter. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
-    order their tensors were saved. It reads all weights.
+    The hash covers every target's rank, scale and weights in the order of layers and modules, the tokens that activate
+    the adapter, and its head. Two adapters with equal hashes give the same outputs, wherever they are stored and in
+    whatever order their tensors were saved. It reads all weights.
     """
     if manifest.sources:
         return composed([(with_content(source), scale) for source, scale in manifest.sources])
@@ -93,9 +94,11 @@ class _Reader:
         self._buffer = bytearray(_CHUNK_BYTES)
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
-        """True if any target changes anything: its scale is not zero, and neither all of its A nor all of its B is."""
+        """True if it has a head, or any target changes anything: its scale is not zero, and neither all of its A nor
+        all of its B is.
+        """
         projections = _modules(manifest).projections
-        return any(
+        return manifest.head is not None or any(
             all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
             for part in manifest.parts
             if part.scale != 0
@@ -120,6 +123,11 @@ class _Reader:
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
             digest.update(head.encode())
             for info in (a, b):
+                for chunk in self._chunks(info):
+                    digest.update(chunk)
+        for name in TENSORS if manifest.head is not None else ():
+            if (info := self._file.tensors.get(name)) is not None:
+                digest.update(f"{name} {info.dtype}{info.shape}\n".encode())
                 for chunk in self._chunks(info):
                     digest.update(chunk)
         return digest.hexdigest()

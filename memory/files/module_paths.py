@@ -37,6 +37,9 @@ class ModulePaths:
     vocab_size: int | None = None
     """None: not known."""
 
+    hidden_size: int | None = None
+    """Likewise."""
+
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
         """Each path that PEFT may target, and the projections that it is, in the table's order."""

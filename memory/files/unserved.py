@@ -62,8 +62,8 @@ def why_not_lora(name: str, shape: Sequence[int]) -> str:
     module = name.split(".")[-2] if name.count(".") else name
     if module in _HEADS or any(f".{head}." in name for head in _HEADS):
         return (
-            "is a head of its own, as of a classifier or a reward model; only adapters that generate text are served: "
-            "train with task_type='CAUSAL_LM'"
+            "is a head of its own, as of a classifier or a reward model; the only head that is served is score, if "
+            "modules_to_save names it: train with task_type='SEQ_CLS', or with task_type='CAUSAL_LM'"
         )
     if module in _KEPT_WHOLE and "modules_to_save" not in name:
         return (

@@ -31,11 +31,17 @@ struct AnyDecoder {
     //   vocab  of all shares: `sample` is of rows of all logits
     virtual void join(Ranks* ranks, int vocab) = 0;
 
-    // Compute logits of some of the last step's prompt-logprob tokens.
+    // Compute logits of some of the last step's kept tokens.
     //
     //   first, count  of the tokens
     //   logits        [count, vocab]: written
     virtual void prompt_logits(int first, int count, float* logits) = 0;
+
+    // Copy final hidden states of some of the last step's kept tokens.
+    //
+    //   first, count  of the tokens
+    //   states        [count, hidden]: written
+    virtual void hidden_states(int first, int count, float* states) = 0;
 
     // Write W + Σ scale·B·A of one matrix; returns how much longer the rows of W become by it, at most: see Merge.
     virtual float merge(const MergeDesc& desc) = 0;
@@ -87,6 +93,11 @@ class Decoder final : public AnyDecoder {
         });
     }
 
+    void hidden_states(int first, int count, float* states) override {
+        const Rows<X> kept = rows_of(normed_, m_.hidden).from(logits_wanted_ + first);
+        for (int r = 0; r < count; r++) convert(kept[r], m_.hidden, states + (long)r * m_.hidden);
+    }
+
     float merge(const MergeDesc& desc) override {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         return merge_.run(desc, projections_.products(), arena);
@@ -122,7 +133,7 @@ class Decoder final : public AnyDecoder {
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
-        const size_t tokens = std::max(step.tokens, step.logits_wanted + step.prompt_logits_wanted);
+        const size_t tokens = std::max(step.tokens, step.logits_wanted + step.states_wanted);
         projections_.plan(step);
         const Products& products = projections_.products();
         const int widest = products.most([&](int p) {  // of what is kept of products
@@ -176,7 +187,7 @@ class Decoder final : public AnyDecoder {
             }
             add_to_residual(me, task(step, w, l, kDown, act, x), w.mlp_out_norm, w.residual_multiplier);
         }
-        team_.each(me, step.logits_wanted + step.prompt_logits_wanted,
+        team_.each(me, step.logits_wanted + step.states_wanted,
                    [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
         const int rows = step.logits_wanted;
         head_.run(me, normed, {rows, step.logits, step.logit_rows, step.samples});

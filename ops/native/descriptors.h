@@ -98,13 +98,13 @@ struct OffloadWorkerDesc {
 
 struct StepDesc {
     int32_t tokens, rows, logits_wanted,
-        prompt_logits_wanted;  // the last: logits that are asked for in slices afterwards
+        states_wanted;  // the last: tokens whose hidden states are kept for afterwards
     const int64_t *token_ids, *positions, *offset;  // [tokens]
     const int64_t* page;  // [page groups, page_stride]: page and offset are where a token's K and V go
     const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
     const int64_t* page_table;  // [rows, table_stride]: pages of each row, a page of each group for every block
     int64_t table_stride, page_stride;
-    const int64_t* logit_tokens;  // [logits_wanted + prompt_logits_wanted]
+    const int64_t* logit_tokens;  // [logits_wanted + states_wanted]
     Segments segments;
     // Layers loaded so far of the segment's adapter (below 0: the rest never will be); null for a segment with a loaded
     // adapter; null as a whole when all are loaded. late: set for the segments with adapters waited for in vain.

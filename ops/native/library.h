@@ -40,13 +40,22 @@ CHORUS_API AnyDecoder* chorus_decoder_create(Element element, const ModelDesc* m
 //   step     read, and what it points to read or written as StepDesc says
 CHORUS_API void chorus_decoder_forward(AnyDecoder* decoder, const StepDesc* step) { decoder->forward(*step); }
 
-// Compute logits of some of the last step's prompt-logprob tokens.
+// Compute logits of some of the last step's kept tokens.
 //
 //   decoder       that computed the step
 //   first, count  of the tokens
 //   logits        [count, vocab] float32: written
 CHORUS_API void chorus_decoder_prompt_logits(AnyDecoder* decoder, int first, int count, float* logits) {
     decoder->prompt_logits(first, count, logits);
+}
+
+// Copy final hidden states of some of the last step's kept tokens.
+//
+//   decoder       that computed the step
+//   first, count  of the tokens
+//   states        [count, hidden] float32: written
+CHORUS_API void chorus_decoder_hidden_states(AnyDecoder* decoder, int first, int count, float* states) {
+    decoder->hidden_states(first, count, states);
 }
 
 // SampleRow tokens, and compute log-probabilities.

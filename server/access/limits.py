@@ -37,6 +37,9 @@ class RequestLimits(BaseModel):
         description="maximum log-probabilities in one response: tokens times one more than their alternatives",
     )
     max_prompts: int = Field(default=128, ge=1, description="maximum choices in one request: prompts times n")
+    max_inputs: int = Field(
+        default=2048, ge=1, description="maximum texts in one request for embeddings, classes, scores or a ranking"
+    )
     max_call_tokens: int = Field(
         default=1 << 18, ge=1, description="maximum prompt tokens in one request, each prompt counted n times"
     )

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from ..errors import ApiError
 
-_VECTORS = "this server generates text, not vectors or scores; vLLM serves embedding and scoring models"
+_VECTORS = "vectors and scores have routes of their own: /v1/embeddings, /classify, /score and /rerank"
 _SOUND = "this server does not process speech; vLLM serves Whisper and others"
 _IMAGES = "this server does not process images"
 _FILES = "this server stores no files; run a file of requests with chorus batch, or send them concurrently"
@@ -16,16 +16,9 @@ _SCALES = "scales are a request's own; give them in its field lora, or in model,
 _TRAINING = "this server does not train adapters; train with PEFT, and load the result with POST /v1/adapters"
 
 _OF_VECTORS = (
-    "/classify",
     "/pooling",
-    "/rerank",
-    "/score",
-    "/v1/embeddings",
     "/v1/moderations",
-    "/v1/rerank",
-    "/v1/score",
     "/v2/embed",
-    "/v2/rerank",
 )
 
 ABSENT: dict[str, tuple[tuple[str, ...], str]] = {

@@ -374,6 +374,7 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
         "name": one.name,
         "version": one.label if (number := number_of(one.label)) is None else number,
         "rank": manifest.rank,
+        "num_labels": None if manifest.head is None else manifest.head.num_labels,
         "target_modules": list(manifest.targets),
         "tier": one.tier,
         "pages": one.pages,

@@ -63,7 +63,7 @@ class CompletionRequest(GenerationRequest):
     def prompts(self, limit: int) -> list[str | list[int]]:
         """One entry per choice: a text or token ids."""
         prompt = self.prompt
-        if isinstance(prompt, str) or _is_token_list(prompt):
+        if isinstance(prompt, str) or is_token_list(prompt):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
             raise InvalidRequest(
@@ -72,10 +72,11 @@ class CompletionRequest(GenerationRequest):
         if len(prompt) > limit:
             raise InvalidRequest("prompt", f"at most {limit} prompts are allowed in one request, got {len(prompt)}")
         for index, entry in enumerate(prompt):
-            if not (isinstance(entry, str) or _is_token_list(entry)):
+            if not (isinstance(entry, str) or is_token_list(entry)):
                 raise InvalidRequest(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")
         return prompt
 
 
-def _is_token_list(prompt: Any) -> bool:
+def is_token_list(prompt: Any) -> bool:
+    """True for a prompt that is given as token ids."""
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)

@@ -117,7 +117,7 @@ class GenerationBuilder:
 
     async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
         """The tokenizer for conversations with a model, which may have its own template."""
-        _, adapter = self._names(caller, model, lora_path)
+        _, adapter = self.names(caller, model, lora_path)
         return await self.templates.tokenizer_of(adapter)
 
     def check(self, caller: Caller, asked: GenerationRequest, num_prompts: int) -> None:
@@ -127,13 +127,13 @@ class GenerationBuilder:
             count = f"got {asked.n} for each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} choices are allowed in one request, {count}")
         check_steering(asked, num_prompts * asked.n, self.settings)
-        _, adapter = self._names(caller, asked.model, asked.lora_path)
+        _, adapter = self.names(caller, asked.model, asked.lora_path)
         with self.telemetry.counting_rejections():
             self.worker.check_room(caller.tenant, adapter, num_prompts * asked.n)
 
     async def require(self, caller: Caller, model: str | None, lora_path: str | None = None) -> None:
         """Raises an ApiError, like a generation request, unless the key may use such a model."""
-        model, asked = self._names(caller, model, lora_path)
+        model, asked = self.names(caller, model, lora_path)
         composition = None if asked is None else _composition_of(asked)
         if composition is None:
             await self._require(caller, model, asked)
@@ -155,7 +155,7 @@ class GenerationBuilder:
             base, adapters = self.settings.base_name, self.worker.adapters
             raise await no_model_like(model, adapters, base, caller.grant, self.threads) from None
 
-    def _names(self, caller: Caller, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
+    def names(self, caller: Caller, model: str | None, lora_path: str | None) -> tuple[str, str | None]:
         """The model's name in the response, and the adapter's; `NOWHERE` for a model that the caller may not use: the
         request then behaves in all respects as for an adapter that does not exist.
         """
@@ -185,7 +185,7 @@ class GenerationBuilder:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens", self.worker.model.window)
-        model, adapter = self._names(caller, asked.model, asked.lora_path)
+        model, adapter = self.names(caller, asked.model, asked.lora_path)
         unasked = unasked_limit(asked, prompts, self.settings, limit)
         defaults = self.defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):

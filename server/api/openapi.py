@@ -18,6 +18,7 @@ from .generation_api import ROUTES
 from .json_text import dumps
 from .logprobs import Body
 from .messages_request import MessagesToCount
+from .pooling_api import BODIES as POOLING
 from .text_api import ChatToTokens, TextToTokens, TokensToText
 
 _REF = "#/components/schemas/{model}"
@@ -26,6 +27,7 @@ _ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"any
 
 BODIES: dict[tuple[str, str], tuple[type[BaseModel], ...]] = {
     **{("POST", path): (body,) for path, (_, body) in ROUTES.items() if body is not None},
+    **{("POST", path): (body,) for path, body in POOLING.items()},
     ("POST", "/v1/messages/count_tokens"): (MessagesToCount,),
     ("POST", "/tokenize"): (TextToTokens, ChatToTokens),
     ("POST", "/detokenize"): (TokensToText,),

@@ -14,7 +14,7 @@ from functools import partial
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from ...core.requests.sampling_params import HEAD, AdapterPaused, InvalidRequest, NotServed, UnknownModel
 from ...memory.adapters.composition import is_composition
 from ..engine.backend import Backend
 from ..engine.generation import Generation
@@ -26,7 +26,7 @@ from ..settings import Settings
 from ..text.tokenizer import Tokenizer
 from .adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
-from .logprobs import LogprobFormat
+from .logprobs import Body, LogprobFormat
 from .near import no_model_like
 from .openai import GenerationRequest, StreamOptions
 from .responses import BodyFormat, Echo
@@ -68,21 +68,8 @@ class Responder:
         make_format: MakeFormat,
         echoed: Sequence[str | list[int]] = (),
     ) -> Response:
-        try:
-            with self.telemetry.counting_rejections():
-                await self.sourced.start(generation, partial(while_connected, request.receive))
-        except ClientDisconnect:
-            return client_gone()
-        except NotServed as error:
-            raise not_served(str(error)) from None
-        except AdapterPaused as error:
-            raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
-        except InvalidRequest as error:
-            if error.field != "model":
-                raise
-            base, grant = self.settings.base_name, request.state.identity.grant
-            unknown = _unknown(error, generation)
-            raise await no_model_like(unknown, self.worker.adapters, base, grant, self.threads) from None
+        if (gone := await self._start(request, generation)) is not None:
+            return gone
         try:  # the engine has accepted the prompts, so they can be decoded
             echoes = await self.threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:
@@ -104,6 +91,40 @@ class Responder:
         finally:
             generation.close()
         return Response(body, media_type="application/json", headers=headers)
+
+    async def pooled(self, request: Request, generation: Generation, body: Callable[[], Body]) -> Response:
+        """Submit a generation that has no text, and send what `body` makes of its results at its end."""
+        if (gone := await self._start(request, generation)) is not None:
+            return gone
+        try:
+            await while_connected(request.receive, generation.finish())
+            written = await self.threads.run(lambda: encode(body()))
+        except ClientDisconnect:
+            return client_gone()
+        finally:
+            generation.close()
+        return Response(written, media_type="application/json", headers=self._headers(request, generation))
+
+    async def _start(self, request: Request, generation: Generation) -> Response | None:
+        """Submit a generation; returns a response if its client has gone. Raises an ApiError or InvalidRequest."""
+        try:
+            with self.telemetry.counting_rejections():
+                await self.sourced.start(generation, partial(while_connected, request.receive))
+        except ClientDisconnect:
+            return client_gone()
+        except NotServed as error:
+            raise not_served(str(error)) from None
+        except AdapterPaused as error:
+            raise ApiError(503, str(error), param="model", code="adapter_paused", retry_after=1) from None
+        except InvalidRequest as error:
+            if error.field == HEAD:
+                raise ApiError(400, str(error), param="model") from None
+            if error.field != "model":
+                raise
+            base, grant = self.settings.base_name, request.state.identity.grant
+            unknown = _unknown(error, generation)
+            raise await no_model_like(unknown, self.worker.adapters, base, grant, self.threads) from None
+        return None
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
         """An entry per choice. A prompt that was sent as text is returned unchanged."""

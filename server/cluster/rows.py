@@ -65,6 +65,12 @@ def _read_logprobs(scores: Any) -> tuple[TokenLogprobs, ...]:
     )
 
 
+def _read_bytes(data: Any) -> bytes:
+    if not isinstance(data, bytes):
+        raise TypeError("a vector must be bytes")
+    return data
+
+
 _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     ("finish", "finish_reason", attrgetter("value"), FinishReason),
     ("stop", "stop_token_id", int, int),
@@ -75,5 +81,6 @@ _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] =
     ("logprobs", "logprobs", _scores, _read_logprobs),
     ("prompt", "prompt_logprobs", _scores, _read_logprobs),
     ("preempted", "num_preemptions", int, int),
+    ("pooled", "pooled", bytes, _read_bytes),
 )
 """Fields of a row other than tokens: the key, the output's field, and how it is written and read."""

@@ -82,6 +82,10 @@ class Choice:
         self.offsets: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.pooled: bytes | None = None
+        """The result of a pooling request."""
+        self.discarded: tuple[TokenLogprobs, ...] = ()
+        """Log-probabilities of a discarded token."""
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.num_reasoning_tokens = 0
@@ -112,7 +116,8 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if self._prompt_only:
-            self.finish_reason = FinishReason.LENGTH.value
+            self.pooled, self.discarded = output.pooled, output.logprobs
+            self.finish_reason = (FinishReason.LENGTH if output.pooled is None else FinishReason.STOP).value
             return Delta(self.index, "", (), self.finish_reason, output.step, prompt_logprobs=output.prompt_logprobs)
         text, offsets = self._push(output)
         tokens, logprobs = output.token_ids[: len(offsets)], output.logprobs[: len(offsets)]

@@ -25,6 +25,14 @@ GENERATING = (
     "/v1/responses",
     "/v1/messages",
     "/invocations",
+    "/v1/embeddings",
+    "/classify",
+    "/v1/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
     *GENERATES,
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ...core.model.config_json import UnsupportedModel
+from ...core.model.pooling_config import PoolingConfig
 from ...memory.files.format import CONFIG_FILE, is_adapter_dir
 from ..access.hosts import is_loopback
 from ..access.keys import InvalidKey
@@ -25,6 +27,7 @@ def check_model(settings: Settings) -> None:
         raise LaunchError(str(error)) from None
     if not (settings.model / "config.json").is_file():
         raise LaunchError(f"{settings.model} holds no model: {_why_no_model(settings.model)}")
+    _check_pooling(settings)
     if settings.tokenizer is not None and not (settings.tokenizer / "tokenizer.json").is_file():
         raise LaunchError(f"{settings.tokenizer} holds no tokenizer: it has no tokenizer.json")
     if settings.chat_template is not None and not settings.chat_template.is_file():
@@ -39,6 +42,13 @@ def check_model(settings: Settings) -> None:
             command = "pip install 'chorus-lora[stores]'"
             raise LaunchError(f"{rule.location.url} needs the package {package}; run: {command}")
     _check_names(settings)
+
+
+def _check_pooling(settings: Settings) -> None:
+    try:
+        PoolingConfig.read(settings.model, settings.classifier_from_token)
+    except UnsupportedModel as error:
+        raise LaunchError(str(error)) from None
 
 
 def _why_no_model(path: Path) -> str:

@@ -23,6 +23,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ...core.config import EngineConfig
+from ...core.model.config_json import UnsupportedModel
 from ...memory.adapters.store import UnknownAdapter
 from ..api.sampling_defaults import SamplingDefaults
 from ..app import create_app
@@ -144,7 +145,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
     except LaunchError:
         worker.stop()
         raise
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, UnsupportedModel) as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
 

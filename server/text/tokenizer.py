@@ -232,6 +232,33 @@ class Tokenizer:
         """The token sequences of bad words; see `bad_words`."""
         return await self._threads.run(self.bad_words, words) if len(words) > THREAD_MESSAGES else self.bad_words(words)
 
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> Tokens:
+        """The tokens of each pair of texts, as the tokenizer joins them; raises as `encode_now`."""
+        long = sum(len(text) for pair in pairs for text in pair) > THREAD_CHARACTERS
+        if long:
+            return await self._threads.run(
+                self.encode_pairs_now, pairs, add_special_tokens=add_special_tokens, most=most
+            )
+        return self.encode_pairs_now(pairs, add_special_tokens=add_special_tokens, most=most)
+
+    def encode_pairs_now(
+        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> Tokens:
+        """See `encode_pairs`."""
+        for pair in pairs:
+            for text in pair:
+                self._check_length(text, most, "prompt")
+        if not pairs:
+            return []
+        return [e.ids for e in self.backend.encode_batch_fast(list(pairs), add_special_tokens=add_special_tokens)]
+
+    @property
+    def cuts_left(self) -> bool:
+        """True if the tokenizer truncates a text at its beginning."""
+        return self._tokenizer.truncation_side == "left"
+
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text. Raises an ApiError for a text that must have more than `most` tokens by its length
         alone.

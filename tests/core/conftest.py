@@ -97,6 +97,7 @@ class Answer:
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled: bytes | None = None
 
 
 def exported(engine: Engine, request_id: str) -> dict[str, Any]:
@@ -152,6 +153,7 @@ class Driver:
                 assert not output.num_cached_tokens, "they are told again"
             answer.logprobs += output.logprobs
             answer.num_preemptions = max(answer.num_preemptions, output.num_preemptions)
+            answer.pooled = output.pooled
             if output.prompt_logprobs is not None:
                 assert answer.prompt_logprobs is None, f"{output.request_id}'s prompt is scored twice"
                 answer.prompt_logprobs = output.prompt_logprobs

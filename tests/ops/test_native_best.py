@@ -29,15 +29,13 @@ class Head:
         self.rows.plan(range(count + 1), torch.zeros(count, 1, dtype=torch.long), [1] * count)
         self.count = count
 
-    def forward(self, keep, logit_tokens=None, prompt_logprob_tokens=None):
+    def forward(self, keep, logit_tokens=None, kept_tokens=None):
         """keep: all logits, none, or those of a list."""
         zeros = torch.zeros(self.count, dtype=torch.long)
         every = torch.arange(self.count)
         self.decoder.kept = None if keep is True else keep or ()
         wanted = every if logit_tokens is None else logit_tokens
-        return self.decoder.forward(
-            every, zeros, zeros, zeros, self.rows, wanted, Segments(), prompt_logprob_tokens=prompt_logprob_tokens
-        )
+        return self.decoder.forward(every, zeros, zeros, zeros, self.rows, wanted, Segments(), kept_tokens=kept_tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -128,20 +126,20 @@ def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
         torch.testing.assert_close(model.decoder.prompt_logits(begin, end), every[scored[begin:end]], rtol=0, atol=0)
 
 
-def test_a_step_without_prompt_logprob_tokens_has_no_logits_of_them():
+def test_a_step_without_kept_tokens_has_no_logits_of_them():
     """Logits that an earlier step kept, of other requests, are not accessible."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(5, HIDDEN), torch.float32, 1)
-    model.forward(keep=True, prompt_logprob_tokens=torch.arange(4))
+    model.forward(keep=True, kept_tokens=torch.arange(4))
     assert len(model.decoder.prompt_logits(0, 4)) == 4
     model.forward(keep=True)
-    with pytest.raises(RuntimeError, match="the last step had 0 prompt-logprob tokens, not 1"):
+    with pytest.raises(RuntimeError, match="kept the hidden states of 0 tokens, not 1"):
         model.decoder.prompt_logits(0, 1)
 
 
 def test_room_for_logits_is_that_of_the_rows_that_are_kept():
     """A long prompt's scores take a slice, greedy steps nothing."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(50, HIDDEN), torch.float32, 1)
-    logits = model.forward(keep=False, logit_tokens=torch.tensor([49]), prompt_logprob_tokens=torch.arange(49))
+    logits = model.forward(keep=False, logit_tokens=torch.tensor([49]), kept_tokens=torch.arange(49))
     assert logits.untyped_storage().nbytes() == 0
     for begin in range(0, 49, 7):
         assert model.decoder.prompt_logits(begin, begin + 7).untyped_storage().nbytes() == 7 * 100 * 4

@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from chorus.core.model import lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state_cuda import MAX_PARTS
+from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
@@ -573,8 +575,26 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
     assert len(steps.decoder.prompt_logits(0, 2)) == 2
     driver.step()
     assert driver.plans[-1].bucket == 1
-    with pytest.raises(RuntimeError, match="no prompt-logprob tokens"):
+    with pytest.raises(RuntimeError, match="kept no hidden states"):
         steps.decoder.prompt_logits(0, 1)
+
+
+@pytest.mark.parametrize("config", [{}, {"mixed_graph_tokens": 12}, {"async_scheduling": False}], ids=str)
+def test_pooled_vectors_beside_generated_text(drive, tiny, config):
+    driver = drive(**config)
+    wanted = {}
+    for index, (adapter, pooling) in enumerate(product((None, "r17-all", "pattern"), ("last", "mean", "cls"))):
+        prompt = [(7 * index + 5 * at) % 90 + 3 for at in range(2 + 3 * index)]
+        driver.add(f"p{index}", adapter, prompt, max_tokens=1, pooling=pooling)
+        model = tiny.use(adapter)  # loaded outside of inference mode, where its parameters could not be switched
+        with torch.inference_mode():
+            states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
+        wanted[f"p{index}"] = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
+    tokens = ask(driver, tiny, ("r1-qv", 6, 5), (None, 3, 4))
+    answers = driver.drain()
+    for name, vector in wanted.items():
+        torch.testing.assert_close(torch.tensor(from_bytes(answers[name].pooled)), vector, rtol=1e-3, atol=1e-3)
+    assert {name: answers[name].tokens for name in tokens} == tokens
 
 
 @pytest.mark.usefixtures("drawing_kernels")

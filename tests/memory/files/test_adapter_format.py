@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -195,9 +195,9 @@ REFUSED = {
     "unknown": (extra("base_model.model.something.else", 4), WEIGHTS, "something.else", "unknown", "save_pretrained"),
     "classifier's head": (extra("base_model.model.score.weight", 2, 16), WEIGHTS, "score", "classifier", "CAUSAL_LM"),
     "classifier": (
-        config(task_type="SEQ_CLS", modules_to_save=["classifier", "score"]),
+        config(task_type="TOKEN_CLS", modules_to_save=["classifier", "score"]),
         CONFIG,
-        "task_type is 'SEQ_CLS'",
+        "task_type is 'TOKEN_CLS'",
         "'score'",
         "CAUSAL_LM",
     ),
@@ -396,11 +396,21 @@ def test_weights_in_another_form_say_what_to_do(adapter_draft, tmp_path):
     assert "MLX" in refusal(mlx), "its configuration is not PEFT's"
 
 
-def test_what_peft_saves_of_a_classifier_says_that_it_generates_nothing(tiny_base, tmp_path):
+def test_what_peft_saves_of_a_classifier_has_its_head(tiny_base, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tiny_base, num_labels=2)
-    get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=4)).save_pretrained(tmp_path / "a")
+    it = get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=4))
+    it.save_pretrained(tmp_path / "a")
+    head = inspect_adapter(tmp_path / "a", TINY_PATHS).head
+    assert head is not None and head.num_labels == 2 and head.bias is None
+    saved = it.get_parameter("base_model.model.score.modules_to_save.default.weight")
+    assert torch.equal(torch.from_numpy(head.weight), saved.detach())
+
+
+def test_what_peft_saves_of_a_classifier_of_tokens_is_refused(tiny_base, tmp_path):
+    model = AutoModelForTokenClassification.from_pretrained(tiny_base, num_labels=2)
+    get_peft_model(model, peft.LoraConfig(task_type="TOKEN_CLS", r=4)).save_pretrained(tmp_path / "a")
     message = refusal(tmp_path / "a")
-    assert "task_type is 'SEQ_CLS'" in message and "only adapters that generate text" in message
+    assert "task_type is 'TOKEN_CLS'" in message and "task_type='SEQ_CLS'" in message
 
 
 def test_what_peft_saves_beside_a_resized_vocabulary_says_so(tiny_base, tmp_path):

@@ -164,6 +164,7 @@ def test_our_own_routes(live, reference, root):
         "name": "a/b",
         "version": 1,
         "rank": 8,
+        "num_labels": None,
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
         "tier": "device",
         "pages": body["pages"],

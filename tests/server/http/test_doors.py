@@ -13,6 +13,7 @@ from chorus.server.access.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.access.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
 from chorus.server.api.absent import ABSENT
 from chorus.server.api.generation_api import ROUTES
+from chorus.server.api.pooling_api import ROUTES as POOLING
 from chorus.server.engine import engine_view
 from chorus.server.errors import GENERATES, ApiError
 from chorus.server.http.doors import Doors
@@ -45,7 +46,7 @@ def error_of(response, status):
 
 
 def test_routes_that_generate_are_counted_as_such():
-    assert set(GENERATING) == ROUTES.keys()
+    assert set(GENERATING) == ROUTES.keys() | POOLING.keys()
 
 
 # -- content type
@@ -193,7 +194,7 @@ RIGHTS = {
     ("GET", "/v1/models/{name:path}"): Right.KEY,
     ("POST", "/v1/completions"): Right.KEY,
     ("POST", "/v1/chat/completions"): Right.KEY,
-    **{("POST", path): Right.KEY for path in GENERATES},
+    **{("POST", path): Right.KEY for path in (*GENERATES, *POOLING)},
     ("GET", "/info"): Right.KEY,
     ("POST", "/pause"): Right.ADMIN,
     ("POST", "/resume"): Right.ADMIN,

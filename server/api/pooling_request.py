@@ -1,0 +1,138 @@
+"""Bodies of the routes that return vectors and scores, with vLLM's fields.
+
+Tests: tests/server/api/test_pooling_api.py
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ...core.requests.sampling_params import InvalidRequest
+from ..access.limits import RequestLimits
+from .completion_request import is_token_list
+from .openai import MAX_NAME_CHARACTERS, Name
+from .translation import OtherBody, RefusedFields
+
+Input = str | list[int]
+"""A text, or its token ids."""
+
+
+class PoolingBody(OtherBody):
+    """Fields that these routes have in common."""
+
+    harmless: ClassVar = ("user", "custom_labels", "metadata", "safety_identifier")
+    refused: ClassVar[RefusedFields] = {
+        "priority": ((0,), "requests are served by their tenants' shares; leave it out"),
+        "embed_dtype": (("float32",), "vectors are float32; leave it out"),
+        "endianness": (("native", "little"), "vectors are little-endian; leave it out"),
+        "mm_processor_kwargs": (({},), "texts alone are served; leave it out"),
+        "messages": ((), "send the text as input; a chat template can be applied with POST /tokenize"),
+    }
+
+    model: Name | None = None
+    lora_path: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
+
+
+class InputBody(PoolingBody):
+    """Texts, each of which has a result."""
+
+    input: Any = None
+
+    def inputs(self, limits: RequestLimits) -> list[Input]:
+        """One entry per result. Raises InvalidRequest."""
+        given = self.input
+        if isinstance(given, str) or is_token_list(given):
+            return [given]
+        if not isinstance(given, list) or not given:
+            raise InvalidRequest("input", "input must be a string, a list of token ids, or a non-empty list of either")
+        check_count("input", len(given), limits)
+        for index, entry in enumerate(given):
+            if not (isinstance(entry, str) or is_token_list(entry)):
+                raise InvalidRequest(f"input[{index}]", f"input[{index}] must be a string or a list of token ids")
+        return given
+
+
+class EmbeddingsBody(InputBody):
+    """Texts to make vectors of."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+    @property
+    def normalises(self) -> bool | None:
+        """Whether vectors are to have length 1; None: as the model says."""
+        return self.use_activation if self.normalize is None else self.normalize
+
+
+class _ScoringBody(PoolingBody):
+    """Fields of routes that return scores."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+    @property
+    def activates(self) -> bool:
+        """True if scores become probabilities."""
+        return next((each for each in (self.use_activation, self.activation) if each is not None), True)
+
+
+class ClassifyBody(InputBody, _ScoringBody):
+    """Texts to classify."""
+
+
+class ScoreBody(_ScoringBody):
+    """Pairs of texts to score: one with each of several, or as many as there are of both."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+    def pairs(self, limits: RequestLimits) -> list[tuple[str, str]]:
+        """Raises InvalidRequest."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        for name, texts in (("text_1", first), ("text_2", second)):
+            if not texts:
+                raise InvalidRequest(name, f"{name} is empty; give at least one text")
+            check_count(name, len(texts), limits)
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            message = f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many as of text_2"
+            raise InvalidRequest("text_1", message)
+        return list(zip(first, second, strict=True))
+
+
+class Document(OtherBody):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(_ScoringBody):
+    """Documents to sort by how well they answer a query."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Field(ge=0)] = 0
+    return_documents: bool = True
+
+    def texts(self, limits: RequestLimits) -> list[str]:
+        """The documents' texts. Raises InvalidRequest."""
+        if not self.documents:
+            raise InvalidRequest("documents", "documents is empty; give at least one")
+        check_count("documents", len(self.documents), limits)
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+def check_count(name: str, count: int, limits: RequestLimits) -> None:
+    if count > limits.max_inputs:
+        raise InvalidRequest(name, f"{name} has {count} entries, this server accepts {limits.max_inputs} per request")
