@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from ..pages.adapter_layout import AdapterPart
+from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
@@ -25,6 +25,8 @@ from .module_names import ModuleNames
 from .module_paths import ModulePaths
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .unserved import missing_config, refuse_other_weights, why_not_lora
+from .vectors import ENDS, PATTERN, vector_targets, why_no_vector
+from .vectors import vector_names as names_of_vectors
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
 
@@ -37,7 +39,7 @@ _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 #: model without a head (`AutoModel`) has none.
 STEM = "model"
 _WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){0,4})(?=layers\.[0-9])")
-_IN_LAYER = re.compile(r"(base_model\.model\.model\.layers\.[0-9]+)\.(.+)\.(lora_[AB]\.weight)")
+_IN_LAYER = re.compile(rf"(base_model\.model\.model\.layers\.[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class AdapterManifest:
     invocation_tokens: tuple[int, ...] = ()
     """See `AdapterConfig.invocation_tokens`."""
 
+    vectors: tuple[VectorTarget, ...] = ()
+    """The modules whose outputs it scales and shifts, in the order of layers and projections."""
+
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
@@ -80,10 +85,12 @@ class AdapterManifest:
     def targets(self) -> tuple[str, ...]:
         """Names of the modules that it changes in any layer."""
         found = dict.fromkeys(name for part in self.parts for name in part.targets)
+        found |= dict.fromkeys(target.module for target in self.vectors)
         return tuple(found if self.modules is None else sorted(found, key=self.modules.projections.id))
 
     def num_params(self, projections: Projections) -> int:
-        return sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
+        rows = sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
+        return rows + sum(sum(target[2:]) * projections[target.module].outputs for target in self.vectors)
 
 
 def is_adapter_dir(path: Path) -> bool:
@@ -106,7 +113,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
         with _open_weights(directory, modules) as file:
             stem = file.stem
             targets, projections = _targets(config, path, stem, modules), modules.projections
-            _check_names(file, targets, projections)
+            keys = _module_keys(projections)
+            vectors = vector_targets(file, keys, config, targets, modules)
+            _check_names(file, targets, vectors, config, projections)
             for (layer, module), (rank, _) in targets.items():
                 for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
@@ -125,6 +134,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 modules=modules,
                 num_left_out=file.num_left_out,
                 invocation_tokens=config.invocation_tokens,
+                vectors=_same_vectors(vectors),
             )
 
 
@@ -159,20 +169,20 @@ class AdapterWeights(TensorFile):
         return found
 
     def _split(self, name: str, info: TensorInfo, path: str, kind: str) -> Iterator[tuple[str, TensorInfo]]:
-        """The share of each projection in a tensor of several: all of A, or its rows of B."""
+        """The share of each projection in a tensor of several: all of A, or its rows of B or of a vector."""
         parts = self._modules.stacked[path]
         if kind == "lora_A.weight":
             yield from ((part, info) for part, _ in parts)
             return
         total = sum(rows for _, rows in parts)
-        if len(info.shape) != 2 or info.shape[0] != total:
+        if len(info.shape) != (2 if kind == "lora_B.weight" else 1) or info.shape[0] != total:
             raise AdapterFormatError(
                 f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
                 "serve it with the base model that it was trained on"
             )
         offset, row_bytes = info.offset, info.num_bytes // total
         for part, rows in parts:
-            yield part, replace(info, shape=(rows, info.shape[1]), offset=offset, num_bytes=rows * row_bytes)
+            yield part, replace(info, shape=(rows, *info.shape[1:]), offset=offset, num_bytes=rows * row_bytes)
             offset += rows * row_bytes
 
     @property
@@ -202,8 +212,9 @@ class AdapterWeights(TensorFile):
         self._stems.add(found[1][:-1])
         plain = f"{_PREFIX}{STEM}.{name[found.end() :]}"
         match = _IN_LAYER.fullmatch(plain)
-        usual = self._modules.usual.get(match[2]) if match else None
-        return plain if match is None or usual is None else f"{match[1]}.{usual}.{match[3]}"
+        if match is None:
+            return plain
+        return f"{match[1]}.{self._modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
 
 
 def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
@@ -331,16 +342,31 @@ def _places(file: TensorFile, parts: tuple[AdapterPart, ...], projections: Proje
 
 
 @lru_cache(1024)
+def _same_vectors(vectors: tuple[VectorTarget, ...]) -> tuple[VectorTarget, ...]:
+    """Equal ones as one object; see `_shared`."""
+    return vectors
+
+
+@lru_cache(1024)
 def _shared(parts: tuple[AdapterPart, ...], places: TensorPlaces) -> tuple[tuple[AdapterPart, ...], TensorPlaces]:
     """Equal ones as one object: most of thousands of adapters have the shapes of another and were saved alike."""
     return parts, places
 
 
-def _check_names(file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], projections: Projections) -> None:
+def _check_names(
+    file: TensorFile,
+    targets: dict[tuple[int, str], tuple[int, float]],
+    vectors: Sequence[VectorTarget],
+    config: AdapterConfig,
+    projections: Projections,
+) -> None:
     wanted = {name for layer, module in targets for name in tensor_names(layer, projections[module])}
+    wanted |= {name for target in vectors for name in vector_names(target, projections)}
+    keys = _module_keys(projections)
     for name in file.tensors:
         if name not in wanted:
-            why = _why_not(name, file.tensors[name].shape, projections)
+            why = why_no_vector(name, config, keys.values())
+            why = why or _why_not(name, file.tensors[name].shape, projections)
             raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
     for layer, module in targets:
         for name in tensor_names(layer, projections[module]):
@@ -353,20 +379,37 @@ def _check_names(file: TensorFile, targets: dict[tuple[int, str], tuple[int, flo
 
 def tensor_names(layer: int, projection: Projection) -> Iterator[str]:
     """Of a target's A and B."""
-    key = f"{_PREFIX}{STEM}.layers.{layer}.{projection.path}"
+    key = _module_key(layer, projection)
     return (f"{key}.lora_{side}.weight" for side in "AB")
+
+
+def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str]:
+    """Of a module's magnitudes, bias and bias of B, those that there are."""
+    return names_of_vectors(_module_key(target.layer, projections[target.module]), target)
+
+
+def _module_key(layer: int, projection: Projection) -> str:
+    """What the names of a module's tensors begin with."""
+    return f"{_PREFIX}{STEM}.layers.{layer}.{projection.path}"
+
+
+def _module_keys(projections: Projections) -> dict[tuple[int, str], str]:
+    """`_module_key` of every module of every layer, in the order of layers and projections."""
+    return {
+        (layer, projection.name): _module_key(layer, projection)
+        for layer in range(projections.num_layers)
+        for projection in sorted(projections.layers[layer], key=lambda each: projections.id(each.name))
+    }
 
 
 def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str:
     """Return what is wrong with a tensor that the configuration doesn't account for."""
     if "lora_magnitude_vector" in name:
-        return "belongs to DoRA, which is not supported; merge the adapter into the base or train plain LoRA"
+        return "belongs to DoRA on a module other than a projection of a layer, which is not supported"
     if "lora_embedding_" in name:
         return "is LoRA on an embedding, which is not supported; train on projections only"
     if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
         return why_not_lora(name, shape)
-    if name.endswith(".bias"):
-        return "is a bias, which is not supported; train with bias='none'"
     if not name.startswith(_PREFIX):
         return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
     match, num_layers = _LAYER.search(name), projections.num_layers

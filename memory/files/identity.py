@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
+from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names, vector_names
 from .module_paths import ModulePaths
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
 
@@ -44,8 +44,8 @@ def with_effect(manifest: AdapterManifest) -> AdapterManifest:
 def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
-    The hash covers every target's rank, scale and weights in the order of layers and modules, and the tokens that
-    activate the adapter. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
+    The hash covers every target's rank, scale and weights in the order of layers and modules, then the vectors in this
+    order, and the tokens that activate the adapter. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
     order their tensors were saved. It reads all weights.
     """
     with open_unchanged(manifest) as file:
@@ -80,8 +80,12 @@ class _Reader:
         self._buffer = bytearray(_CHUNK_BYTES)
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
-        """True if any target changes anything: its scale is not zero, and neither all of its A nor all of its B is."""
+        """True if any target changes anything: its scale is not zero, and neither all of its A nor all of its B is; or
+        the adapter has vectors, which only the base model's weights could tell to be without effect.
+        """
         projections = _modules(manifest).projections
+        if manifest.vectors:
+            return True
         return any(
             all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
             for part in manifest.parts
@@ -107,6 +111,12 @@ class _Reader:
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
             digest.update(head.encode())
             for info in (a, b):
+                for chunk in self._chunks(info):
+                    digest.update(chunk)
+        for target in manifest.vectors:
+            for name in vector_names(target, projections):
+                info = self._file.tensor(name)
+                digest.update(f"{name} {info.dtype}{info.shape}\n".encode())
                 for chunk in self._chunks(info):
                     digest.update(chunk)
         return digest.hexdigest()

@@ -19,16 +19,16 @@ pytestmark = [pytest.mark.numerics, pytest.mark.native]
 ACTIVATED = [name for name, form in FORMS.items() if "alora_invocation_tokens" in form]
 
 
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    return save_zoo(tmp_path_factory.mktemp("zoo"))
+@pytest.fixture(scope="module", params=["plain base", "biased base"])
+def zoo(request, tmp_path_factory):
+    return save_zoo(tmp_path_factory.mktemp("zoo"), biased=request.param == "biased base")
 
 
-def ask_all(zoo, driver, seed, lengths=(1, 40), tokens=8, names=(None, *FORMS), times=1):
+def ask_all(zoo, driver, seed, lengths=(1, 40), tokens=8, names=None, times=1):
     """Add requests of every form and the base model; return PEFT's answers."""
     rng, want = random.Random(seed), {}
     for turn in range(times):
-        for name in names:
+        for name in (None, *zoo.forms) if names is None else names:
             request_id = f"{seed}.{turn}.{name}"
             prompt, want[request_id] = zoo.case(name, rng.randint(*lengths), tokens, seed=turn)
             driver.add(request_id, name, prompt, max_tokens=tokens)
