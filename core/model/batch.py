@@ -182,6 +182,10 @@ class LoraState:
         """The modules of a layer's group of projections."""
         return [module for module, _, _ in self._groups[layer][group]]
 
+    def columns(self, layer: int, group: int) -> tuple[tuple[int, int, int], ...]:
+        """(module id, first column, width) of a layer's group of projections."""
+        return self._groups[layer][group]
+
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""
         made = self._scaled.setdefault(rows, {})

@@ -396,9 +396,9 @@ def _module_key(layer: int, projection: Projection) -> str:
 def _module_keys(projections: Projections) -> dict[tuple[int, str], str]:
     """`_module_key` of every module of every layer, in the order of layers and projections."""
     return {
-        (layer, projection.name): _module_key(layer, projection)
+        (layer, name): _module_key(layer, projections[name])
         for layer in range(projections.num_layers)
-        for projection in sorted(projections.layers[layer], key=lambda each: projections.id(each.name))
+        for name in projections.names_in(layer)
     }
 
 

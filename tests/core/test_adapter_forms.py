@@ -19,9 +19,15 @@ pytestmark = [pytest.mark.numerics, pytest.mark.native]
 ACTIVATED = [name for name, form in FORMS.items() if "alora_invocation_tokens" in form]
 
 
-@pytest.fixture(scope="module", params=["plain base", "biased base"])
-def zoo(request, tmp_path_factory):
-    return save_zoo(tmp_path_factory.mktemp("zoo"), biased=request.param == "biased base")
+@pytest.fixture(scope="module")
+def zoos(tmp_path_factory):
+    names = ("plain base", "biased base")
+    return {name: save_zoo(tmp_path_factory.mktemp("zoo"), biased=name == "biased base") for name in names}
+
+
+@pytest.fixture(params=["plain base", "biased base"])
+def zoo(request, zoos):
+    return zoos[request.param]
 
 
 def ask_all(zoo, driver, seed, lengths=(1, 40), tokens=8, names=None, times=1):
@@ -58,12 +64,23 @@ def test_from_the_cache(zoo, drive):
     assert driver.engine.stats().num_prefix_hit_tokens > 100
 
 
-@pytest.mark.parametrize("kernels", ["native"])
-def test_merged(zoo, drive):
-    """An activated adapter's own requests then have the difference taken off the tokens before the invocation."""
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        *(("plain base", name) for name in ("alora", "dora", "dora-patterns")),
+        *(("biased base", name) for name in ("bias-all", "lora-bias", "dora-bias-all", "alora-bias")),
+    ],
+)
+@pytest.mark.pairs(alone="kernels")
+def test_merged(zoos, drive, base, name):
+    """An activated adapter's own requests then have the difference taken off the tokens before the invocation, and
+    vectors are undone for requests of others.
+    """
+    zoo = zoos[base]
     driver = drive(zoo, max_num_seqs=8, max_num_batched_tokens=24)
-    driver.run("load", "alora", INVOCATION, max_tokens=1)
-    driver.engine.merge("alora")
+    driver.run("load", name, INVOCATION, max_tokens=1)
+    driver.engine.merge(name)
     driver.add("beside", None, [5, 6, 7], max_tokens=60)
     while driver.engine.merging.is_under_way:
         driver.step()
@@ -103,6 +120,7 @@ def test_moved_to_another_engine(zoo, drive):
     assert got == want
 
 
+@pytest.mark.parametrize("zoo", ["plain base"], indirect=True)
 class TestActivated:
     """aLoRA: the base model's KV before the invocation, the adapter's from there on."""
 
