@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk
     from ...ops.vectors_triton import ScaleRows
 
+#: `LoraLaunches.scales` of a step that applies vectors and undoes none.
+APPLIED = (False,)
+
 #: The most parts of an adapter, which rank and alpha patterns create; each has its own row in the tables.
 MAX_PARTS = 16
 
@@ -187,12 +190,14 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         captured: LoraLaunches,
     ) -> LoraLaunches | None:
-        """Write the tables of a step with prompts; return `captured`, or other launches if it has too few tiles."""
+        """Write the tables of a step with prompts; return `captured`, for its vectors with their launches, or other
+        launches if it has too few tiles.
+        """
         tail = captured.tail
         if tail is not None:
             self._begin(adapters, lora_indices, lengths)
-            if self.segments.vectors:
-                return self._ragged(lengths)
+            scales = self._plan_vectors()
+            captured = captured.with_scales(scales)
             tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
             num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
             enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
@@ -208,8 +213,8 @@ class CudaLoraState(LoraState):
         captured: LoraLaunches,
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write a decode step's tables and wait for its adapters; return `captured`, or launches with more tiles if
-        needed.
+        """Write a decode step's tables and wait for its adapters; return `captured`, for its vectors with their launches,
+        or launches with more tiles if needed.
 
         Returns None if the merged weights contain everything that the sequences need. lora_indices: of every entry,
         including padding. merged: see `set_step`.
@@ -221,10 +226,10 @@ class CudaLoraState(LoraState):
         if merged is not None and not self.segments.rows:
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
-        passes, scales = self.tables.passes, self._plan_vectors()
-        if num_tiles <= captured.num_tiles and passes <= captured.passes and scales == captured.scales:
+        passes, captured = self.tables.passes, captured.with_scales(self._plan_vectors())
+        if num_tiles <= captured.num_tiles and passes <= captured.passes:
             return captured
-        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, scales=scales)
+        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, scales=captured.scales)
 
     def begin_ragged(
         self,
@@ -428,16 +433,28 @@ class LoraLaunches:
         num_tiles: int,
         wait: Callable[[int], None] = lambda layer: None,
         passes: int = 1,
-        tail: Tail | None = None,
         *,
+        tail: Tail | None = None,
         scales: tuple[bool, ...] = (),
     ) -> None:
         self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
         self.scales = scales
         self._state, self.tail = state, tail
+        self._with_scales: dict[tuple[bool, ...], LoraLaunches] = {}
         self._tiles = state.tables.tiles_of_pass[:passes]
         self._tokens = (tail and tail.border) or None
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
+
+    def with_scales(self, scales: tuple[bool, ...]) -> LoraLaunches:
+        """Return the same launches with those for vectors, made once."""
+        if scales == self.scales:
+            return self
+        if (found := self._with_scales.get(scales)) is None:
+            found = LoraLaunches(
+                self._state, self.schedule, self.num_tiles, self.wait, self.passes, tail=self.tail, scales=scales
+            )
+            self._with_scales[scales] = found
+        return found
 
     @cached_property
     def _products(self) -> list[Sgmv]:

@@ -75,16 +75,18 @@ BIASED_FORMS: dict[str, dict[str, Any]] = {
 
 
 @quiet()
-def save_zoo(root: Path, *, biased: bool = False) -> Zoo:
+def save_zoo(
+    root: Path, *, biased: bool = False, spec: ModelSpec = BASE, forms: dict[str, dict[str, Any]] | None = None
+) -> Zoo:
     """Write the base model and an adapter of each form, none of which leaves the model's outputs as they are.
 
-    biased: with biases, and BIASED_FORMS.
+    biased: the base model has biases. forms: by default FORMS or BIASED_FORMS.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
-    forms = BIASED_FORMS if biased else FORMS
-    save_model(BASE, root / "model")
+    forms = forms or (BIASED_FORMS if biased else FORMS)
+    save_model(spec, root / "model")
     if biased:
         _add_biases(root / "model")
     paths = {}
@@ -95,7 +97,7 @@ def save_zoo(root: Path, *, biased: bool = False) -> Zoo:
         train_vectors(model)
         model.save_pretrained(str(root / "adapters" / name))
         paths[name] = root / "adapters" / name
-    return Zoo(root / "model", paths, forms)
+    return Zoo(root / "model", paths, forms, spec)
 
 
 def _add_biases(path: Path) -> None:
@@ -133,12 +135,13 @@ class Zoo:
     model: Path
     adapters: dict[str, Path]
     forms: dict[str, dict[str, Any]] = field(default_factory=lambda: FORMS)
+    spec: ModelSpec = BASE
     _peft: dict[str | None, Any] = field(default_factory=dict)
     _answers: dict[tuple[str | None, tuple[int, ...], int], tuple[list[int], float]] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
-        return BASE.vocab
+        return self.spec.vocab
 
     def case(self, adapter: str | None, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
         """A prompt whose `count` greedy tokens are clear choices, and these."""
@@ -151,7 +154,7 @@ class Zoo:
 
     def prompt(self, adapter: str | None, length: int, rng: random.Random) -> list[int]:
         """A random prompt, with the adapter's invocation somewhere if it has one."""
-        prompt = [rng.randrange(12, BASE.vocab) for _ in range(length)]
+        prompt = [rng.randrange(12, self.vocab_size) for _ in range(length)]
         invocation = self.forms[adapter].get("alora_invocation_tokens") if adapter else None
         if invocation:
             at = rng.randint(0, length)
