@@ -405,7 +405,10 @@ def _module_keys(projections: Projections) -> dict[tuple[int, str], str]:
 def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str:
     """Return what is wrong with a tensor that the configuration doesn't account for."""
     if "lora_magnitude_vector" in name:
-        return "belongs to DoRA on a module other than a projection of a layer, which is not supported"
+        return (
+            "belongs to DoRA on a module other than a projection of a layer, which is not supported; leave it out of "
+            "target_modules, or name it in exclude_modules"
+        )
     if "lora_embedding_" in name:
         return "is LoRA on an embedding, which is not supported; train on projections only"
     if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..conftest import ATTENTION, MIN_MARGIN, MLP, ModelSpec, quiet, save_model
+from .tiny_families import train_vectors
 
 BASE = ModelSpec(seed=11, layers=3)
 
@@ -114,18 +115,6 @@ def _add_biases(path: Path) -> None:
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
     model.save_pretrained(path)
-
-
-def train_vectors(model: torch.nn.Module) -> None:
-    """Change magnitudes and biases, which PEFT begins with those of the base model."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if "lora_magnitude_vector" in name:
-                parameter.mul_(torch.rand_like(parameter) + 0.5)
-            elif name.endswith("bias"):
-                parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 @dataclass

@@ -72,13 +72,14 @@ def test_from_the_cache(zoo, drive):
         *(("biased base", name) for name in ("bias-all", "lora-bias", "dora-bias-all", "alora-bias")),
     ],
 )
-@pytest.mark.pairs(alone="kernels")
-def test_merged(zoos, drive, base, name):
+@pytest.mark.pairs
+@pytest.mark.parametrize("chunk", [24, 120])
+def test_merged(zoos, drive, base, name, chunk):
     """An activated adapter's own requests then have the difference taken off the tokens before the invocation, and
     vectors are undone for requests of others.
     """
     zoo = zoos[base]
-    driver = drive(zoo, max_num_seqs=8, max_num_batched_tokens=24)
+    driver = drive(zoo, max_num_seqs=8, max_num_batched_tokens=chunk)
     driver.run("load", name, INVOCATION, max_tokens=1)
     driver.engine.merge(name)
     driver.add("beside", None, [5, 6, 7], max_tokens=60)
