@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .sgmv_schedule import Modules
 
 #: Outputs of a program.
-BLOCK = 512
+BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,11 @@ class Vectors(NamedTuple):
 
 @triton.jit
 def _load_vector(arena, pages, begin, column, own, PAGE: tl.constexpr):
-    """Load values `begin + column` of an adapter."""
-    at = begin + column
-    page = tl.load(pages + at // PAGE, mask=own, other=0).to(tl.int64)
-    return tl.load(arena + page * PAGE + at % PAGE, mask=own, other=1.0)
+    """Load values `begin + column` of an adapter. Vectors and pages begin at multiples of 16 bytes."""
+    value = begin + column
+    page = tl.load(pages + value // PAGE, mask=own, other=0).to(tl.int64)
+    at = tl.max_contiguous(tl.multiple_of(page * PAGE + value % PAGE, 4), 4)
+    return tl.load(arena + at, mask=own, other=1.0)
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages"])
