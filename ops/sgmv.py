@@ -42,9 +42,10 @@ class AdapterRows:
     first_elem: Sequence[int]
     """-1 if the layer has no rank-rows."""
     vectors: Sequence[Sequence[int]] | None = None
-    """By layer and module, where the module's vectors begin (see `vectors`), -1 if it has none. An adapter's vectors are
-    an entry of their own, of rank 0; then `first_elem` is where the layer's first vector begins. With scale -1 they are
-    undone.
+    """By layer and module, where the module's vectors begin (see `vectors`), -1 if it has none.
+
+    An adapter's vectors are an entry of their own, of rank 0, whose `first_elem` is where the layer's first vector
+    begins. With scale -1 they are undone.
     """
     _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict, init=False)
     _places: int = field(default=-1, init=False)

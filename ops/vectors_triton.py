@@ -71,10 +71,7 @@ def scale_rows(y, vectors, layer, layers, max_pages, y_stride, C: tl.constexpr):
     offset = _load_vector(vectors.arena, pages, begin + (width + 3) // 4 * 4, column, own, PAGE)
     target = y + token * y_stride + _pick(group, C.modules.columns, COUNT) + column
     before = tl.load(target, mask=own, other=0.0).to(tl.float32)
-    if C.undo:
-        after = (before - offset) / scale
-    else:
-        after = before * scale + offset
+    after = (before - offset) / scale if C.undo else before * scale + offset
     tl.store(target, after.to(y.dtype.element_ty), mask=own)
 
 

@@ -30,7 +30,7 @@ class ModelAdapters:
     """Reads PEFT directories and moves adapters into an executor's arena, layer by layer.
 
     pinned_bytes: the most host memory that is pinned for images. scope: context in which copies to the arena's device
-    are issued. failure: see `open_dma`. base: what adapters with DoRA or biases are read with; None: they can't be read.
+    are issued. failure: see `open_dma`. base: see `ModelAdapters.base`.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class ModelAdapters:
         base: BaseWeights | None = None,
     ) -> None:
         self._scope = scope
-        self._base = base
+        self.base = base
+        """What adapters with DoRA or biases are read with; None: they can't be read."""
         self._config = config
         self._page = arena.layout
         self._dtype = dtype
@@ -69,9 +70,9 @@ class ModelAdapters:
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         form = ImageForm(layout, self._config.projections, self._page.page_elems, self._dtype)
-        if manifest.vectors and self._base is None:
+        if manifest.vectors and self.base is None:
             raise RuntimeError(f"{manifest.path} can't be read without the base model's weights")
-        read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self._base)
+        read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self.base)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():
@@ -112,10 +113,8 @@ class CudaAdapters(ModelAdapters):
         failure: Callable[[], str | None],
         max_rank: int,
         pinned_bytes: int,
-        *,
-        base: BaseWeights | None = None,
     ) -> None:
-        super().__init__(config, arena, dtype, pinned_bytes=pinned_bytes, scope=scope, failure=failure, base=base)
+        super().__init__(config, arena, dtype, pinned_bytes=pinned_bytes, scope=scope, failure=failure)
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:

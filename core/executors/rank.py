@@ -89,9 +89,7 @@ class TpWorker:
         for version in gone:
             self._adapters.pop(version, None)
         for version, (parts, vectors) in adapters.items():
-            layout = AdapterLayout.build(
-                parts, model.projections, page.page_elems, page.itemsize, vectors=vectors
-            )
+            layout = AdapterLayout.build(parts, model.projections, page.page_elems, page.itemsize, vectors=vectors)
             manifest = AdapterManifest(Path(), parts, vectors=vectors)
             self._adapters[version] = Adapter(str(version), version, manifest, layout)
 

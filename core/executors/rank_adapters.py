@@ -5,6 +5,7 @@ Tests: tests/core/executors/test_ranks.py
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -185,16 +186,18 @@ def _cut_vectors(
 ) -> None:
     """Copy a rank's part of a layer's vectors; see `_cut`."""
     (from_layout, source), (to_layout, target) = whole, share
-    if from_layout.vectors is None or to_layout.vectors is None:
+    places, to_places = from_layout.vectors, to_layout.vectors
+    if places is None or to_places is None:
         return
-    for _, name, *_ in (each for each in manifest.vectors if each.layer == layer):
+    names = [each.module for each in manifest.vectors if each.layer == layer]
+    for name, is_offset in itertools.product(names, (False, True)):
         projection, m = projections[0][name], projections[0].id(name)
-        at, to = (layout.vectors.first_elem[layer][m] for layout in (from_layout, to_layout))
-        for is_offset in (False, True):
-            found = _vector(source, at, projection.outputs, is_offset)
-            own = torch.cat([found[each] for each in parts[name][1]])
-            own = torch.zeros_like(own) if is_offset and rank and projection.is_row_parallel else own
-            _vector(target, to, len(own), is_offset).copy_(own)
+        at, to = (each.first_elem[layer][m] for each in (places, to_places))
+        found = _vector(source, at, projection.outputs, is_offset)
+        own = torch.cat([found[each] for each in parts[name][1]])
+        if is_offset and rank and projection.is_row_parallel:
+            own.zero_()
+        _vector(target, to, len(own), is_offset).copy_(own)
 
 
 def _vector(data: torch.Tensor, first: int, outputs: int, is_offset: bool) -> torch.Tensor:

@@ -190,8 +190,8 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         captured: LoraLaunches,
     ) -> LoraLaunches | None:
-        """Write the tables of a step with prompts; return `captured`, for its vectors with their launches, or other
-        launches if it has too few tiles.
+        """Write the tables of a step with prompts; return `captured`, with launches for vectors if there are any, or
+        other launches if it has too few tiles.
         """
         tail = captured.tail
         if tail is not None:
@@ -213,8 +213,8 @@ class CudaLoraState(LoraState):
         captured: LoraLaunches,
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write a decode step's tables and wait for its adapters; return `captured`, for its vectors with their launches,
-        or launches with more tiles if needed.
+        """Write a decode step's tables and wait for its adapters; return `captured`, with launches for vectors if there
+        are any, or launches with more tiles if needed.
 
         Returns None if the merged weights contain everything that the sequences need. lora_indices: of every entry,
         including padding. merged: see `set_step`.

@@ -151,11 +151,7 @@ class ShadowWeights:
         """
         if self.adapter is None:
             raise RuntimeError("no adapter is being merged; call begin() first")
-        if self._captured is not None and _has_biases(self.adapter):
-            raise CannotMerge(
-                f"adapter {self.adapter.name!r} has biases, and captured steps read the base model's; it is served "
-                "unmerged"
-            )
+        self._check_biases(self.adapter)
         end = time.perf_counter() + max_seconds
         has_worked = False
         while self._left:
@@ -176,6 +172,12 @@ class ShadowWeights:
         if not has_worked:
             captured.capture_next()
         return not captured.num_left
+
+    def _check_biases(self, adapter: Adapter) -> None:
+        if self._captured is not None and _has_biases(adapter):
+            raise CannotMerge(
+                f"adapter {adapter.name!r} has biases, and captured steps read the base model's; it is served unmerged"
+            )
 
     def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
         modules = self._lora.modules(layer, group)

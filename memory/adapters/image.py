@@ -191,14 +191,11 @@ def read_image(
             jobs = row_jobs(manifest.parts, manifest.places, layout, projections)
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
-        vectors = VectorReader(file, manifest, layout, base, projections=projections) if manifest.vectors else None
-        num_before = 0
+        vectors = VectorReader.of(file, manifest, layout, base, projections=projections)
         with closing(done):  # here and now: dropping an open generator would wait for the disk
             for num_ready in done:
                 if vectors is not None and image.data is not None:
-                    for layer in range(num_before, num_ready):
-                        vectors.read(layer, image.data)
-                num_before = num_ready
+                    vectors.read_up_to(num_ready, image.data)
                 if num_ready == layout.num_layers and not file.is_unchanged():
                     raise file.changed()
                 image.publish(num_ready)

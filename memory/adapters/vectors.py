@@ -55,7 +55,7 @@ class VectorReader:
         if layout.vectors is None:
             raise ValueError(f"{manifest.path} has vectors, and its layout has none")
         self._file, self._base, self._projections = file, base, projections
-        self._first_elem = layout.vectors.first_elem
+        self._first_elem, self._num_read = layout.vectors.first_elem, 0
         self._targets: dict[int, list[VectorTarget]] = {}
         for target in manifest.vectors:
             self._targets.setdefault(target.layer, []).append(target)
@@ -66,11 +66,30 @@ class VectorReader:
             for module in part.targets
         }
 
-    def read(self, layer: int, image: torch.Tensor) -> None:
-        """Write a layer's vectors to the image; AdapterFormatError for values that can't be served."""
+    @classmethod
+    def of(
+        cls,
+        file: AdapterWeights,
+        manifest: AdapterManifest,
+        layout: AdapterLayout,
+        base: BaseWeights | None,
+        *,
+        projections: Projections,
+    ) -> VectorReader | None:
+        """Make one for an adapter with vectors; None for others."""
+        return cls(file, manifest, layout, base, projections=projections) if manifest.vectors else None
+
+    def read_up_to(self, num_layers: int, image: torch.Tensor) -> None:
+        """Write the vectors of the layers before `num_layers` that are not yet in the image; AdapterFormatError for
+        values that can't be served.
+        """
+        for layer in range(self._num_read, num_layers):
+            self._read_layer(layer, image.view(-1))
+        self._num_read = num_layers
+
+    def _read_layer(self, layer: int, data: torch.Tensor) -> None:
         import torch
 
-        data = image.view(-1)
         for target in self._targets.get(layer, ()):
             found = self._read_tensors(target)
             if self._base is None:

@@ -45,8 +45,8 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
     The hash covers every target's rank, scale and weights in the order of layers and modules, then the vectors in this
-    order, and the tokens that activate the adapter. Two adapters with equal hashes give the same outputs, wherever they are stored and in whatever
-    order their tensors were saved. It reads all weights.
+    order, and the tokens that activate the adapter. Two adapters with equal hashes give the same outputs, wherever they
+    are stored and in whatever order their tensors were saved. It reads all weights.
     """
     with open_unchanged(manifest) as file:
         reader = _Reader(file)
@@ -109,17 +109,17 @@ class _Reader:
             projection = by_id[index]
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
-            digest.update(head.encode())
-            for info in (a, b):
-                for chunk in self._chunks(info):
-                    digest.update(chunk)
-        for target in manifest.vectors:
-            for name in vector_names(target, projections):
-                info = self._file.tensor(name)
-                digest.update(f"{name} {info.dtype}{info.shape}\n".encode())
-                for chunk in self._chunks(info):
-                    digest.update(chunk)
+            self._add(digest, head, a, b)
+        for name in (name for target in manifest.vectors for name in vector_names(target, projections)):
+            info = self._file.tensor(name)
+            self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         return digest.hexdigest()
+
+    def _add(self, digest: hashlib._Hash, head: str, *tensors: TensorInfo) -> None:
+        digest.update(head.encode())
+        for info in tensors:
+            for chunk in self._chunks(info):
+                digest.update(chunk)
 
     def _has_values(self, info: TensorInfo) -> bool:
         """True if any value is not zero; for most tensors the first values decide."""

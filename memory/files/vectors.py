@@ -89,5 +89,7 @@ def why_no_vector(name: str, config: AdapterConfig, modules: Collection[str]) ->
     if name.removesuffix(f".{end}") in modules:
         return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
     if end == BIAS:
-        return "is a bias of another module than a projection of a layer, which is not supported; train with bias='none'"
+        return (
+            "is a bias of another module than a projection of a layer, which is not supported; train with bias='none'"
+        )
     return None

@@ -31,7 +31,7 @@ class AdapterPart:
 
 
 class VectorTarget(NamedTuple):
-    """A module of a layer of which an adapter changes each output by a scale and an offset, and what these come from."""
+    """A module of a layer whose outputs an adapter scales and shifts, and what that comes from."""
 
     layer: int
     module: str
@@ -68,7 +68,7 @@ class PartLayout:
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """Places of an adapter's vectors, in float32 whatever its dtype: for each output of a module a scale, and an offset.
+    """Places of an adapter's vectors, in float32 whatever its dtype: a scale and an offset for each output of a module.
 
     The offsets of a module begin `vector_elems` elements after its scales.
     """

@@ -101,9 +101,7 @@ struct Segments {
     int tokens_of(int s) const { return end[s] - begin[s]; }
     // True if a segment's expand is done tile by tile, with the base product, in a step of many tokens. Vectors are undone
     // between the two.
-    bool is_fused(int s) const {
-        return tokens_of(s) >= kLongSegment && !level_of(s) && !undoes && adapters[s]->rank;
-    }
+    bool is_fused(int s) const { return tokens_of(s) >= kLongSegment && !level_of(s) && !undoes && adapters[s]->rank; }
 };
 
 // A module of a group with outputs packed side by side: its id, its first column in y, its width.

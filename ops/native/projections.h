@@ -133,9 +133,8 @@ class Projections {
             });
         }
         if (task.step.segments.undoes)
-            each_part(team_, me, task.step.tokens, [&](int t, bool) {
-                scale_tile(task, {t, 1, 0, products_.outputs(p)}, task.y.from(t), true);
-            });
+            each_part(team_, me, task.step.tokens,
+                      [&](int t, bool) { scale_tile(task, {t, 1, 0, products_.outputs(p)}, task.y.from(t), true); });
         auto run_unit = [&](const LoraUnit& u, const LoraUnit* next) { run_expand(me, task, u, next, task.y); };
         // Level after level: what tokens have a second time is added to what they have first.
         for (const Shares<LoraUnit>& level : expand_[p])

@@ -252,7 +252,7 @@ def _vectors(group: str, *, undo: bool = False) -> Elementwise:
     """For bf16 pages; the kernel is the same for others but for the values of a page."""
     _, modules = GROUPS[group]
     vectors = (("arena", "*fp32"), ("rows", "*i32"), ("first", "*i64"), ("pages", "*i32"))
-    others = {"vectors": vectors, **{name: "i32" for name in ("layer", "layers", "max_pages")}, **_strides("y")}
+    others = {"vectors": vectors, **dict.fromkeys(("layer", "layers", "max_pages"), "i32"), **_strides("y")}
     constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], undo=undo)}
     return Elementwise("vectors_triton", "scale_rows", constants, vector_options(), ("y",), others)
 

@@ -205,9 +205,7 @@ def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
 
     dtype: torch.dtype = getattr(torch, base.dtype)
     projections = base.modules.projections
-    layout = AdapterLayout.build(
-        manifest.parts, projections, PAGE_ELEMENTS, dtype.itemsize, vectors=manifest.vectors
-    )
+    layout = AdapterLayout.build(manifest.parts, projections, PAGE_ELEMENTS, dtype.itemsize, vectors=manifest.vectors)
     read_image(manifest, ImageForm(layout, projections, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
 
 

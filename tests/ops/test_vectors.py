@@ -51,6 +51,7 @@ def test_merged_weights_are_scaled():
 def test_a_scale_of_0_can_not_be_merged():
     case = next(it for it in cases(4, 20, torch.float32) if it.segments.rows and it.found[0][0][0] is not None)
     rows = case.segments.rows[0]
+    assert rows.vectors is not None
     page, at = divmod(rows.vectors[0][0], case.arena.shape[1])
     case.arena[rows.pages[page], at] = 0
     origin = torch.randn(sum(WIDTHS), 12)

@@ -72,7 +72,7 @@ def test_table_rows_are_kept_and_taken_from_those_unused():
         for index in case.segments.vectors:
             rows, token = case.segments.rows[index], case.segments.begin[index]
             row = int((tables.undone if rows.scale < 0 else tables.applied)[token])
-            assert tables.first[row, :, : len(MODULES)].tolist() == [list(each) for each in rows.vectors]
+            assert tables.first[row, :, : len(MODULES)].tolist() == [list(each) for each in rows.vectors or ()]
             assert tables.pages[row, : len(rows.pages)].tolist() == list(rows.pages)
     covered = sum(end - begin for begin, end, _ in steps[-1].segments)
     assert int((tables.applied >= 0).sum() + (tables.undone >= 0).sum()) == covered

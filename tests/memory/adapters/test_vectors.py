@@ -37,15 +37,15 @@ def read(path, base, dtype=torch.float32, page_elems=64):
     """The vectors (layer, module) → scale and offset, found as the layout says; layers are published with theirs."""
     manifest = inspect_adapter(path, TINY_PATHS)
     layout = AdapterLayout.build(manifest.parts, TINY, page_elems, dtype.itemsize, vectors=manifest.vectors)
-    image, found = HostImage(), {}
-    assert layout.vectors is not None
+    image, found, places = HostImage(), {}, layout.vectors
+    assert places is not None
 
     def look():
         data = image.data.view(-1)
         for target in manifest.vectors:
             if target.layer < image.stream.num_ready:
                 outputs = DIMS[target.module][1]
-                first = layout.vectors.first_elem[target.layer][TINY.id(target.module)]
+                first = places.first_elem[target.layer][TINY.id(target.module)]
                 stride = vector_elems(outputs, dtype.itemsize)
                 begin, end = layout.layer_ranges(target.layer)[-1]
                 assert begin <= first < first + 2 * stride <= end
@@ -102,7 +102,7 @@ def test_the_base_models_bias_becomes_the_adapters(adapter_draft, tmp_path, has_
     for (layer, module), (scale, offset) in read(it.write(tmp_path), base).items():
         key = f"base_model.model.{module_key(layer, module)}"
         a, b = ab(it, layer, module)
-        weight, own = base.weight(layer, module), base.bias(layer, module)
+        weight, own = base.weight(layer, module), base.biases[layer, module]
         bias = it.tensors.get(f"{key}.base_layer.bias", own)
         if has_dora:
             merged = weight + SCALE * b @ a
@@ -118,7 +118,7 @@ def test_an_output_of_norm_0_is_refused(adapter_draft, tmp_path):
     add(it, "lora_magnitude_vector", ("o_proj",))
     base.weights[1, "o_proj"][3] = 0
     it.tensors[tensor_name(1, "o_proj", "B")][3] = 0
-    with pytest.raises(AdapterFormatError, match=r"layers\.1\.self_attn\.o_proj\.lora_magnitude_vector can't be applied"):
+    with pytest.raises(AdapterFormatError, match=r"layers\.1\.self_attn\.o_proj.*can't be applied"):
         read(it.write(tmp_path), base)
 
 

@@ -202,10 +202,13 @@ REFUSED = {
     "DoRA with lora_bias": (config(use_dora=True, lora_bias=True), CONFIG, "lora_bias", "DoRA"),
     "DoRA on the head": (
         together(dora(), extra("base_model.model.lm_head.lora_magnitude_vector", 40)),
-        WEIGHTS, "lm_head", "DoRA", "exclude_modules",
+        WEIGHTS,
+        "lm_head",
+        "DoRA",
+        "exclude_modules",
     ),
-    "activated DoRA": (config(use_dora=True, alora_invocation_tokens=[1]), CONFIG, "use_dora", "alora_invocation_tokens"),
-    "activated bias": (config(bias="all", alora_invocation_tokens=[1]), CONFIG, "bias", "alora_invocation_tokens"),
+    "activated DoRA": (config(use_dora=True, alora_invocation_tokens=[1]), CONFIG, "use_dora", "alora"),
+    "activated bias": (config(bias="all", alora_invocation_tokens=[1]), CONFIG, "bias", "alora"),
     "modules_to_save": (config(modules_to_save=["lm_head"]), CONFIG, "modules_to_save", "lm_head"),
     "saved module": (extra("base_model.model.lm_head.weight", 40, 16), WEIGHTS, "lm_head", "modules_to_save"),
     "resized vocabulary": (
@@ -236,7 +239,9 @@ REFUSED = {
     "bias": (config(bias="some"), CONFIG, "bias", "lora_only"),
     "bias of a norm": (
         together(config(bias="all"), extra("base_model.model.model.layers.0.input_layernorm.bias", 16)),
-        WEIGHTS, "input_layernorm.bias", "bias='none'",
+        WEIGHTS,
+        "input_layernorm.bias",
+        "bias='none'",
     ),
     "lora_bias": (config(lora_bias=True), WEIGHTS, "lora_B.bias is missing", "lora_bias"),
     "unprefixed": (extra(Q0_A.removeprefix("base_model.model."), 4, 16), WEIGHTS, "base_model.model.", "save_pre"),
