@@ -48,6 +48,10 @@ class StepMode(StrEnum):
     BASE = "base"
     """No sequence has an adapter: no LoRA work is captured, so base traffic pays nothing for LoRA."""
     LORA = "lora"
+    VECTORS = "vectors"
+    """For captured launches only: a step in which an adapter scales and shifts outputs. A captured `LORA` step then has
+    no launches for that. Captured when the first such step runs.
+    """
     MERGED = "merged"
     """One adapter is merged into a copy of the weights; sequences of other adapters add the difference."""
     MIXTURE = "mixture"

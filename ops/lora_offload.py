@@ -62,10 +62,11 @@ class Offloading(Protocol):
         ...
 
 
-def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, torch.Tensor]]:
+def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, ...]]:
     """Return a part of an adapter in the library's form, and the tensors to which it points."""
     pages = torch.tensor(rows.pages, dtype=torch.int64)
     first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
+    vectors = _vectors(rows)
     descriptor = AdapterDescriptor(
         pages=pages.data_ptr(),
         first_elem=first_elem.data_ptr(),
@@ -74,8 +75,19 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
         slab_elems=rows.slab_elems,
         a_offset=_offsets(rows.a_offset),
         b_offset=_offsets(rows.b_offset),
+        vectors=None if vectors is None else vectors.data_ptr(),
     )
-    return descriptor, (pages, first_elem)
+    return descriptor, (pages, first_elem, *(() if vectors is None else (vectors,)))
+
+
+def _vectors(rows: AdapterRows) -> torch.Tensor | None:
+    """Where vectors begin `[layers, MAX_MODULES]`, for the library."""
+    if rows.vectors is None:
+        return None
+    places = torch.tensor(rows.vectors, dtype=torch.int64)
+    table = torch.full((len(places), MAX_MODULES), -1)
+    table[:, : places.shape[1]] = places
+    return table
 
 
 def _offsets(offsets: Sequence[int]) -> Any:
@@ -99,7 +111,7 @@ class OffloadTables:
             (c_int32 * count)(*offloaded.entries),
             (c_int32 * (count + 1))(*offloaded.row),
             (c_int32 * len(offloaded.share))(*offloaded.share),
-            (c_void_p * count)(*(own[1].data_ptr() for _, own in own)),
+            (c_void_p * count)(*(tensors[1].data_ptr() for _, tensors in own)),
             (c_void_p * count)(*offloaded.image_ready),
             self._layers,
         )

@@ -1,4 +1,6 @@
-"""Merging an adapter into a copy of a projection's weights, by torch: `W + Σ scale·B·A`."""
+"""Merging an adapter into a copy of a projection's weights, by torch: `W + Σ scale·B·A`, its outputs scaled by the
+adapter's vectors.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from .sgmv import AdapterRows
+from .vectors import vectors_of
+
+#: The least scale of an output: with less, what is merged can't be taken off again.
+_LEAST_SCALE = 1e-6
 
 #: Elements that are summed at once: on a GPU 64 MiB of float32, for any matrix.
 _CHUNK_ELEMS = 1 << 24
@@ -27,9 +33,11 @@ def merge(
     finite. The host waits for the device once, and temporary memory does not grow with the matrix.
     """
     num_rows, width = origin.shape
-    terms = []
+    terms, scales = [], []
     for part in parts:
         for module, first, count in modules:
+            if (found := vectors_of(part, arena, layer, module, count)) is not None:
+                scales.append((first, first + count, found[0][:, None]))
             a, b = part.matrices(arena, layer, module, width, count)
             if a is not None and b is not None:
                 terms.append((first, first + count, b.float(), a.float(), part.scale))
@@ -43,8 +51,13 @@ def merge(
             low, high = max(first, begin), min(last, end)
             if low < high:
                 total[low - begin : high - begin].addmm_(b[:, low - first : high - first].T, a, alpha=scale)
+        for first, last, scale in scales:
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                total[low - begin : high - begin].mul_(scale[low - first : high - first])
         out[begin:end].copy_(total)
         new = out[begin:end].float().norm(dim=1)
         growth = torch.where(new == 0, 0.0, new / old)
         growths.append(torch.where(growth.isfinite(), growth, torch.inf).max())
+    growths += [torch.where(scale.abs() < _LEAST_SCALE, torch.inf, 0.0).max() for _, _, scale in scales]
     return float(torch.stack(growths).max())

@@ -328,6 +328,8 @@ class NativeDecoder:
             ctypes.addressof(end),
             ctypes.addressof(adapters),
             None if level is None else ctypes.addressof(level),
+            bool(segments.vectors),
+            any(segments.rows[index].scale < 0 for index in segments.vectors),
         )
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
         step.segment_late = ctypes.addressof(late)

@@ -42,6 +42,7 @@ class AdapterDescriptor(Structure):
         ("slab_elems", c_int64),
         ("a_offset", c_int32 * MAX_MODULES),
         ("b_offset", c_int32 * MAX_MODULES),
+        ("vectors", c_void_p),
     ]
 
 
@@ -157,7 +158,12 @@ class ModelDescriptor(Structure):
 class SegmentsDescriptor(Structure):
     """A step's segments: tokens `begin` … `end`-1 use an adapter."""
 
-    _fields_ = [("count", c_int32), *((name, c_void_p) for name in ("begin", "end", "adapters", "level"))]
+    _fields_ = [
+        ("count", c_int32),
+        *((name, c_void_p) for name in ("begin", "end", "adapters", "level")),
+        ("vectors", c_int32),
+        ("undoes", c_int32),
+    ]
 
 
 class StepDescriptor(Structure):

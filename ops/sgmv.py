@@ -41,6 +41,12 @@ class AdapterRows:
     b_offset: Sequence[int]
     first_elem: Sequence[int]
     """-1 if the layer has no rank-rows."""
+    vectors: Sequence[Sequence[int]] | None = None
+    """By layer and module, where the module's vectors begin (see `vectors`), -1 if it has none.
+
+    An adapter's vectors are an entry of their own, of rank 0, whose `first_elem` is where the layer's first vector
+    begins. With scale -1 they are undone.
+    """
     _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict, init=False)
     _places: int = field(default=-1, init=False)
 
@@ -121,11 +127,15 @@ class Segments:
     of one level can be computed in parallel, each level after all lower ones.
     """
     _tiles: list[Tile] = field(default_factory=list, init=False)
+    vectors: list[int] = field(default_factory=list, init=False)
+    """Indices of the entries that are vectors."""
     _end: int = 0  # of all entries
     _tokens: tuple[int, int] | None = None  # of the last entries, if no other entry has any of them
     _taken: list[int] = field(default_factory=list)  # `places` taken by these entries, by level
 
     def add(self, begin: int, end: int, rows: AdapterRows, ready: int = 0) -> None:
+        if rows.vectors is not None:
+            self.vectors.append(len(self.rows))
         self.level.append(self._level(begin, end, rows.places))
         self.begin.append(begin)
         self.end.append(end)

@@ -145,11 +145,12 @@ class SgmvTables:
         if segments is self._planned[0] and key == self._planned[1]:
             return self._planned[2]
         self._planned = None, key, 0  # until everything is written
+        rank_rows = [(*entry, level) for entry, level in zip(segments, segments.level, strict=True) if entry[2].rank]
         passes = 1 + max(segments.level, default=-1)
         if passes > len(self.tiles):
             raise TablesFull(f"a token has {passes} entries on one module, the tables hold {len(self.tiles)}")
         heads, tails = [0] * passes, [0] * passes
-        for (begin, end, _), level in zip(segments, segments.level, strict=True):
+        for begin, end, _, level in rank_rows:
             middle = min(max(begin, border), end)
             heads[level] += -(-(middle - begin) // tile_tokens)
             tails[level] += -(-(end - middle) // tail_tile)
@@ -157,10 +158,10 @@ class SgmvTables:
         first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
         if (needed := first_tail + self.tail_tiles if self.tail_tiles else count) > self.max_tiles:
             raise TablesFull(f"the step has {needed} tiles, but the tables have room for {self.max_tiles}")
-        moved = self._assign([rows for begin, end, rows in segments if end > begin])
+        moved = self._assign([rows for begin, end, rows, _ in rank_rows if end > begin])
         planned: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
         behind: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
-        for (begin, end, rows), level in zip(segments, segments.level, strict=True):
+        for begin, end, rows, level in rank_rows:
             middle = min(max(begin, border), end)
             for first in range(begin, middle, tile_tokens):
                 planned[level].append((first, min(first + tile_tokens, middle), self._table_rows[rows]))

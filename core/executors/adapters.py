@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...memory.adapters.image import ImageForm, RowJobs, read_image
+from ...memory.adapters.vectors import BaseWeights
 from ...memory.files.composed import inspect as inspect_adapter
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage
@@ -30,7 +31,7 @@ class ModelAdapters:
     """Reads PEFT directories and moves adapters into an executor's arena, layer by layer.
 
     pinned_bytes: the most host memory that is pinned for images. scope: context in which copies to the arena's device
-    are issued. failure: see `open_dma`.
+    are issued. failure: see `open_dma`. base: see `ModelAdapters.base`.
     """
 
     def __init__(
@@ -41,8 +42,12 @@ class ModelAdapters:
         pinned_bytes: int = 0,
         scope: Callable[[], AbstractContextManager[None]] = nullcontext,
         failure: Callable[[], str | None] = lambda: None,
+        *,
+        base: BaseWeights | None = None,
     ) -> None:
         self._scope = scope
+        self.base = base
+        """What adapters with DoRA or biases are read with; None: they can't be read."""
         self._config = config
         self._page = arena.layout
         self._dtype = dtype
@@ -55,18 +60,20 @@ class ModelAdapters:
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """Return the layout of the manifest's parts; adapters of equal shape share one."""
-        key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts)
+        key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts), manifest.vectors
         found = self._layouts.get(key)
         if found is None:
             config, page = self._config, self._page
             found = self._layouts[key] = AdapterLayout.build(
-                manifest.parts, config.projections, page.page_elems, page.itemsize
+                manifest.parts, config.projections, page.page_elems, page.itemsize, vectors=manifest.vectors
             )
         return found
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         form = ImageForm(layout, self._config.projections, self._page.page_elems, self._dtype)
-        read_image(manifest, form, image, self.dma.buffers, self._open_rows)
+        if manifest.vectors and self.base is None:
+            raise RuntimeError(f"{manifest.path} can't be read without the base model's weights")
+        read_image(manifest, form, image, self.dma.buffers, self._open_rows, base=self.base)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():

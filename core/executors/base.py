@@ -18,6 +18,7 @@ from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
+from ..model.base_weights import CheckpointWeights
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
@@ -184,6 +185,8 @@ class ModelExecutor(ExecutorBase):
         self.config = model = shard.config(self.whole)
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
+        self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
+        """What adapters with DoRA or biases are read with."""
         grammars = grammars_of(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
         limit = max_model_len_of(config, model, within_window=self._within_window(config))
         window = model.window if limit == model.window else None

@@ -79,8 +79,12 @@ class CpuExecutor(ModelExecutor):
                     "set it to 0, or use cpu_kernels 'native'"
                 )
             self._offload = LoraOffload(config, self.config, self.layout.page_elems, dtype)
-            self._offload.use_adapters(OffloadAdapters(self.config, self.arena, dtype))
-        self.adapters = self._offload.adapters if self._offload else ModelAdapters(self.config, self.arena, dtype)
+            self._offload.use_adapters(OffloadAdapters(self.config, self.arena, dtype, base=self.base_weights))
+        self.adapters = (
+            self._offload.adapters
+            if self._offload
+            else ModelAdapters(self.config, self.arena, dtype, base=self.base_weights)
+        )
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len

@@ -233,9 +233,11 @@ class CudaExecutor(CudaShapes):
         of_arena = self.config, self.arena, self._dtype, self._watched, self._device.failure, config.max_lora_rank
         if self._offload is None:
             # TP ranks use the images of the first process instead
-            return CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)
-        adapters = CudaOffloadAdapters(*of_arena, 0)
-        self._offload.use_adapters(adapters)
+            adapters = CudaAdapters(*of_arena, config.host_bytes if self._rank_context is None else 0)
+        else:
+            adapters = CudaOffloadAdapters(*of_arena, 0)
+            self._offload.use_adapters(adapters)
+        adapters.base = self.base_weights
         return adapters
 
     def _load(self) -> DecoderModel:

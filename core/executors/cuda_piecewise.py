@@ -18,7 +18,7 @@ from ...ops.attention import GroupedAttention
 from ..model.batch import StepBatch, StepStates, column_width
 from ..model.decoder import DecoderModel
 from ..model.layer import Residual
-from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
+from ..model.lora_state_cuda import APPLIED, CudaLoraState, LoraLaunches
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
 _LEAST, _STEP = 32, 64
@@ -26,7 +26,7 @@ _LEAST, _STEP = 32, 64
 #: Launches of a step's adapters; None if no sequence has one.
 Lora = LoraLaunches | None
 
-#: The modes in which pieces are captured.
+#: The modes in which steps are captured ahead.
 MODES = (StepMode.BASE, StepMode.LORA)
 
 
@@ -89,8 +89,9 @@ class PiecewiseSteps:
         for mixed in (flow.attended, flow.delta_out):
             mixed[num_tokens:].zero_()
         self._num_tokens, self._states = num_tokens, states
-        if self._captures and (lora is None or lora is self.launches[bucket]):
-            self.graphs.replay(bucket, StepMode.BASE if lora is None else StepMode.LORA)
+        mode = next((mode for mode, launches in self._captured(bucket).items() if lora is launches), None)
+        if self._captures and mode is not None:
+            self.graphs.replay(bucket, mode)
         else:
             self._run(self._pieces(bucket, lora), lora is not None)
         return Residual(flow.rows, self._decoder.config.norm)
@@ -127,7 +128,12 @@ class PiecewiseSteps:
             self._decoder.mix(index, self._attention, self._states, flow)
         pieces[-1]()
 
+    def _captured(self, bucket: int) -> dict[StepMode, Lora]:
+        """The launches of a bucket's graphs."""
+        lora = self.launches[bucket]
+        return {StepMode.BASE: None, StepMode.LORA: lora, StepMode.VECTORS: lora.with_scales(APPLIED)}
+
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
-        has_lora = mode is StepMode.LORA
-        pieces = self._pieces(bucket, self.launches[bucket] if has_lora else None)
-        return partial(self._run, [self._device.capture(piece) for piece in pieces], has_lora)
+        lora = self._captured(bucket)[mode]
+        pieces = self._pieces(bucket, lora)
+        return partial(self._run, [self._device.capture(piece) for piece in pieces], lora is not None)

@@ -167,7 +167,8 @@ class CudaRankAdapters(RankAdapters):
         arena, size = copies.first.arena, memory.layout.size
         host = Arena(arena.layout, 2, arena.pages.dtype, "cpu")
         buffers = RankBuffers(PinnedBuffers(memory, memory.layout.room_bytes), size, memory)
-        super().__init__(shapes.whole, shapes.config, arena=host, copies=copies, buffers=buffers, size=size)
+        base = shapes.base_weights
+        super().__init__(shapes.whole, shapes.config, arena=host, copies=copies, buffers=buffers, size=size, base=base)
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:

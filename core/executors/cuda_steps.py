@@ -30,7 +30,7 @@ from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch, column_width, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
-from ..model.lora_state_cuda import CudaLoraState, LoraLaunches, StepLimits
+from ..model.lora_state_cuda import APPLIED, CudaLoraState, LoraLaunches, StepLimits
 from ..model.pooling import add_pooled
 from ..model.sampler import (
     DeviceSampling,
@@ -241,6 +241,8 @@ class CudaSteps:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             lora_indices = [row.lora_index for row in rows] + [BASE_LORA_INDEX] * (bucket - len(rows))
             launches = self.lora.begin_bucket(adapters, lora_indices, captured)
+            if launches is captured.with_scales(APPLIED):
+                mode, captured = StepMode.VECTORS, launches
         self.decoder.kept_states = None  # a replay does not call `forward`, which resets it
         if self._captures and launches is captured:
             graphs.replay(bucket, mode)
@@ -445,7 +447,8 @@ class CudaSteps:
                 graphs.capture(bucket, StepMode.LORA)
             first, *second = (step.num_bytes for step in graphs.report)
             merged = KEPT_PLACES * len(MERGED_MODES) if graphs is self.graphs else 0
-            total += first + (len(sizes) * (len(MODES) + merged) - 1) * sum(second)
+            modes = len(MODES) + 1 + merged  # with those of vectors, which are captured when they are needed
+            total += first + (len(sizes) * modes - 1) * sum(second)
         self.graphs.clear()
         self.mixed.graphs.clear()
         return total
@@ -516,7 +519,11 @@ class CudaSteps:
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket; its attention must have been planned."""
-        lora = {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}.get(mode, {}).get(bucket)
+        lora = {
+            StepMode.LORA: self.bucket_lora[bucket],
+            StepMode.VECTORS: self.bucket_lora[bucket].with_scales(APPLIED),
+            StepMode.MIXTURE: self.mixture_lora[bucket],
+        }.get(mode)
         is_late = mode is StepMode.BASE and bucket in self._late
         with dependent_launch.only(False) if is_late else nullcontext():
             return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))

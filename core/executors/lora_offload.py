@@ -240,6 +240,7 @@ class LoraOffload:
             own = [index for index, ready in enumerate(segments.ready) if ready == address]
             lengths = [segments.end[index] - segments.begin[index] for index in own]
             fits = row[-1] + sum(lengths) <= self._most_rows and len(entries) + len(own) <= MAX_OFFLOADED
+            fits = fits and coming.layout.vectors is None  # which come after what LoRA adds
             offset = self._offset_to_offload(address, coming, sum(lengths), now, fits)
             if offset is not None:
                 entries += own

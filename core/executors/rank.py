@@ -84,13 +84,14 @@ class TpWorker:
         self.joined = executor.weight_bytes
 
     def know(self, adapters: Mapping[int, Any], gone: list[int]) -> None:
-        """Add the parts of new adapters, by version, and forget others."""
+        """Add the parts and vectors of new adapters, by version, and forget others."""
         model, page = self._executor.config, self._executor.layout
         for version in gone:
             self._adapters.pop(version, None)
-        for version, parts in adapters.items():
-            layout = AdapterLayout.build(parts, model.projections, page.page_elems, page.itemsize)
-            self._adapters[version] = Adapter(str(version), version, AdapterManifest(Path(), parts), layout)
+        for version, (parts, vectors) in adapters.items():
+            layout = AdapterLayout.build(parts, model.projections, page.page_elems, page.itemsize, vectors=vectors)
+            manifest = AdapterManifest(Path(), parts, vectors=vectors)
+            self._adapters[version] = Adapter(str(version), version, manifest, layout)
 
     def begin_shadow(self, adapter: Mapping[str, Any], runs: list[range]) -> None:
         self._executor.shadow.begin(self._find(adapter), runs)

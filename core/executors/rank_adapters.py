@@ -5,6 +5,7 @@ Tests: tests/core/executors/test_ranks.py
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ...memory.adapters.vectors import BaseWeights
 from ...memory.files.format import AdapterManifest
 from ...memory.host.buffers import Buffers
 from ...memory.host.image import HostImage, LayerStream
-from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.adapter_layout import AdapterLayout, vector_elems
 from ...memory.pages.arena import Arena
 from ...memory.pages.projections import Projections
 from ...memory.transfers.dma import Dma
@@ -46,12 +48,20 @@ class RankBuffers:
 class RankAdapters(ModelAdapters):
     """Reads adapters once and splits them into shares of the ranks. All shares have the same layout.
 
-    A projection split by outputs has the whole A on every rank and a share of B; one split by inputs has a share of A
-    and the whole B.
+    A projection split by outputs has the whole A on every rank and a share of B and of vectors; one split by inputs has
+    a share of A and the whole B and scales. The ranks add up its outputs, so that the first has the offsets alone.
     """
 
     def __init__(
-        self, whole: ModelConfig, share: ModelConfig, arena: Arena, copies: CopyEngine, buffers: RankBuffers, size: int
+        self,
+        whole: ModelConfig,
+        share: ModelConfig,
+        arena: Arena,
+        copies: CopyEngine,
+        buffers: RankBuffers,
+        size: int,
+        *,
+        base: BaseWeights,
     ) -> None:
         """whole, share: shapes of the model, and of a rank's share of it. arena: on the host, with a rank's layout.
         copies: of images of all ranks.
@@ -59,7 +69,7 @@ class RankAdapters(ModelAdapters):
         dtype = arena.pages.dtype
         super().__init__(share, arena, dtype)
         self.dma = Dma(copies, buffers)
-        self._whole = ModelAdapters(whole, arena, dtype)
+        self._whole = ModelAdapters(whole, arena, dtype, base=base)
         self._parts = [{each.name: each.share(rank, size) for each in whole.projections} for rank in range(size)]
         self._projections = whole.projections, share.projections
 
@@ -76,15 +86,10 @@ class RankAdapters(ModelAdapters):
             nonlocal done
             ready = whole.stream.num_ready
             for layer in range(done, ready):
-                for share, parts in zip(shares, self._parts, strict=True):
-                    _cut(
-                        manifest,
-                        layer,
-                        whole=(whole_layout, whole.data),
-                        share=(layout, share),
-                        parts=parts,
-                        projections=self._projections,
-                    )
+                for rank, (share, parts) in enumerate(zip(shares, self._parts, strict=True)):
+                    places = (whole_layout, whole.data), (layout, share)
+                    _cut(manifest, layer, *places, parts=parts, projections=self._projections)
+                    _cut_vectors(manifest, layer, *places, parts=parts, projections=self._projections, rank=rank)
             done = ready
             image.publish(ready)
 
@@ -168,3 +173,35 @@ def _cut(
             target[:, to_a : to_a + to_in] = source[:, a : a + d_in][:, inputs]
             rows = source[:, b : b + d_out]
             target[:, to_b : to_b + to_out] = torch.cat([rows[:, each] for each in outputs], 1)
+
+
+def _cut_vectors(
+    manifest: AdapterManifest,
+    layer: int,
+    whole: tuple[AdapterLayout, torch.Tensor],
+    share: tuple[AdapterLayout, torch.Tensor],
+    parts: Mapping[str, tuple[slice, tuple[slice, ...]]],
+    projections: tuple[Projections, Projections],
+    rank: int,
+) -> None:
+    """Copy a rank's part of a layer's vectors; see `_cut`."""
+    (from_layout, source), (to_layout, target) = whole, share
+    places, to_places = from_layout.vectors, to_layout.vectors
+    if places is None or to_places is None:
+        return
+    names = [each.module for each in manifest.vectors if each.layer == layer]
+    for name, is_offset in itertools.product(names, (False, True)):
+        projection, m = projections[0][name], projections[0].id(name)
+        at, to = (each.first_elem[layer][m] for each in (places, to_places))
+        found = _vector(source, at, projection.outputs, is_offset)
+        own = torch.cat([found[each] for each in parts[name][1]])
+        if is_offset and rank and projection.is_row_parallel:
+            own.zero_()
+        _vector(target, to, len(own), is_offset).copy_(own)
+
+
+def _vector(data: torch.Tensor, first: int, outputs: int, is_offset: bool) -> torch.Tensor:
+    """A module's scales, or its offsets, in an image. first: where the scales begin."""
+    stride = vector_elems(outputs, data.itemsize)
+    first += is_offset * stride
+    return data.view(-1)[first : first + stride].view(torch.float32)[:outputs]

@@ -173,7 +173,13 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         self._copies = ArenaCopies(arenas, rank_context.counts)
         buffers = RankBuffers(HostBuffers(), size)
         self.adapters = RankAdapters(
-            shapes.whole, shapes.config, arena=arenas[0], copies=self._copies, buffers=buffers, size=size
+            shapes.whole,
+            shapes.config,
+            arena=arenas[0],
+            copies=self._copies,
+            buffers=buffers,
+            size=size,
+            base=shapes.base_weights,
         )
         self.swaps = PageSwaps(arenas[0], self.adapters.dma)
         self._serve(self._processes.beside)
@@ -217,7 +223,8 @@ class KnownAdapters:
 
     def introduce(self, adapters: Sequence[Adapter]) -> None:
         """Tell the other ranks about new adapters, and about adapters that are gone."""
-        new = {adapter.version: adapter.manifest.parts for adapter in adapters if adapter not in self._known}
+        manifests = {adapter.version: adapter.manifest for adapter in adapters if adapter not in self._known}
+        new = {version: (manifest.parts, manifest.vectors) for version, manifest in manifests.items()}
         if not new and not self._gone:
             return
         gone, self._gone = self._gone, []

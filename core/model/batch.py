@@ -16,12 +16,13 @@ import torch
 
 from ...graphs.buffers import split_columns
 from ...memory.adapters.adapter import Adapter
-from ...memory.pages.adapter_layout import AdapterPart, PartLayout
+from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.projections import Group, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.gated_delta import DeltaState
 from ...ops.sgmv import AdapterRows, Segments, sgmv
+from ...ops.vectors import scale_outputs
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
 from .sampler import following_tokens
@@ -169,7 +170,10 @@ class LoraState:
         """Torch's operators lend nothing."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self.arena, self.segments, layer, self._groups[layer][group])
+        modules = self._groups[layer][group]
+        scale_outputs(y, self.arena, self.segments, layer, modules, undo=True)
+        sgmv(y, x, self.arena, self.segments, layer, modules)
+        scale_outputs(y, self.arena, self.segments, layer, modules)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
@@ -177,6 +181,10 @@ class LoraState:
     def modules(self, layer: int, group: int) -> list[int]:
         """The modules of a layer's group of projections."""
         return [module for module, _, _ in self._groups[layer][group]]
+
+    def columns(self, layer: int, group: int) -> tuple[tuple[int, int, int], ...]:
+        """(module id, first column, width) of a layer's group of projections."""
+        return self._groups[layer][group]
 
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""
@@ -186,11 +194,13 @@ class LoraState:
         return made[factor]
 
     def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
-        """Return the rows of the adapter's parts in its current pages, cached per page list."""
+        """Return the rows of the adapter's parts, and its vectors, in its current pages, cached per page list."""
         found = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:
             parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
             rows = [rows_in(part, place, adapter.pages) for part, place in parts]
+            if (vectors := adapter.layout.vectors) is not None:
+                rows.append(vectors_in(vectors, adapter.pages))
             found = self._rows[adapter] = adapter.pages, rows
         return found[1]
 
@@ -221,6 +231,21 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
         a_offset=slabs.a_offset,
         b_offset=slabs.b_offset,
         first_elem=place.first_elem,
+    )
+
+
+def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
+    """An adapter's vectors where it has these pages."""
+    without = (-1,) * len(place.first_elem[0])
+    return AdapterRows(
+        pages=pages,
+        rank=0,
+        scale=1.0,
+        slab_elems=0,
+        a_offset=without,
+        b_offset=without,
+        first_elem=[begin if begin < end else -1 for begin, end in place.layer_elems],
+        vectors=place.first_elem,
     )
 
 

@@ -139,9 +139,18 @@ class ModelConfig:
             for path, parts in self.tensors.fused.items()
         )
         renamed = ((projection.name, names[path]) for path, projection in by_path.items() if path in names)
-        left_out = self.tensors.left_out
+        biased = tuple(
+            tuple(each.name for each in layer if each.path in spec.biased)
+            for layer, spec in zip(self.projections.layers, self.layers, strict=True)
+        )
         return ModulePaths(
-            self.projections, tuple(renamed), tuple(fused), left_out, self.vocab_size, hidden_size=self.hidden_size
+            self.projections,
+            tuple(renamed),
+            tuple(fused),
+            self.tensors.left_out,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            biased=biased,
         )
 
     def embedding_factor(self, dtype: torch.dtype) -> float:

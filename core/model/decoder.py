@@ -263,6 +263,11 @@ class DecoderModel:
         """A step's angles for each rope of the model."""
         return {None: None, **{rope: rotary.at(batch.positions) for rope, rotary in self._rotary.items()}}
 
+    @property
+    def bias_dtype(self) -> torch.dtype:
+        """See `MergeableModel`."""
+        return self._dtype
+
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
         origin = getattr(self.layers[layer], MATRICES[group])

@@ -253,6 +253,15 @@ class LayerSpec:
         """The mixer, if it is Gated DeltaNet."""
         return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
 
+    @property
+    def biased(self) -> frozenset[str]:
+        """Paths of the projections with a bias."""
+        found = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if self.feed_forward.bias else []
+        if (mixer := self.attention) is not None:
+            found += ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if mixer.qkv_bias else []
+            found += ["self_attn.o_proj"] if mixer.o_bias else []
+        return frozenset(found)
+
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """The matrices of the layer, by their paths in Llama's checkpoints, or Qwen3.5's."""
         return self.mixer.projections(hidden) + self.feed_forward.projections(hidden)

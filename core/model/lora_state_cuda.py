@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
 from ...memory.pages.projections import Group, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables, TableSizes
+from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
 from .batch import LoraState, RowAdapters, rows_in
 from .config import ModelConfig
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk
+    from ...ops.vectors_triton import ScaleRows
+
+#: `LoraLaunches.scales` of a step that applies vectors and undoes none.
+APPLIED = (False,)
 
 #: The most parts of an adapter, which rank and alpha patterns create; each has its own row in the tables.
 MAX_PARTS = 16
@@ -110,6 +115,7 @@ class CudaLoraState(LoraState):
         parts, widest = self._whole(self.max_rank)
         self._usual_parts = len(parts)
         self._products: dict[Schedule, list[Sgmv]] = {}
+        self._scales: dict[bool, list[ScaleRows]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
         and the tables.
@@ -128,6 +134,15 @@ class CudaLoraState(LoraState):
             scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
         )
         self.tables = SgmvTables(sizes, arena.device, make_copy)
+        self._vectors = VectorTables(
+            2 * (max_adapters + 1),  # those of a merged adapter are undone, and others are applied
+            config.num_layers,
+            widest.num_pages,
+            max(self._max_tokens, self._max_rows, padded),
+            arena.device,
+            itemsize=self._itemsize,
+            make_copy=make_copy,
+        )
 
     def set_step(
         self,
@@ -148,7 +163,7 @@ class CudaLoraState(LoraState):
     def use_arena(self, arena: torch.Tensor) -> None:
         """From now on, read adapters from another arena of the same layout."""
         self.arena = arena
-        for product in itertools.chain.from_iterable(self._products.values()):
+        for product in itertools.chain(*self._products.values(), *self._scales.values()):
             product.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
@@ -175,10 +190,14 @@ class CudaLoraState(LoraState):
         lengths: Sequence[int],
         captured: LoraLaunches,
     ) -> LoraLaunches | None:
-        """Write the tables of a step with prompts; return `captured`, or other launches if it has too few tiles."""
+        """Write the tables of a step with prompts; return `captured`, with launches for vectors if there are any, or
+        other launches if it has too few tiles.
+        """
         tail = captured.tail
         if tail is not None:
             self._begin(adapters, lora_indices, lengths)
+            scales = self._plan_vectors()
+            captured = captured.with_scales(scales)
             tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
             num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
             enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
@@ -194,8 +213,8 @@ class CudaLoraState(LoraState):
         captured: LoraLaunches,
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write a decode step's tables and wait for its adapters; return `captured`, or launches with more tiles if
-        needed.
+        """Write a decode step's tables and wait for its adapters; return `captured`, with launches for vectors if there
+        are any, or launches with more tiles if needed.
 
         Returns None if the merged weights contain everything that the sequences need. lora_indices: of every entry,
         including padding. merged: see `set_step`.
@@ -207,10 +226,10 @@ class CudaLoraState(LoraState):
         if merged is not None and not self.segments.rows:
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
-        passes = self.tables.passes
+        passes, captured = self.tables.passes, captured.with_scales(self._plan_vectors())
         if num_tiles <= captured.num_tiles and passes <= captured.passes:
             return captured
-        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes)
+        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, scales=captured.scales)
 
     def begin_ragged(
         self,
@@ -240,13 +259,19 @@ class CudaLoraState(LoraState):
         if self._coming and self.offloading is not None:
             self.offloaded = self.offloading(self.segments, self._lora_indices, self.tables)
 
+    def _plan_vectors(self) -> tuple[bool, ...]:
+        """Write the tables of a step's vectors; return the launches that it has, see `LoraLaunches`."""
+        self._vectors.plan(self.segments)
+        undone = [self.segments.rows[index].scale < 0 for index in self.segments.vectors]
+        return tuple(undo for undo in (True, False) if undo in undone)
+
     def _ragged(self, lengths: Sequence[int]) -> LoraLaunches:
-        segments, tokens = self.segments, sum(lengths)
-        covered = sum(end - begin for begin, end, _ in segments)
-        if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
+        segments, tokens, scales = self.segments, sum(lengths), self._plan_vectors()
+        lengths_of_rows = [end - begin for begin, end, rows in segments if rows.rank]
+        if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens)
-            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
+            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes, scales=scales)
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
         schedule = next(each for (most, limit), each in self._prefills.items() if border <= most and rank <= limit)
@@ -259,6 +284,7 @@ class CudaLoraState(LoraState):
             wait=self.wait,
             passes=self.tables.passes,
             tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
+            scales=scales,
         )
 
     def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
@@ -269,6 +295,15 @@ class CudaLoraState(LoraState):
             found = [Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule) for each in self.products]
             self._products[schedule] = found
         return found
+
+    def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None:
+        """Apply a step's vectors to a group's outputs, or undo those of a merged adapter."""
+        if (found := self._scales.get(undo)) is None:
+            from ...ops.vectors_triton import ScaleRows  # needs triton
+
+            found = [ScaleRows(self.arena, self._vectors, each.modules, undo=undo) for each in self.products]
+            self._scales[undo] = found
+        found[self.product_of[layer][group]](y, layer, compile_only=compile_only)
 
     @contextmanager
     def samples(self) -> Iterator[None]:
@@ -317,11 +352,17 @@ class CudaLoraState(LoraState):
             for (layer, group), each in places:
                 y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (each.outputs, each.inputs))
                 cases.append((launches, group, y, x, layer))
+        outputs = [(group, torch.zeros(1, each.outputs, dtype=dtype, device=device), layer)
+                   for (layer, group), each in places]  # fmt: skip
         with compiling(available_cpus()):
             for launches, *case in cases:
                 launches.add(*case, compile_only=True)
+            for case, undo in itertools.product(outputs, (False, True)):
+                self.scale(*case, undo=undo, compile_only=True)
         for launches, *case in cases:
             launches.add(*case)
+        for case, undo in itertools.product(outputs, (False, True)):
+            self.scale(*case, undo=undo)
 
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""
@@ -332,8 +373,10 @@ class CudaLoraState(LoraState):
 
     def _whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
         """Make an adapter of one rank that changes everything, and its layout."""
-        parts = uniform_parts(self._projections, rank)
-        return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
+        its = self._projections
+        parts = uniform_parts(its, rank)
+        vectors = [VectorTarget(layer, name) for layer in range(its.num_layers) for name in its.names_in(layer)]
+        return parts, AdapterLayout.build(parts, its, self._page_elems, self._itemsize, vectors=vectors)
 
     def _widest_slab(self) -> int:
         """The most elements that a rank-row of a layer may have."""
@@ -380,6 +423,7 @@ class LoraLaunches:
     """A step's launches: one schedule over some of the tables' tiles, and perhaps another one for its last tokens.
 
     They hold no data of a step. wait: called before every layer. passes: the most entries of a token for one module.
+    scales: launches for vectors, each True if it undoes them.
     """
 
     def __init__(
@@ -389,13 +433,28 @@ class LoraLaunches:
         num_tiles: int,
         wait: Callable[[int], None] = lambda layer: None,
         passes: int = 1,
+        *,
         tail: Tail | None = None,
+        scales: tuple[bool, ...] = (),
     ) -> None:
         self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
+        self.scales = scales
         self._state, self.tail = state, tail
+        self._with_scales: dict[tuple[bool, ...], LoraLaunches] = {}
         self._tiles = state.tables.tiles_of_pass[:passes]
         self._tokens = (tail and tail.border) or None
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
+
+    def with_scales(self, scales: tuple[bool, ...]) -> LoraLaunches:
+        """Return the same launches with those for vectors, made once."""
+        if scales == self.scales:
+            return self
+        if (found := self._with_scales.get(scales)) is None:
+            found = LoraLaunches(
+                self._state, self.schedule, self.num_tiles, self.wait, self.passes, tail=self.tail, scales=scales
+            )
+            self._with_scales[scales] = found
+        return found
 
     @cached_property
     def _products(self) -> list[Sgmv]:
@@ -412,6 +471,8 @@ class LoraLaunches:
         compile_only: see `sgmv_triton.Sgmv`.
         """
         index = self._state.product_of[layer][group]
+        if True in self.scales:
+            self._state.scale(group, y, layer, undo=True)
         if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
             self._tail_products[index](*last, layer, self._tail_tiles, tail.num_tiles)
@@ -420,12 +481,14 @@ class LoraLaunches:
         )
         if (offloaded := self._state.offloaded) is not None:
             offloaded.collect(group, y, layer)
+        if False in self.scales:
+            self._state.scale(group, y, layer, undo=False)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
-        """Multiply with A only; return None if a row's adapters are added in passes, or tiles hold more than one
-        token.
+        """Multiply with A only; return None if a row's adapters are added in passes or have vectors, or tiles hold more
+        than one token.
         """
-        if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores:
+        if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores or self.scales:
             return None
         (tiles,) = self._tiles
         product = self._products[self._state.product_of[layer][group]]

@@ -154,6 +154,8 @@ class NativeDecoderModel:
         )  # fmt: skip
         return self._gathered(logits)
 
+    bias_dtype = torch.float32
+
     def merged_form(self, layer: int, group: int) -> tuple[torch.Size, torch.dtype]:
         """See `MergeableModel.merged_form`."""
         projection = self.config.projections.products[self.config.projections.product_of[layer][group]]

@@ -18,6 +18,7 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...ops.sgmv import AdapterRows
+from ...ops.vectors import vectors_of
 from ..requests.types import CannotMerge
 from .batch import LoraState
 from .weights import MATRICES, LayerWeights
@@ -39,6 +40,9 @@ class MergeableModel(Protocol):
 
     @property
     def layers(self) -> Sequence[LayerWeights]: ...
+
+    @property
+    def bias_dtype(self) -> torch.dtype: ...
 
     def merged_form(self, layer: int, group: int, /) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a merged matrix, which is not quantised."""
@@ -132,7 +136,10 @@ class ShadowWeights:
             shape, dtype = self._model.merged_form(layer, group)
             place = elems[run.start * page :].view(dtype)[: shape.numel()].view(shape)
             self._left.append((layer, group, place))
-            self._layers[layer] = replace(self._layers[layer], **{MATRICES[group]: place})
+            parts = {MATRICES[group]: place}
+            if _has_biases(adapter):
+                parts[f"{MATRICES[group]}_bias"] = self._merged_bias(adapter, layer, group)
+            self._layers[layer] = replace(self._layers[layer], **parts)
         self._left.reverse()
         self._num_elems = sum(place.numel() for _, _, place in self._left)
 
@@ -144,6 +151,7 @@ class ShadowWeights:
         """
         if self.adapter is None:
             raise RuntimeError("no adapter is being merged; call begin() first")
+        self._check_biases(self.adapter)
         end = time.perf_counter() + max_seconds
         has_worked = False
         while self._left:
@@ -165,6 +173,12 @@ class ShadowWeights:
             captured.capture_next()
         return not captured.num_left
 
+    def _check_biases(self, adapter: Adapter) -> None:
+        if self._captured is not None and _has_biases(adapter):
+            raise CannotMerge(
+                f"adapter {adapter.name!r} has biases, and captured steps read the base model's; it is served unmerged"
+            )
+
     def _make(self, adapter: Adapter, layer: int, group: int, place: torch.Tensor) -> None:
         modules = self._lora.modules(layer, group)
         parts = [part for part in self._lora.rows_of(adapter) if _changes(part, layer, modules)]
@@ -177,6 +191,18 @@ class ShadowWeights:
                 f"{growth:.3g} times as large, but rounding allows {most:g}; it is served unmerged"
             )
         self._pace, self._num_touched = (time.perf_counter() - began) / place.numel(), 0
+
+    def _merged_bias(self, adapter: Adapter, layer: int, group: int) -> torch.Tensor:
+        """The biases of a group's outputs with an adapter's in place of the base model's."""
+        modules = self._lora.columns(layer, group)
+        base = getattr(self._model.layers[layer], f"{MATRICES[group]}_bias")
+        device, outputs = self._arena.pages.device, sum(width for _, _, width in modules)
+        bias = torch.zeros(outputs, device=device) if base is None else base.to(torch.float32, copy=True)
+        for part in self._lora.rows_of(adapter):
+            for module, column, width in modules:
+                if (found := vectors_of(part, self._arena.pages, layer, module, width)) is not None:
+                    bias[column : column + width].mul_(found[0]).add_(found[1])
+        return bias.to(self._model.bias_dtype)
 
     def _touch_until(self, place: torch.Tensor, end: float) -> bool:
         """Touch a place piece by piece while there is time for another; return True once all of it is touched."""
@@ -237,4 +263,9 @@ class ShadowWeights:
 
 
 def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
-    return part.first_elem[layer] >= 0 and any(part.a_offset[module] >= 0 for module in modules)
+    places = part.a_offset if part.vectors is None else part.vectors[layer]
+    return part.first_elem[layer] >= 0 and any(places[module] >= 0 for module in modules)
+
+
+def _has_biases(adapter: Adapter) -> bool:
+    return any(target.has_bias or target.has_lora_bias for target in adapter.manifest.vectors)

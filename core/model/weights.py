@@ -106,7 +106,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """The parts of a layer."""
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
-    biased = _biased(layer)
+    biased = layer.biased
     for projection in layer.projections(hidden):
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
@@ -114,15 +114,6 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     if isinstance(layer.mixer, AttentionSpec):
         return shapes | _head_norm_shapes(layer.mixer)
     return shapes | _delta_shapes(layer.mixer)
-
-
-def _biased(layer: LayerSpec) -> set[str]:
-    """Paths of the projections with a bias."""
-    found = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"} if layer.feed_forward.bias else set()
-    if (mixer := layer.attention) is not None:
-        found |= {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} if mixer.qkv_bias else set()
-        found |= {"self_attn.o_proj"} if mixer.o_bias else set()
-    return found
 
 
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -245,6 +236,14 @@ class Weights(ABC):
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
         for i in range(self._config.num_layers):
             yield self._layer(i, pack)
+
+    def projection(self, layer: int, path: str) -> torch.Tensor:
+        """One projection's weight `[out, in]`, dequantised, in memory of its own."""
+        return self._projection([f"{_LAYER.format(layer)}{path}.weight"], None)
+
+    def bias(self, layer: int, path: str) -> torch.Tensor:
+        """One projection's bias `[out]`, which it must have."""
+        return self._read(f"{_LAYER.format(layer)}{path}.bias")
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""

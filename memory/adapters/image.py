@@ -23,6 +23,7 @@ from ..files.identity import Weights, open_unchanged
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
 from ..pages.projections import Projections
+from .vectors import BaseWeights, VectorReader
 
 if TYPE_CHECKING:
     import torch
@@ -164,11 +165,14 @@ def read_image(
     image: HostImage,
     buffers: Buffers,
     open_rows: OpenRows | None = None,
+    *,
+    base: BaseWeights | None = None,
 ) -> None:
     """Read the adapter's weights into `image`, cast to the model's dtype.
 
     Layers are published as they are read; what lies between rows may be anything. open_rows: a faster way than torch's;
-    what it refuses is read again here, to say why. AdapterFormatError when the file can't be read, is no longer what
+    what it refuses is read again here, to say why. base: what vectors are computed with; None: they are only checked.
+    AdapterFormatError when the file can't be read, is no longer what
     was inspected, or holds NaN or infinity, before or after the cast.
     """
     layout, projections, page_elems, dtype = form
@@ -188,8 +192,11 @@ def read_image(
             jobs = row_jobs(manifest.parts, manifest.places, layout, projections)
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
+        vectors = VectorReader.of(file, manifest, layout, base, projections=projections)
         with closing(done):  # here and now: dropping an open generator would wait for the disk
             for num_ready in done:
+                if vectors is not None and image.data is not None:
+                    vectors.read_up_to(num_ready, image.data)
                 if num_ready == layout.num_layers and not file.is_unchanged():
                     raise file.changed()
                 image.publish(num_ready)

@@ -29,6 +29,9 @@ MAX_BASE_CHARACTERS = 256
 MAX_PATTERNS = 1024
 MAX_INVOCATION_TOKENS = 1024
 
+#: Values of `bias`: which biases of the base model PEFT trains.
+BIASES = ("none", "all", "lora_only")
+
 #: The modules that PEFT targets in a Llama-like model if `target_modules` is null.
 DEFAULT_TARGETS = ("q_proj", "v_proj")
 
@@ -36,10 +39,8 @@ _MAX_SCALE = 3e38  # scales are applied in float32
 
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
-    "use_dora": "DoRA is not supported; merge it into the base model or train plain LoRA",
     "modules_to_save": "fully trained modules are not supported, except a score head; train without them",
     "trainable_token_indices": "trained tokens are not supported; train without them",
-    "lora_bias": "adapters with biases are not supported; train with lora_bias=False",
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
     "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
     "fan_in_fan_out": "weights stored transposed are not supported; the base model has none",
@@ -68,6 +69,8 @@ _SERVED = frozenset(
         "layers_to_transform",
         "layers_pattern",
         "bias",
+        "lora_bias",
+        "use_dora",
         "init_lora_weights",
         "alora_invocation_tokens",
         "auto_mapping",
@@ -137,6 +140,12 @@ class AdapterConfig:
         """True if it has a score head of its own."""
         self.invocation_tokens = fields.invocation_tokens()
         """Of activated LoRA: it changes a prompt's tokens from the last occurrence of these on; empty: all tokens."""
+        self.uses_dora = fields.flag("use_dora")
+        self.lora_bias = fields.flag("lora_bias")
+        """Whether B has a bias."""
+        self.bias = fields.bias()
+        """One of `BIASES`."""
+        fields.refuse_together()
 
     @classmethod
     def read(cls, directory: AdapterDirectory) -> AdapterConfig:
@@ -195,8 +204,6 @@ class _Fields:
     def refuse_unserved(self) -> None:
         if self.raw.get("peft_type", "LORA") != "LORA":
             raise self.refuse("peft_type", "only LORA is served")
-        if self.raw.get("bias", "none") != "none":
-            raise self.refuse("bias", "adapters that train biases are not supported; train with bias='none'")
         if self.has_head and self.raw.get("alora_invocation_tokens"):
             raise self.refuse("modules_to_save", "a head of activated LoRA is not supported; train plain LoRA")
         if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save") and not self.has_head:
@@ -228,6 +235,27 @@ class _Fields:
     @property
     def _saves_no_more_than_a_head(self) -> bool:
         return self.has_head and all(name in MODULES for name in self.raw["modules_to_save"])
+
+    def bias(self) -> str:
+        value = self.raw.get("bias", "none")
+        if value not in BIASES:
+            raise self.refuse("bias", f"one of {', '.join(BIASES)} is needed")
+        return value
+
+    def refuse_together(self) -> None:
+        """Refuse fields that PEFT takes only one at a time, and a bias that base tokens would have to have, too."""
+        if self.raw.get("use_dora") and self.raw.get("lora_bias"):
+            raise self.refuse("lora_bias", "PEFT has no DoRA with it; train with lora_bias=False or use_dora=False")
+        if self.raw.get("alora_invocation_tokens") is None:
+            return
+        if self.raw.get("use_dora"):
+            raise self.refuse("use_dora", "PEFT has no DoRA with alora_invocation_tokens; train without either")
+        if self.bias() != "none":
+            raise self.refuse(
+                "bias",
+                "with alora_invocation_tokens the tokens before them are the base model's, whose biases PEFT replaces "
+                "for all tokens; train with bias='none'",
+            )
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)

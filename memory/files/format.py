@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..pages.adapter_layout import AdapterPart
+from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
@@ -29,6 +29,8 @@ from .module_paths import ModulePaths
 from .score_head import TENSORS, ScoreHead, read_score_head
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .unserved import why_not_lora
+from .vectors import ENDS, PATTERN, vector_targets, why_no_vector
+from .vectors import vector_names as names_of_vectors
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +49,7 @@ _AROUND = re.compile(r"(?:module|_orig_mod|_fsdp_wrapped_module)\.")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
-_IN_LAYER = re.compile(r"(base_model\.model\.model\.layers\.[0-9]+)\.(.+)\.(lora_[AB]\.weight)")
+_IN_LAYER = re.compile(rf"(base_model\.model\.model\.layers\.[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ class AdapterManifest:
     invocation_tokens: tuple[int, ...] = ()
     """See `AdapterConfig.invocation_tokens`."""
 
+    vectors: tuple[VectorTarget, ...] = ()
+    """The modules whose outputs it scales and shifts, in the order of layers and projections."""
+
     sources: tuple[tuple[AdapterManifest, float], ...] = ()
     """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
 
@@ -92,6 +97,10 @@ class AdapterManifest:
         """Why it can't be one of several adapters of a request; None if it can."""
         if self.invocation_tokens:
             return "is an activated LoRA (alora_invocation_tokens), which can't be composed with others"
+        if self.vectors:
+            return "scales or shifts outputs (DoRA or biases), which can't be composed with others"
+        if self.head is not None:
+            return "has a score head, which can't be composed with others"
         return None
 
     @property
@@ -103,10 +112,12 @@ class AdapterManifest:
     def targets(self) -> tuple[str, ...]:
         """Names of the modules that it changes in any layer."""
         found = dict.fromkeys(name for part in self.parts for name in part.targets)
+        found |= dict.fromkeys(target.module for target in self.vectors)
         return tuple(found if self.modules is None else sorted(found, key=self.modules.projections.id))
 
     def num_params(self, projections: Projections) -> int:
-        return sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
+        rows = sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
+        return rows + sum(sum(target[2:]) * projections[target.module].outputs for target in self.vectors)
 
 
 def is_adapter_dir(path: Path) -> bool:
@@ -156,7 +167,10 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_invocation(config, modules.vocab_size)
             targets, projections = _targets(config, stem, modules), modules.projections
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
-            _check_names(file, targets, projections, TENSORS if config.has_head else ())
+            vectors = vector_targets(file, _module_keys(projections), config, targets, modules)
+            others = {name for target in vectors for name in vector_names(target, projections)}
+            others.update(TENSORS if config.has_head else ())
+            _check_names(file, targets, config, projections, others)
             for (layer, module), (rank, _) in targets.items():
                 for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
@@ -177,6 +191,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 num_left_out=file.num_left_out,
                 invocation_tokens=config.invocation_tokens,
                 head=head,
+                vectors=_same_vectors(vectors),
             )
 
 
@@ -235,13 +250,13 @@ class AdapterWeights(TensorFile):
             raise AdapterFormatError(f"{self.path}: has tensors of several adapters ({found}); save each on its own")
 
     def _split(self, name: str, info: TensorInfo, path: str, kind: str) -> Iterator[tuple[str, TensorInfo]]:
-        """The share of each projection in a tensor of several: all of A, or its rows of B."""
+        """The share of each projection in a tensor of several: all of A, or its rows of B or of a vector."""
         parts = self.modules.stacked[path]
         if kind == "lora_A.weight":
             yield from ((part, info) for part, _ in parts)
             return
         total = sum(rows for _, rows in parts)
-        if len(info.shape) != 2 or info.shape[0] != total:
+        if len(info.shape) != (2 if kind == "lora_B.weight" else 1) or info.shape[0] != total:
             raise AdapterFormatError(
                 f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
                 "serve it with the base model that it was trained on"
@@ -304,8 +319,7 @@ class AdapterWeights(TensorFile):
             return plain
         self._paths.add(match[2])
         self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
-        usual = self.modules.usual.get(match[2])
-        return plain if usual is None else f"{match[1]}.{usual}.{match[3]}"
+        return f"{match[1]}.{self.modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
 
 
 def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
@@ -426,6 +440,12 @@ def _places(file: TensorFile, parts: tuple[AdapterPart, ...], projections: Proje
 
 
 @lru_cache(1024)
+def _same_vectors(vectors: tuple[VectorTarget, ...]) -> tuple[VectorTarget, ...]:
+    """Equal ones as one object; see `_shared`."""
+    return vectors
+
+
+@lru_cache(1024)
 def _shared(
     parts: tuple[AdapterPart, ...], places: TensorPlaces | None
 ) -> tuple[tuple[AdapterPart, ...], TensorPlaces | None]:
@@ -436,14 +456,17 @@ def _shared(
 def _check_names(
     file: TensorFile,
     targets: dict[tuple[int, str], tuple[int, float]],
+    config: AdapterConfig,
     projections: Projections,
-    others: Collection[str] = (),
+    others: Collection[str],
 ) -> None:
     """others: names that may be there beside those of the targets."""
     wanted = {name for layer, module in targets for name in tensor_names(layer, projections[module])}
+    keys = _module_keys(projections)
     for name in file.tensors:
         if name not in wanted and name not in others:
-            why = _why_not(name, file.tensors[name].shape, projections)
+            why = why_no_vector(name, config, keys.values())
+            why = why or _why_not(name, file.tensors[name].shape, projections)
             raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {why}")
     for layer, module in targets:
         for name in tensor_names(layer, projections[module]):
@@ -456,20 +479,40 @@ def _check_names(
 
 def tensor_names(layer: int, projection: Projection) -> Iterator[str]:
     """Of a target's A and B."""
-    key = f"{_PREFIX}{STEM}.layers.{layer}.{projection.path}"
+    key = _module_key(layer, projection)
     return (f"{key}.lora_{side}.weight" for side in "AB")
+
+
+def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str]:
+    """Of a module's magnitudes, bias and bias of B, those that there are."""
+    return names_of_vectors(_module_key(target.layer, projections[target.module]), target)
+
+
+def _module_key(layer: int, projection: Projection) -> str:
+    """What the names of a module's tensors begin with."""
+    return f"{_PREFIX}{STEM}.layers.{layer}.{projection.path}"
+
+
+def _module_keys(projections: Projections) -> dict[tuple[int, str], str]:
+    """`_module_key` of every module of every layer, in the order of layers and projections."""
+    return {
+        (layer, name): _module_key(layer, projections[name])
+        for layer in range(projections.num_layers)
+        for name in projections.names_in(layer)
+    }
 
 
 def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str:
     """Return what is wrong with a tensor that the configuration doesn't account for."""
     if "lora_magnitude_vector" in name:
-        return "belongs to DoRA, which is not supported; merge the adapter into the base or train plain LoRA"
+        return (
+            "belongs to DoRA on a module other than a projection of a layer, which is not supported; leave it out of "
+            "target_modules, or name it in exclude_modules"
+        )
     if "lora_embedding_" in name:
         return "is LoRA on an embedding, which is not supported; train on projections only"
     if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
         return why_not_lora(name, shape)
-    if name.endswith(".bias"):
-        return "is a bias, which is not supported; train with bias='none'"
     if not name.startswith(_PREFIX):
         return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
     match, num_layers = _LAYER.search(name), projections.num_layers

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from .composed import ComposedWeights, composed
-from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
+from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names, vector_names
 from .module_paths import ModulePaths
 from .score_head import TENSORS
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
@@ -56,9 +56,9 @@ def with_effect(manifest: AdapterManifest) -> AdapterManifest:
 def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
-    The hash covers every target's rank, scale and weights in the order of layers and modules, the tokens that activate
-    the adapter, and its head. Two adapters with equal hashes give the same outputs, wherever they are stored and in
-    whatever order their tensors were saved. It reads all weights.
+    The hash covers every target's rank, scale and weights in the order of layers and modules, then the vectors in this
+    order, the tokens that activate the adapter, and its head. Two adapters with equal hashes give the same outputs,
+    wherever they are stored and in whatever order their tensors were saved. It reads all weights.
     """
     if manifest.sources:
         return composed([(with_content(source), scale) for source, scale in manifest.sources])
@@ -95,10 +95,12 @@ class _Reader:
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
         """True if it has a head, or any target changes anything: its scale is not zero, and neither all of its A nor
-        all of its B is.
+        all of its B is. Only the base model's weights could tell that vectors are without effect.
         """
         projections = _modules(manifest).projections
-        return manifest.head is not None or any(
+        if manifest.vectors or manifest.head is not None:
+            return True
+        return any(
             all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
             for part in manifest.parts
             if part.scale != 0
@@ -121,16 +123,20 @@ class _Reader:
             projection = by_id[index]
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
-            digest.update(head.encode())
-            for info in (a, b):
-                for chunk in self._chunks(info):
-                    digest.update(chunk)
+            self._add(digest, head, a, b)
+        for name in (name for target in manifest.vectors for name in vector_names(target, projections)):
+            info = self._file.tensor(name)
+            self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         for name in TENSORS if manifest.head is not None else ():
             if (info := self._file.tensors.get(name)) is not None:
-                digest.update(f"{name} {info.dtype}{info.shape}\n".encode())
-                for chunk in self._chunks(info):
-                    digest.update(chunk)
+                self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         return digest.hexdigest()
+
+    def _add(self, digest: hashlib._Hash, head: str, *tensors: TensorInfo) -> None:
+        digest.update(head.encode())
+        for info in tensors:
+            for chunk in self._chunks(info):
+                digest.update(chunk)
 
     def _has_values(self, info: TensorInfo) -> bool:
         """True if any value is not zero; for most tensors the first values decide."""

@@ -39,6 +39,12 @@ class ModulePaths:
 
     hidden_size: int | None = None
     """Likewise."""
+    biased: tuple[tuple[str, ...], ...] | None = None
+    """By layer, the projections with a bias; None: not known."""
+
+    def has_bias(self, layer: int, module: str) -> bool:
+        """True if a projection may have a bias."""
+        return self.biased is None or module in self.biased[layer]
 
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:

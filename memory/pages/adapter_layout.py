@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .layout import SlabLayout
+from .layout import ROW_ALIGNMENT_BYTES, SlabLayout
 from .projections import Projections
+
+_VECTOR_BYTES = 4  # of a float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,19 @@ class AdapterPart:
     @property
     def num_slabs(self) -> int:
         return self.rank * len(self.layers)
+
+
+class VectorTarget(NamedTuple):
+    """A module of a layer whose outputs an adapter scales and shifts, and what that comes from."""
+
+    layer: int
+    module: str
+    has_magnitude: bool = False
+    """DoRA's magnitudes."""
+    has_bias: bool = False
+    """A bias in place of the base model's."""
+    has_lora_bias: bool = False
+    """A bias of B."""
 
 
 def uniform_parts(
@@ -50,6 +66,43 @@ class PartLayout:
     layer_elems: int
 
 
+@dataclass(frozen=True, slots=True)
+class VectorLayout:
+    """Places of an adapter's vectors, in float32 whatever its dtype: a scale and an offset for each output of a module.
+
+    The offsets of a module begin `vector_elems` elements after its scales.
+    """
+
+    first_elem: tuple[tuple[int, ...], ...]
+    """By layer and module id, the element of the adapter where the scales begin; -1 for a module without vectors."""
+
+    layer_elems: tuple[tuple[int, int], ...]
+    """The run of elements `begin … end` of each layer; empty for a layer without vectors."""
+
+    @classmethod
+    def build(
+        cls, targets: Sequence[VectorTarget], projections: Projections, first: int, itemsize: int
+    ) -> VectorLayout | None:
+        """Lay vectors out layer by layer from element `first` on; None if there are none."""
+        if not targets:
+            return None
+        firsts = [[-1] * len(projections) for _ in range(projections.num_layers)]
+        runs, elem = [], first
+        for layer, own in enumerate(firsts):
+            begin = elem
+            for target in targets:
+                if target.layer == layer:
+                    own[projections.id(target.module)] = elem
+                    elem += 2 * vector_elems(projections[target.module].outputs, itemsize)
+            runs.append((begin, elem))
+        return cls(tuple(map(tuple, firsts)), tuple(runs))
+
+
+def vector_elems(outputs: int, itemsize: int) -> int:
+    """Elements of `itemsize` bytes that a vector takes in an adapter: whole 16 bytes."""
+    return -(-outputs * _VECTOR_BYTES // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES // itemsize
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AdapterLayout:
     """Every part's place, and how many pages the adapter takes in all.
@@ -62,12 +115,19 @@ class AdapterLayout:
     num_elems: int
     num_pages: int
     num_layers: int
+    vectors: VectorLayout | None = None
 
     @classmethod
     def build(
-        cls, parts: Sequence[AdapterPart], projections: Projections, page_elems: int, itemsize: int
+        cls,
+        parts: Sequence[AdapterPart],
+        projections: Projections,
+        page_elems: int,
+        itemsize: int,
+        *,
+        vectors: Sequence[VectorTarget] = (),
     ) -> AdapterLayout:
-        """Lay out parts one after another, each layer-major."""
+        """Lay out parts one after another, each layer-major, and then vectors."""
         placed, num_layers = [], projections.num_layers
         elem = 0
         for part in parts:
@@ -77,10 +137,13 @@ class AdapterLayout:
                 first_elem[layer] = elem
                 elem += part.rank * slabs.slab_elems
             placed.append(PartLayout(slabs, tuple(first_elem), part.rank * slabs.slab_elems))
-        return cls(tuple(placed), elem, -(-elem // page_elems), num_layers)
+        places = VectorLayout.build(vectors, projections, elem, itemsize)
+        if places is not None:
+            elem = places.layer_elems[-1][1]
+        return cls(tuple(placed), elem, -(-elem // page_elems), num_layers, places)
 
     def layer_ranges(self, layer: int) -> list[tuple[int, int]]:
-        """The runs of elements `begin … end` that hold a layer, one for each part that changes it."""
+        """The runs of elements `begin … end` that hold a layer: one for each part that changes it, one of vectors."""
         return self.ranges(range(layer, layer + 1))
 
     def ranges(self, layers: range) -> list[tuple[int, int]]:
@@ -90,4 +153,8 @@ class AdapterLayout:
             firsts = [first for first in part.first_elem[layers.start : layers.stop] if first >= 0]
             if firsts:
                 found.append((firsts[0], firsts[-1] + part.layer_elems))
+        if self.vectors is not None:
+            runs = self.vectors.layer_elems[layers.start : layers.stop]
+            if runs and runs[0][0] < runs[-1][1]:
+                found.append((runs[0][0], runs[-1][1]))
         return found

@@ -130,6 +130,10 @@ class Projections:
         """The layers that have a projection."""
         return self._layers_of[name]
 
+    def names_in(self, layer: int) -> tuple[str, ...]:
+        """The projections of a layer, by id."""
+        return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

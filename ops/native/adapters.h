@@ -22,6 +22,7 @@ struct Adapter {
     float scale;
     int64_t slab_elems;
     int32_t a_offset[kModules], b_offset[kModules];  // elements from a slab's beginning; -1 where a module has none
+    const int64_t* vectors;  // [layers, kModules]: see vectors.h; then there are no slabs; null: there are no vectors
 
     bool in_layer(int layer) const { return first_elem[layer] >= 0; }
     bool has(int module) const { return b_offset[module] >= 0; }
@@ -94,11 +95,13 @@ struct Segments {
     const int32_t *begin, *end;  // [count]
     const Adapter* const* adapters;  // [count]
     const int32_t* level;  // [count]; null: all are 0
+    int32_t vectors, undoes;  // 1: some segments are of vectors; of those, some undo them
 
     int level_of(int s) const { return level ? level[s] : 0; }
     int tokens_of(int s) const { return end[s] - begin[s]; }
-    // True if a segment's expand is done tile by tile, with the base product, in a step of many tokens.
-    bool is_fused(int s) const { return tokens_of(s) >= kLongSegment && !level_of(s); }
+    // True if a segment's expand is done tile by tile, with the base product, in a step of many tokens. Vectors are undone
+    // between the two.
+    bool is_fused(int s) const { return tokens_of(s) >= kLongSegment && !level_of(s) && !undoes && adapters[s]->rank; }
 };
 
 // A module of a group with outputs packed side by side: its id, its first column in y, its width.

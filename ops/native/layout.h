@@ -21,7 +21,7 @@ struct Field {
 // clang-format off: by structure
 constexpr Field kLayout[] = {
     ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
-        AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset),
+        AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset), AT(Adapter, vectors),
     ALL(Integers), AT(Integers, scales), AT(Integers, zeros), AT(Integers, bits), AT(Integers, group),
     ALL(LayerDesc), AT(LayerDesc, attention_norm), AT(LayerDesc, attention_out_norm), AT(LayerDesc, mlp_norm),
         AT(LayerDesc, mlp_out_norm),
@@ -51,7 +51,7 @@ constexpr Field kLayout[] = {
         AT(ModelDesc, convs_per_page), AT(ModelDesc, heads_per_page), AT(ModelDesc, conv_pages),
         AT(ModelDesc, kv_copies),
     ALL(Segments), AT(Segments, count), AT(Segments, begin), AT(Segments, end), AT(Segments, adapters),
-        AT(Segments, level),
+        AT(Segments, level), AT(Segments, vectors), AT(Segments, undoes),
     ALL(StepDesc), AT(StepDesc, tokens), AT(StepDesc, rows), AT(StepDesc, logits_wanted), AT(StepDesc, states_wanted),
         AT(StepDesc, token_ids), AT(StepDesc, positions), AT(StepDesc, page), AT(StepDesc, offset),
         AT(StepDesc, qo_indptr), AT(StepDesc, kv_lens), AT(StepDesc, page_table), AT(StepDesc, table_stride),

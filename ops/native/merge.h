@@ -1,6 +1,7 @@
-// W + Σ scale·B·A from packed panels to packed panels: an adapter in a copy of the weights.
+// (W + Σ scale·B·A) · vector from packed panels to packed panels: an adapter in a copy of the weights; the vector has a scale
+// for each output, where the adapter has any.
 //
-// Every element is one chain of fused multiply-adds in float32, from W on and in order of rank, rounded once. Some
+// Every element is one chain of fused multiply-adds in float32, from W on and in order of rank, scaled and rounded once. Some
 // inputs are worked on at a time, for all 32 outputs of a panel or half of them; what the adapter has for them streams past.
 #pragma once
 #include <cmath>
@@ -9,9 +10,11 @@
 #include "buffer.h"
 #include "descriptors.h"
 #include "pool.h"
+#include "vectors.h"
 
 namespace chorus {
 
+constexpr float kLeastScale = 1e-6f;  // of an output: with less, what is merged can't be taken off again
 constexpr int kInputs = kTileVectors >= 16 ? 8 : 6;  // that are worked on together
 constexpr int kHalves = kInputs * 2 <= kTileVectors ? 2 : 1;  // 16 outputs each, in registers at once
 
@@ -51,7 +54,7 @@ class Merge {
    public:
     explicit Merge(Team& team) : team_(team), scratch_(team.most()) {}
 
-    // Write W + Σ scale·B·A of one matrix.
+    // Write the merged form of one matrix.
     //
     //   desc      the matrix and its adapters
     //   products  of the model
@@ -92,6 +95,8 @@ class Merge {
         std::vector<T> spare;
         Buffer<float> wide;  // a panel
         std::vector<int> used;  // parts that change the panel
+        float scale[kPanel];  // of the panel's outputs
+        bool scaled;  // some scale is not 1
         float growth = 0;
     };
 
@@ -100,11 +105,14 @@ class Merge {
         const int modules = (int)task.group.size();
         const int inputs = task.inputs, column = p * kPanel, columns = std::min(kPanel, task.outputs - column);
         own.used.clear();
+        own.scaled = false;
+        std::fill_n(own.scale, kPanel, 1.0f);
         for (int i = 0; i < desc.count; i++)
             for (int g = 0; g < modules; g++) {
                 const Target& target = task.group[g];
                 const Adapter& adapter = *desc.parts[i];
                 const auto here = target.within(column, columns);
+                if (here.any() && adapter.vectors) read_scales(task, adapter, target, column, own);
                 if (!here.any() || !adapter.has(target.module) || !adapter.in_layer(desc.layer)) continue;
                 const int index = i * modules + g;
                 Part& part = own.parts[index];
@@ -123,7 +131,7 @@ class Merge {
             return add(task, own, (const float*)own.wide.data(), to, columns);
         }
         const T* from = origin.panel(column).data;
-        if (own.used.empty()) return (void)memcpy(to, from, panel_elems<T>(inputs) * sizeof(T));
+        if (own.used.empty() && !own.scaled) return (void)memcpy(to, from, panel_elems<T>(inputs) * sizeof(T));
         add(task, own, from, to, columns);
     }
 
@@ -165,6 +173,12 @@ class Merge {
                         }
                     }
                 }
+                if (own.scaled)
+                    for (int h = 0; h < kHalves; h++) {
+                        const Floats scale = load16(own.scale + (half + h) * kLanes);
+#pragma GCC unroll 8
+                        for (int i = 0; i < kInputs; i++) v[i][h] = v[i][h] * scale;
+                    }
                 for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
                     for (int i = 0; i < kInputs; i++) after[h] = fma(v[i][h], v[i][h], after[h]);
@@ -178,6 +192,21 @@ class Merge {
                 own.growth = std::max(own.growth, finite ? largest(ratio) : INFINITY);
             }
         }
+    }
+
+    // The scales of a module's outputs in the panel that begins at `column`.
+    void read_scales(const Task& task, const Adapter& adapter, const Target& target, int column, Scratch& own) {
+        const VectorPlace place = vector_place<T>(adapter, task.desc.layer, target);
+        if (place.scale < 0) return;
+        own.scaled = true;
+        float* scale = own.scale + target.column - column;
+        each_piece(task.arena, adapter, place, target.within(column, kPanel),
+                   [&](const float* scales, const float*, int first, int count) {
+                       for (int c = 0; c < count; c++) {
+                           scale[first + c] = scales[c];
+                           if (std::abs(scales[c]) < kLeastScale) own.growth = INFINITY;
+                       }
+                   });
     }
 
     // A of a module, once for each thread and matrix.

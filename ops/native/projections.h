@@ -9,6 +9,7 @@
 #include "product.h"
 #include "rank_shrinks.h"
 #include "shares.h"
+#include "vectors.h"
 
 namespace chorus {
 
@@ -60,11 +61,14 @@ class Projections {
         const size_t h_elems = most_targets_ * levels * (size_t)step.tokens * ldh_;
         grow(h_, h_elems);
         ranks_.begin(few_, h_elems);
+        vectors_.plan(segments, step.tokens);
         chunks_.plan(step.tokens, segments, fused_, team_.size());
         const int chunks = chunks_.count();
         if ((int)gates_.size() < chunks) gates_ = std::vector<Team::Gate>(chunks);
         for (auto& gate : gates_) gate.given = gate.done = 0;
         for (int p = 0; p < products_.count(); p++) plan_product(segments, p, levels);
+        if (vectors_.is_any())
+            grow(aside_, (size_t)step.tokens * products_.most([&](int p) { return products_.outputs(p); }));
         for (auto& s : scratch_) {
             if (gated_) grow(s.gated, (size_t)2 * kPanel * chunks_.longest());
             s.lora.reserve(rank, most_inputs_);
@@ -77,10 +81,32 @@ class Projections {
     // Many: a chunk's shrink by the first threads to reach its tiles, mostly the thread that wrote x, then expand as
     // more of the base product's reduction dimension. Expanded by themselves still: segments of few tokens, a second
     // part of an adapter for the same tokens, and panels that hold columns of two modules.
+    // Vectors change what the product and the adapter's expand are together: where that is added to y, rows that have
+    // any are put aside meanwhile.
     //
     //   me    the thread; all threads of the team run the same task
     //   task  the product
     void run(Team::Member& me, const LoraTask<T>& task) {
+        if (!vectors_.is_any()) return run_products(me, task);
+        const int outputs = products_.outputs(task.product);
+        const Rows<float> aside{aside_.data(), outputs};
+        auto each_row = [&](auto work) { each_part(team_, me, task.step.tokens, [&](int t, bool) { work(t); }); };
+        if (task.accumulate)
+            each_row([&](int t) {
+                if (!has_vectors(task, t)) return;
+                std::copy_n(task.y[t], outputs, aside[t]);
+                std::fill_n(task.y[t], outputs, 0.0f);
+            });
+        run_products(me, task);
+        each_row([&](int t) {
+            if (!has_vectors(task, t)) return;
+            scale_tile(task, {t, 1, 0, outputs}, task.y.from(t), false);
+            if (task.accumulate) add_scaled(aside[t], outputs, 1, task.y[t]);
+        });
+    }
+
+    // As `run`, without vectors that are applied last; those that are undone are.
+    void run_products(Team::Member& me, const LoraTask<T>& task) {
         const int p = task.product;
         const Product<T> product{task.x,          task.step.tokens, task.w, task.y, scratch_[me.thread].fixed.begin(),
                                  task.accumulate, &chunks_.cuts()};
@@ -106,6 +132,9 @@ class Projections {
                 run_tile(me, task, product, tile, task.y.from(tile.row, tile.column), false);
             });
         }
+        if (task.step.segments.undoes)
+            each_part(team_, me, task.step.tokens,
+                      [&](int t, bool) { scale_tile(task, {t, 1, 0, products_.outputs(p)}, task.y.from(t), true); });
         auto run_unit = [&](const LoraUnit& u, const LoraUnit* next) { run_expand(me, task, u, next, task.y); };
         // Level after level: what tokens have a second time is added to what they have first.
         for (const Shares<LoraUnit>& level : expand_[p])
@@ -131,6 +160,10 @@ class Projections {
             const Rows<float> out{scratch_[me.thread].gated.data(), 2 * kPanel};
             run_tile(me, task, product, gate, out, true);
             run_tile(me, task, product, up, out.from(0, kPanel), true);
+            if (vectors_.is_any()) {
+                scale_tile(task, gate, out, false);
+                scale_tile(task, up, out.from(0, kPanel), false);
+            }
             for (int r = 0; r < gate.rows; r++)
                 activate(activation, out[r], out[r] + kPanel, kPanel, act[gate.row + r] + gate.column);
         });
@@ -237,6 +270,7 @@ class Projections {
             base(u.token + u.tokens, &extra);
         });
         base(tile.row + tile.rows, nullptr);
+        if (all && segments.undoes) scale_tile(task, tile, out, true);
         auto add = [&](const LoraUnit& u) { run_expand(me, task, u, nullptr, out.from(-tile.row, -tile.column)); };
         done = tile.row;
         if (rest)
@@ -247,6 +281,41 @@ class Projections {
             });
         for (int level = 1; all && level < (int)expand_[task.product].size(); level++)
             expand_tile(segments, task.product, tile, level, all, add);
+    }
+
+    // True if a token's adapter has vectors for the product.
+    bool has_vectors(const LoraTask<T>& task, int token) const {
+        bool found = false;
+        vectors_.each(token, [&](int s) {
+            for (const Target& target : products_.targets(task.product))
+                found |= vector_place<T>(*task.step.segments.adapters[s], task.layer, target).scale >= 0;
+        });
+        return found;
+    }
+
+    // Apply vectors to a tile of the product.
+    //
+    //   task  the product with its adapters
+    //   tile  rows and columns of y
+    //   out   [tile.rows, tile.columns]
+    //   undo  those that are undone, instead of the others
+    void scale_tile(const LoraTask<T>& task, const Tile& tile, Rows<float> out, bool undo) const {
+        for (int r = 0; r < tile.rows; r++)
+            vectors_.each(tile.row + r, [&](int s) {
+                const Adapter& adapter = *task.step.segments.adapters[s];
+                if ((adapter.scale < 0) != undo) return;
+                for (const Target& target : products_.targets(task.product)) {
+                    const auto part = target.within(tile.column, tile.columns);
+                    const VectorPlace place = vector_place<T>(adapter, task.layer, target);
+                    if (place.scale < 0) continue;
+                    float* y = out[r] + target.column - tile.column;
+                    each_piece(arena(), adapter, place, part,
+                               [&](const float* scales, const float* offsets, int first, int count) {
+                                   if (undo) undo_scale_and_shift(y + first, count, scales, offsets);
+                                   else scale_and_shift(y + first, count, scales, offsets);
+                               });
+                }
+            });
     }
 
     // run(unit), with the parts of expands that lie in a tile of the product.
@@ -298,6 +367,8 @@ class Projections {
     std::vector<int> product_;  // [layers, groups]
     std::vector<int> uses_before_;  // [layers, products]: how many groups of earlier layers are the product
     Buffer<X> h_;
+    VectorSegments vectors_;
+    Buffer<float> aside_;  // of y's rows
     long ldh_ = 2;
     bool fused_ = false;  // the step has a long segment
     bool few_ = false, gated_ = false;

@@ -20,6 +20,7 @@ from ...ops.attention_schedule import attention_constants, attention_options, la
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_pages
+from ...ops.vectors_schedule import vector_constants, vector_options
 from ..bench.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -246,8 +247,25 @@ def _deltas(k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> dict[str, Ele
 #: Launches of Gated DeltaNet in Qwen3.5-9B.
 DELTAS = _deltas(16, 32, 128, 128)
 
-#: Launches that read no adapter.
-PLAIN = ELEMENTWISE | PRODUCTS | DRAWS | DELTAS
+
+def _vectors(group: str, *, undo: bool = False) -> Elementwise:
+    """For bf16 pages; the kernel is the same for others but for the values of a page."""
+    _, modules = GROUPS[group]
+    vectors = (("arena", "*fp32"), ("rows", "*i32"), ("first", "*i64"), ("pages", "*i32"))
+    others = {"vectors": vectors, **dict.fromkeys(("layer", "layers", "max_pages"), "i32"), **_strides("y")}
+    constants = {"C": vector_constants(modules, PAGE_ELEMS * ITEMSIZE["bf16"], undo=undo)}
+    return Elementwise("vectors_triton", "scale_rows", constants, vector_options(), ("y",), others)
+
+
+#: Launches of adapters' vectors in Llama-3.1-8B.
+VECTORS = {
+    "vectors.qkv": _vectors("qkv"),
+    "vectors.down": _vectors("down"),
+    "vectors.undone": _vectors("qkv", undo=True),
+}
+
+#: Launches that read no rank-rows.
+PLAIN = ELEMENTWISE | PRODUCTS | DRAWS | DELTAS | VECTORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +422,9 @@ def plain_variants() -> Iterator[Variant]:
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
     for group, launch in DRAWS.items():
         yield Variant(launch.kernel, group, "fp32", 64)
+    for group, launch in VECTORS.items():
+        for dtype in ITEMSIZE:
+            yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in DELTAS.items():
         for dtype in ITEMSIZE if launch.own else ("fp32",):
             yield Variant(launch.kernel, group, dtype, 64)

@@ -204,8 +204,9 @@ def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
     from ...memory.pages.adapter_layout import AdapterLayout
 
     dtype: torch.dtype = getattr(torch, base.dtype)
-    layout = AdapterLayout.build(manifest.parts, base.modules.projections, PAGE_ELEMENTS, dtype.itemsize)
-    read_image(manifest, ImageForm(layout, base.modules.projections, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
+    projections = base.modules.projections
+    layout = AdapterLayout.build(manifest.parts, projections, PAGE_ELEMENTS, dtype.itemsize, vectors=manifest.vectors)
+    read_image(manifest, ImageForm(layout, projections, PAGE_ELEMENTS, dtype), HostImage(), HostBuffers())
 
 
 def _line(verdict: Verdict) -> str:

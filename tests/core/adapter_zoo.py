@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..conftest import ATTENTION, MIN_MARGIN, MLP, ModelSpec, quiet, save_model
+from .tiny_families import train_vectors
 
 BASE = ModelSpec(seed=11, layers=3)
 
@@ -34,24 +35,86 @@ FORMS: dict[str, dict[str, Any]] = {
         "target_modules": ["q_proj", "k_proj", "v_proj"],
         "alora_invocation_tokens": [11],
     },
+    "dora": {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION + MLP, "use_dora": True},
+    "dora-patterns": {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["k_proj", "o_proj", "gate_proj", "down_proj"],
+        "use_dora": True,
+        "use_rslora": True,
+        "rank_pattern": {"o_proj": 9, "2.mlp.down_proj": 1},
+        "alpha_pattern": {"gate_proj": 7},
+        "layers_to_transform": [0, 2],
+    },
+    "bias-of-none": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "bias": "all"},
+}
+
+#: The same for a base model with biases.
+BIASED_FORMS: dict[str, dict[str, Any]] = {
+    "plain": FORMS["plain"],
+    "bias-all": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], "bias": "all"},
+    "bias-lora-only": {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj", "o_proj"], "bias": "lora_only"},
+    "lora-bias": {"r": 5, "lora_alpha": 3, "target_modules": ATTENTION + MLP, "lora_bias": True},
+    "both-biases": {
+        "r": 5,
+        "lora_alpha": 3,
+        "target_modules": ["q_proj", "o_proj", "down_proj"],
+        "lora_bias": True,
+        "bias": "all",
+        "rank_pattern": {"0.self_attn.q_proj": 2},
+    },
+    "dora": FORMS["dora"],
+    "dora-bias-all": {**FORMS["dora"], "target_modules": ["v_proj", "o_proj", "up_proj"], "bias": "all"},
+    "alora-bias": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ATTENTION + MLP,
+        "alora_invocation_tokens": INVOCATION,
+        "lora_bias": True,
+    },
 }
 
 
 @quiet()
-def save_zoo(root: Path) -> Zoo:
-    """Write the base model and an adapter of each form, none of which leaves the model's outputs as they are."""
+def save_zoo(
+    root: Path, *, biased: bool = False, spec: ModelSpec = BASE, forms: dict[str, dict[str, Any]] | None = None
+) -> Zoo:
+    """Write the base model and an adapter of each form, none of which leaves the model's outputs as they are.
+
+    biased: the base model has biases. forms: by default FORMS or BIASED_FORMS.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
-    save_model(BASE, root / "model")
+    forms = forms or (BIASED_FORMS if biased else FORMS)
+    save_model(spec, root / "model")
+    if biased:
+        _add_biases(root / "model")
     paths = {}
-    for seed, (name, arguments) in enumerate(FORMS.items()):
+    for seed, (name, arguments) in enumerate(forms.items()):
         torch.manual_seed(seed)
         config = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
         model = get_peft_model(LlamaForCausalLM.from_pretrained(root / "model"), config)
+        train_vectors(model)
         model.save_pretrained(str(root / "adapters" / name))
         paths[name] = root / "adapters" / name
-    return Zoo(root / "model", paths)
+    return Zoo(root / "model", paths, forms, spec)
+
+
+def _add_biases(path: Path) -> None:
+    """Give a saved model biases of every projection."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = LlamaForCausalLM.from_pretrained(path)
+    config = LlamaConfig.from_pretrained(path)
+    config.attention_bias = config.mlp_bias = True
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(before.state_dict(), strict=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(path)
 
 
 @dataclass
@@ -60,12 +123,14 @@ class Zoo:
 
     model: Path
     adapters: dict[str, Path]
-    _peft: Any = None
+    forms: dict[str, dict[str, Any]] = field(default_factory=lambda: FORMS)
+    spec: ModelSpec = BASE
+    _peft: dict[str | None, Any] = field(default_factory=dict)
     _answers: dict[tuple[str | None, tuple[int, ...], int], tuple[list[int], float]] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
-        return BASE.vocab
+        return self.spec.vocab
 
     def case(self, adapter: str | None, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
         """A prompt whose `count` greedy tokens are clear choices, and these."""
@@ -78,8 +143,8 @@ class Zoo:
 
     def prompt(self, adapter: str | None, length: int, rng: random.Random) -> list[int]:
         """A random prompt, with the adapter's invocation somewhere if it has one."""
-        prompt = [rng.randrange(12, BASE.vocab) for _ in range(length)]
-        invocation = FORMS[adapter].get("alora_invocation_tokens") if adapter else None
+        prompt = [rng.randrange(12, self.vocab_size) for _ in range(length)]
+        invocation = self.forms[adapter].get("alora_invocation_tokens") if adapter else None
         if invocation:
             at = rng.randint(0, length)
             prompt[at:at] = invocation
@@ -109,21 +174,14 @@ class Zoo:
 
     @quiet()
     def _use(self, adapter: str | None) -> Any:
+        """A model of its own for each adapter: PEFT writes trained biases into the base model."""
         from peft import PeftModel
         from transformers import LlamaForCausalLM
 
-        if self._peft is None:
-            names = list(self.adapters)
+        if adapter not in self._peft:
             base = LlamaForCausalLM.from_pretrained(self.model, dtype=torch.float32)
             base.generation_config.eos_token_id = None
             base.generation_config.pad_token_id = 0
-            self._peft = PeftModel.from_pretrained(base, self.adapters[names[0]], adapter_name=names[0])
-            for name in names[1:]:
-                self._peft.load_adapter(self.adapters[name], adapter_name=name)
-            self._peft.eval()
-        if adapter is None:
-            self._peft.base_model.disable_adapter_layers()
-        else:
-            self._peft.base_model.enable_adapter_layers()
-            self._peft.set_adapter(adapter)
-        return self._peft
+            model = base if adapter is None else PeftModel.from_pretrained(base, self.adapters[adapter])
+            self._peft[adapter] = model.eval()
+        return self._peft[adapter]

@@ -206,8 +206,11 @@ def on_ranks(settings: EngineConfig, adapters: Iterable[Path]) -> EngineConfig:
     def most_pages(size: int) -> int:
         shapes = ModelExecutor(settings, Shard(0, size))
         page, projections = shapes.layout, shapes.config.projections
-        parts = [inspect_adapter(path, whole.module_paths).parts for path in adapters]
-        layouts = [AdapterLayout.build(each, projections, page.page_elems, page.itemsize) for each in parts]
+        manifests = [inspect_adapter(path, whole.module_paths) for path in adapters]
+        layouts = [
+            AdapterLayout.build(each.parts, projections, page.page_elems, page.itemsize, vectors=each.vectors)
+            for each in manifests
+        ]
         return max((layout.num_pages for layout in layouts), default=0)
 
     adapters, changes = list(adapters), {"tensor_parallel_size": RANKS}

@@ -20,15 +20,21 @@ ACTIVATED = [name for name, form in FORMS.items() if "alora_invocation_tokens" i
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    return save_zoo(tmp_path_factory.mktemp("zoo"))
+def zoos(tmp_path_factory):
+    names = ("plain base", "biased base")
+    return {name: save_zoo(tmp_path_factory.mktemp("zoo"), biased=name == "biased base") for name in names}
 
 
-def ask_all(zoo, driver, seed, lengths=(1, 40), tokens=8, names=(None, *FORMS), times=1):
+@pytest.fixture(params=["plain base", "biased base"])
+def zoo(request, zoos):
+    return zoos[request.param]
+
+
+def ask_all(zoo, driver, seed, lengths=(1, 40), tokens=8, names=None, times=1):
     """Add requests of every form and the base model; return PEFT's answers."""
     rng, want = random.Random(seed), {}
     for turn in range(times):
-        for name in names:
+        for name in (None, *zoo.forms) if names is None else names:
             request_id = f"{seed}.{turn}.{name}"
             prompt, want[request_id] = zoo.case(name, rng.randint(*lengths), tokens, seed=turn)
             driver.add(request_id, name, prompt, max_tokens=tokens)
@@ -58,12 +64,24 @@ def test_from_the_cache(zoo, drive):
     assert driver.engine.stats().num_prefix_hit_tokens > 100
 
 
-@pytest.mark.parametrize("kernels", ["native"])
-def test_merged(zoo, drive):
-    """An activated adapter's own requests then have the difference taken off the tokens before the invocation."""
-    driver = drive(zoo, max_num_seqs=8, max_num_batched_tokens=24)
-    driver.run("load", "alora", INVOCATION, max_tokens=1)
-    driver.engine.merge("alora")
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        *(("plain base", name) for name in ("alora", "dora", "dora-patterns")),
+        *(("biased base", name) for name in ("bias-all", "lora-bias", "dora-bias-all", "alora-bias")),
+    ],
+)
+@pytest.mark.pairs
+@pytest.mark.parametrize("chunk", [24, 120])
+def test_merged(zoos, drive, base, name, chunk):
+    """An activated adapter's own requests then have the difference taken off the tokens before the invocation, and
+    vectors are undone for requests of others.
+    """
+    zoo = zoos[base]
+    driver = drive(zoo, max_num_seqs=8, max_num_batched_tokens=chunk)
+    driver.run("load", name, INVOCATION, max_tokens=1)
+    driver.engine.merge(name)
     driver.add("beside", None, [5, 6, 7], max_tokens=60)
     while driver.engine.merging.is_under_way:
         driver.step()
@@ -103,6 +121,7 @@ def test_moved_to_another_engine(zoo, drive):
     assert got == want
 
 
+@pytest.mark.parametrize("zoo", ["plain base"], indirect=True)
 class TestActivated:
     """aLoRA: the base model's KV before the invocation, the adapter's from there on."""
 

@@ -342,8 +342,20 @@ def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **cha
         config.write_text(config.read_text().replace("LlamaForCausalLM", INTERNLM_3))
 
 
-def make_tiny(name: str, root: Path) -> Tiny:
-    """A family's model with ADAPTERS, below `root`."""
+def train_vectors(model: torch.nn.Module) -> None:
+    """Change magnitudes and biases that are trained, which PEFT begins with those of the base model."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+            elif name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
+    """A family's model with ADAPTERS, below `root`. arguments: further ones of `LoraConfig`."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -354,10 +366,16 @@ def make_tiny(name: str, root: Path) -> Tiny:
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
         config = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=here, init_lora_weights=False, task_type="CAUSAL_LM"
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=here,
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+            **arguments,
         )
-        base = AutoModelForCausalLM.from_pretrained(root / "model")
-        get_peft_model(base, config).save_pretrained(adapters[adapter])
+        trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), config)
+        train_vectors(trained)
+        trained.save_pretrained(adapters[adapter])
     model: Any = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     for adapter, path in adapters.items():
         if isinstance(model, PeftModel):

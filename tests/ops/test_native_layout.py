@@ -28,7 +28,11 @@ def test_every_field_lies_where_the_library_reads_it():
 class SwappedSegments(ctypes.Structure):
     """Of the same size: only its fields' names say that begin and end have changed places."""
 
-    _fields_ = [("count", c_int32), *((name, c_void_p) for name in ("end", "begin", "adapters", "level"))]
+    _fields_ = [
+        ("count", c_int32),
+        *((name, c_void_p) for name in ("end", "begin", "adapters", "level")),
+        *((name, c_int32) for name in ("vectors", "undoes")),
+    ]
 
 
 @built

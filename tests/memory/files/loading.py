@@ -25,7 +25,7 @@ Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_ELEMS):
     """Register and read, as the store does."""
     manifest = inspect_adapter(path, TINY_PATHS)
-    layout = AdapterLayout.build(manifest.parts, TINY, page_elems, dtype.itemsize)
+    layout = AdapterLayout.build(manifest.parts, TINY, page_elems, dtype.itemsize, vectors=manifest.vectors)
     image = HostImage()
     read_image(manifest, ImageForm(layout, TINY, page_elems, dtype), image, HostBuffers())
     assert image.stream.num_ready == LAYERS

@@ -156,6 +156,23 @@ def poisoned(value, name=UP2_B, at=(3, 1)):
     return change
 
 
+def together(*changes):
+    return lambda it: [change(it) for change in changes]
+
+
+def dora(first=1.0, longer=0):
+    """Magnitudes of every module; the first one with another value, or longer than the module has outputs."""
+
+    def change(it):
+        it.config["use_dora"] = True
+        for name in [name for name in it.tensors if "lora_B" in name]:
+            magnitudes = torch.ones(len(it.tensors[name]) + (longer if name == Q0_B else 0))
+            magnitudes[0] = first if name == Q0_B else 1.0
+            it.tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = magnitudes
+
+    return change
+
+
 REFUSED = {
     "missing tensor": (lambda it: it.tensors.pop(UP2_B), WEIGHTS, UP2_B, "missing", "up_proj of layer 2"),
     "extra tensor": (lambda it: it.config["target_modules"].remove("up_proj"), WEIGHTS, "up_proj", "not targeted"),
@@ -178,8 +195,20 @@ REFUSED = {
     "wrong block": (extra(Q0_A.replace("self_attn", "mlp"), 4, 16), WEIGHTS, "mlp.q_proj", "not supported"),
     "NaN": (poisoned(math.nan), WEIGHTS, UP2_B, "NaN or infinity"),
     "infinity": (poisoned(-math.inf, Q0_A, (0, 15)), WEIGHTS, Q0_A, "NaN or infinity"),
-    "DoRA flag": (config(use_dora=True), CONFIG, "use_dora", "merge"),
-    "DoRA tensor": (extra(Q0_A.replace("lora_A", "lora_magnitude_vector"), 16), WEIGHTS, "magnitude", "DoRA"),
+    "DoRA flag": (config(use_dora=True), WEIGHTS, "lora_magnitude_vector is missing", "use_dora"),
+    "DoRA tensor": (extra(Q0_A.replace("lora_A", "lora_magnitude_vector"), 16), WEIGHTS, "magnitude", "use_dora"),
+    "DoRA's shape": (dora(longer=1), WEIGHTS, "lora_magnitude_vector", "is needed"),
+    "DoRA not finite": (dora(math.nan), WEIGHTS, "lora_magnitude_vector", "NaN"),
+    "DoRA with lora_bias": (config(use_dora=True, lora_bias=True), CONFIG, "lora_bias", "DoRA"),
+    "DoRA on the head": (
+        together(dora(), extra("base_model.model.lm_head.lora_magnitude_vector", 40)),
+        WEIGHTS,
+        "lm_head",
+        "DoRA",
+        "exclude_modules",
+    ),
+    "activated DoRA": (config(use_dora=True, alora_invocation_tokens=[1]), CONFIG, "use_dora", "alora"),
+    "activated bias": (config(bias="all", alora_invocation_tokens=[1]), CONFIG, "bias", "alora"),
     "modules_to_save": (config(modules_to_save=["lm_head"]), CONFIG, "modules_to_save", "lm_head"),
     "saved module": (extra("base_model.model.lm_head.weight", 40, 16), WEIGHTS, "lm_head", "modules_to_save"),
     "resized vocabulary": (
@@ -205,10 +234,16 @@ REFUSED = {
     "embedding target": (config(target_modules=["q_proj", "embed_tokens"]), CONFIG, "embed_tokens", "exclude_modules"),
     "head target": (config(target_modules=".*(_proj|lm_head)"), CONFIG, "lm_head", "exclude_modules"),
     "matches a block": (config(target_modules=".*mlp.*"), CONFIG, "model.layers.0.mlp"),
-    "bias tensor": (extra(Q0_B.replace("weight", "bias"), 16), WEIGHTS, "lora_B.bias", "bias='none'"),
-    "layer bias": (extra(Q0_B.replace("lora_B.weight", "bias"), 16), WEIGHTS, "q_proj.bias", "bias='none'"),
-    "bias": (config(bias="lora_only"), CONFIG, "bias", "lora_only"),
-    "lora_bias": (config(lora_bias=True), CONFIG, "lora_bias"),
+    "bias tensor": (extra(Q0_B.replace("weight", "bias"), 16), WEIGHTS, "lora_B.bias", "lora_bias"),
+    "layer bias": (extra(Q0_B.replace("lora_B.weight", "bias"), 16), WEIGHTS, "q_proj.bias", "bias 'none'"),
+    "bias": (config(bias="some"), CONFIG, "bias", "lora_only"),
+    "bias of a norm": (
+        together(config(bias="all"), extra("base_model.model.model.layers.0.input_layernorm.bias", 16)),
+        WEIGHTS,
+        "input_layernorm.bias",
+        "bias='none'",
+    ),
+    "lora_bias": (config(lora_bias=True), WEIGHTS, "lora_B.bias is missing", "lora_bias"),
     "unprefixed": (extra(Q0_A.removeprefix("base_model.model."), 4, 16), WEIGHTS, "base_model.model.", "save_pre"),
     "ill-named": (extra(Q0_A.replace("lora_A", "lora_A.default"), 4, 16), WEIGHTS, "lora_A.default"),
     "rank 0": (config(r=0), CONFIG, "r is 0", "1 to 4096"),

@@ -1,0 +1,95 @@
+"""Tensors of an adapter with one value for each output of a module: DoRA's magnitudes, trained biases, biases of B.
+
+Tests: tests/memory/files/test_vectors.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from ..pages.adapter_layout import VectorTarget
+from ..pages.projections import Projection
+from .config import CONFIG_FILE, AdapterConfig
+from .error import AdapterFormatError, shown
+from .module_paths import ModulePaths
+from .tensor_file import TensorFile
+
+#: Ends of the names, and the field of `VectorTarget` that says whether there is one.
+MAGNITUDE, BIAS, LORA_BIAS = "lora_magnitude_vector", "bias", "lora_B.bias"
+
+#: Other ends that PEFT writes, and the usual ones.
+ENDS = {f"{MAGNITUDE}.weight": MAGNITUDE, f"base_layer.{BIAS}": BIAS}
+
+#: Regular expression of all ends.
+PATTERN = r"lora_magnitude_vector(?:\.weight)?|lora_B\.bias|(?:base_layer\.)?bias"
+
+#: Module of a layer → rank and scale of LoRA.
+Targets = Mapping[tuple[int, str], tuple[int, float]]
+
+
+def vector_targets(
+    file: TensorFile, keys: Mapping[tuple[int, str], str], config: AdapterConfig, targets: Targets, modules: ModulePaths
+) -> tuple[VectorTarget, ...]:
+    """The modules with vectors, in the order of layers and projections.
+
+    keys: of every module of a layer, what its tensors' names begin with. Raises AdapterFormatError if a vector is
+    missing, has another shape than the module has outputs, or has no place in the base model.
+    """
+    found = []
+    for (layer, module), key in keys.items():
+        is_target = (layer, module) in targets
+        has_bias = config.bias != "none" and f"{key}.{BIAS}" in file.tensors
+        if has_bias and not modules.has_bias(layer, module):
+            raise AdapterFormatError(
+                f"{file.path}: tensor {key}.{BIAS} is a bias of {module} in layer {layer}, which the base model has "
+                "not; serve it with the base model that it was trained on"
+            )
+        target = VectorTarget(layer, module, is_target and config.uses_dora, has_bias, is_target and config.lora_bias)
+        if any(target[2:]):
+            _check(file, key, target, modules.projections[module])
+            found.append(target)
+    return tuple(found)
+
+
+def vector_names(key: str, target: VectorTarget) -> Iterator[str]:
+    """Names of a module's vectors. key: what its tensors' names begin with."""
+    ends = ((MAGNITUDE, target.has_magnitude), (BIAS, target.has_bias), (LORA_BIAS, target.has_lora_bias))
+    return (f"{key}.{end}" for end, is_there in ends if is_there)
+
+
+def _check(file: TensorFile, key: str, target: VectorTarget, projection: Projection) -> None:
+    for name in vector_names(key, target):
+        info = file.tensors.get(name)
+        if info is None:
+            field = "lora_bias" if name.endswith(LORA_BIAS) else "use_dora"
+            raise AdapterFormatError(
+                f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} has {field} and targets {target.module} of "
+                f"layer {target.layer}; save the adapter again"
+            )
+        if info.shape != (projection.outputs,):
+            raise AdapterFormatError(
+                f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {[projection.outputs]} is needed; "
+                "serve it with the base model that it was trained on"
+            )
+
+
+def why_no_vector(name: str, config: AdapterConfig, modules: Collection[str]) -> str | None:
+    """Return why a tensor named like a vector is not one of the adapter's; None for other names.
+
+    modules: beginnings of the names of the base model's modules.
+    """
+    ends = {MAGNITUDE: ("use_dora", False), LORA_BIAS: ("lora_bias", False), BIAS: ("bias", "none")}
+    end = next((end for end in (MAGNITUDE, LORA_BIAS, BIAS) if name.endswith(f".{end}")), None)
+    if end is None:
+        return None
+    field, without = ends[end]
+    value = {"use_dora": config.uses_dora, "lora_bias": config.lora_bias, "bias": config.bias}[field]
+    if value == without:
+        return f"is unexpected: {CONFIG_FILE} has {field} {shown(without)}, so PEFT would not apply it; mend either"
+    if name.removesuffix(f".{end}") in modules:
+        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
+    if end == BIAS:
+        return (
+            "is a bias of another module than a projection of a layer, which is not supported; train with bias='none'"
+        )
+    return None

@@ -1,0 +1,78 @@
+"""A step's vectors in static buffers, where the kernel of `vectors_triton` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from .sgmv import AdapterRows, Segments
+from .sgmv_tables import MAX_MODULES, Copy, TablesFull
+
+
+class VectorTables:
+    """Buffers that never move: a captured launch reads the data of the last `plan`.
+
+    applied, undone: int32 `[tokens]`, the table row of the vectors of each token, -1: none
+    first:           int64 `[table_rows, layers, MAX_MODULES]`, the float32 value of the adapter where a module's scales
+                     begin, -1: it has none
+    pages:           int32 `[table_rows, max_pages]`, the adapter's pages in the arena
+    """
+
+    def __init__(
+        self,
+        table_rows: int,
+        layers: int,
+        max_pages: int,
+        tokens: int,
+        device: torch.device | str = "cpu",
+        *,
+        itemsize: int,
+        make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
+    ) -> None:
+        """itemsize: bytes of an element of an adapter. make_copy: see `SgmvTables`."""
+        self._per_value = 4 // itemsize  # elements
+        self.first = torch.full((table_rows, layers, MAX_MODULES), -1, dtype=torch.int64, device=device)
+        self.pages = torch.zeros((table_rows, max_pages), dtype=torch.int32, device=device)
+        self._of_tokens = torch.full((2, -(-tokens // 4) * 4), -1, dtype=torch.int32, device=device)
+        self.applied, self.undone = self._of_tokens
+        self._table_rows: dict[AdapterRows, int] = {}  # least recently used first
+        self._planned: Segments | None = None
+        self._copies = [make_copy(each.numel() * each.itemsize) for each in (self._of_tokens, self.first, self.pages)]
+
+    def plan(self, segments: Segments) -> None:
+        """Write a step's tables; does nothing if they are those of the last step, or there are no vectors."""
+        if segments is self._planned or not segments.vectors:
+            return
+        self._planned = None
+        used = [segments.rows[index] for index in segments.vectors]
+        self._assign(used)
+        of_tokens = np.full(self._of_tokens.shape, -1, np.int32)
+        for index, rows in zip(segments.vectors, used, strict=True):
+            is_undone = int(rows.scale < 0)
+            of_tokens[is_undone, segments.begin[index] : segments.end[index]] = self._table_rows[rows]
+        self._copies[0](self._of_tokens, torch.from_numpy(of_tokens))
+        self._planned = segments
+
+    def _assign(self, used: Sequence[AdapterRows]) -> None:
+        """Give each of `used` a table row: a free one, or the longest unused one that the step doesn't use."""
+        fresh = [rows for rows in dict.fromkeys(used) if rows not in self._table_rows]
+        for rows in used:
+            if rows in self._table_rows:
+                self._table_rows[rows] = self._table_rows.pop(rows)
+        keep, most = set(used), len(self.first)
+        if len(keep) > most:
+            raise TablesFull(f"the step has {len(keep)} adapters with vectors, but the tables have {most} rows")
+        idle = [rows for rows in self._table_rows if rows not in keep]
+        for rows in fresh:
+            free = len(self._table_rows)
+            self._table_rows[rows] = at = free if free < most else self._table_rows.pop(idle.pop(0))
+            assert rows.vectors is not None
+            first = np.full(self.first.shape[1:], -1, np.int64)
+            places = np.array(rows.vectors, np.int64)
+            first[:, : places.shape[1]] = np.where(places < 0, -1, places // self._per_value)
+            pages = np.zeros(self.pages.shape[1], np.int32)
+            pages[: len(rows.pages)] = rows.pages
+            self._copies[1](self.first[at], torch.from_numpy(first))
+            self._copies[2](self.pages[at], torch.from_numpy(pages))

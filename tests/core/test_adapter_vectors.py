@@ -1,0 +1,167 @@
+"""DoRA and biases: every family of models, beside others, streamed, evicted, replaced, over quantised weights."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.executors.base import ModelExecutor
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.images import ThreadReads
+
+from .adapter_zoo import save_zoo
+from .tiny_families import make_tiny, save_family
+
+pytestmark = [pytest.mark.numerics]
+
+#: Projections in one matrix, norms around, scaled or parallel parts, linear attention, gates.
+FAMILIES = ["phi-3", "gemma-3", "cohere-2", "granite", "qwen3.5", "qwen2"]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return save_zoo(tmp_path_factory.mktemp("zoo"), biased=True)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = make_tiny(name, tmp_path_factory.mktemp(name), use_dora=True)
+        return made[name]
+
+    return make
+
+
+def ask(driver, it, seed, names=None, lengths=(1, 60), tokens=6, mark=""):
+    rng, want = random.Random(seed), {}
+    for index, name in enumerate((None, *it.adapters) if names is None else names):
+        request_id = f"{mark}{index}.{name}"
+        prompt, want[request_id] = it.case(name, rng.randint(*lengths), seed=seed, count=tokens)
+        driver.add(request_id, name, prompt, max_tokens=tokens)
+    return want
+
+
+def answered(driver, want):
+    answers = driver.drain()
+    return {name: answers[name].tokens for name in want}
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dora_in_every_family(family, drive, name, ranks, kernels):
+    it = family(name)
+    driver = drive(it, max_num_batched_tokens=80, max_num_seqs=8, tensor_parallel_size=ranks)
+    want = ask(driver, it, seed=1)
+    assert answered(driver, want) == want
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("chunk", [8, 96])
+def test_others_have_the_same_bits_beside_vectors(zoo, drive, chunk):
+    """Of the base model and of a plain adapter, in steps of few tokens and of many."""
+
+    def run(name, beside):
+        driver = drive(zoo, max_num_batched_tokens=chunk, max_num_seqs=8, prefix_cache=False)
+        ask(driver, zoo, seed=2, names=beside, lengths=(20, 60), tokens=24)
+        prompt, _ = zoo.case(name, 30, 12, seed=9)
+        driver.add("it", name, prompt, max_tokens=12, logprobs=4)
+        return driver.drain()["it"].logprobs
+
+    for name in (None, "plain"):
+        assert run(name, ["plain"] * 4) == run(name, ["dora", "bias-all", "dora-bias-all", "lora-bias"])
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("chunk", [8, 96])
+def test_bits_of_a_row_do_not_depend_on_its_company(zoo, drive, chunk):
+    def run(name, beside):
+        driver = drive(zoo, max_num_batched_tokens=chunk, max_num_seqs=8, prefix_cache=False)
+        ask(driver, zoo, seed=3, names=beside, lengths=(20, 60), tokens=24)
+        prompt, _ = zoo.case(name, 30, 12, seed=9)
+        driver.add("it", name, prompt, max_tokens=12, logprobs=4)
+        return driver.drain()["it"].logprobs
+
+    for name in ("dora", "both-biases"):
+        assert run(name, []) == run(name, ["dora", None, "bias-all", "plain"])
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_streamed_and_late(zoo, drive):
+    """Layers come while steps run; a row that misses one runs again."""
+    reads = ThreadReads(2)
+    driver = drive(zoo, reads=reads, max_load_stall_seconds=0.001, clock=None, max_num_seqs=8)
+    want = ask(driver, zoo, seed=4)
+    assert answered(driver, want) == want
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evicted_and_loaded_again(zoo, drive, ranks):
+    """From memory and from disk, into other pages."""
+    driver = drive(zoo, max_num_seqs=4, block_tokens=4, tensor_parallel_size=ranks)
+    for turn in range(3):
+        want = ask(driver, zoo, seed=5 + turn, lengths=(1, 20), mark=f"{turn}.")
+        assert answered(driver, want) == want
+        driver.engine.reclaimer.reclaim_all()
+        assert not any(adapter.pages for adapter in driver.engine.store.versions())
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+def test_two_versions_share_no_vectors(zoo, drive):
+    """A request of the old version runs on beside one of the new."""
+    driver = drive(zoo, max_num_seqs=4, adapters={"it": zoo.adapters["dora"]})
+    old, want = zoo.case("dora", 12, 20, seed=6)
+    driver.add("old", "it", old, max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    driver.engine.store.register("it", zoo.adapters["dora-bias-all"])
+    new, want_new = zoo.case("dora-bias-all", 12, 20, seed=6)
+    driver.add("new", "it", new, max_tokens=20)
+    assert answered(driver, {"old": want, "new": want_new}) == {"old": want, "new": want_new}
+
+
+def base_weights(model, **settings):
+    return ModelExecutor(EngineConfig(model=model, **settings)).base_weights
+
+
+class TestBaseWeights:
+    """What vectors are computed with."""
+
+    def test_are_those_that_are_served(self, zoo):
+        from safetensors.torch import load_file
+
+        stored = load_file(zoo.model / "model.safetensors")
+        key = "model.layers.1.mlp.down_proj"
+        base = base_weights(zoo.model)
+        assert torch.equal(base.weight(1, "down_proj"), stored[f"{key}.weight"])
+        assert torch.equal(base.bias(1, "down_proj"), stored[f"{key}.bias"])
+        quantised = base_weights(zoo.model, quantization="int8").weight(1, "down_proj")
+        assert 0 < float((quantised - stored[f"{key}.weight"]).norm() / quantised.norm()) < 0.02
+
+    def test_of_one_matrix_of_several(self, tmp_path):
+        save_family("phi-3", tmp_path)
+        from safetensors.torch import load_file
+
+        packed = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight"]
+        base = base_weights(tmp_path)
+        parts = [base.weight(0, name) for name in ("q_proj", "k_proj", "v_proj")]
+        assert torch.equal(torch.cat(parts), packed)
+        assert base.bias(0, "q_proj") is None
+
+    def test_dummy_weights_are_refused(self, zoo):
+        with pytest.raises(AdapterFormatError, match="load_format is 'dummy'"):
+            base_weights(zoo.model, load_format="dummy").weight(0, "q_proj")
+
+    def test_a_checkpoint_that_is_gone(self, zoo, tmp_path):
+        save_family("qwen2-untied", tmp_path)
+        base = base_weights(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(AdapterFormatError, match="can't be read again"):
+            base.weight(0, "q_proj")
