@@ -55,8 +55,11 @@ def reference_of(model: Path, adapters: dict[str, Path]) -> Any:
 
 
 def make_forms(family: str, root: Path) -> Tiny:
-    """A family's model with an adapter of each form that its projections allow, below `root`."""
-    save_family(family, root / "model")
+    """A family's model with an adapter of each form, below `root`. "odd": one with an odd vocabulary."""
+    if family == "odd":
+        save_family("llama2", root / "model", vocab_size=151)
+    else:
+        save_family(family, root / "model")
     adapters = {name: root / name for name in FORMS}
     for seed, (name, arguments) in enumerate(FORMS.items()):
         save_form(root / "model", adapters[name], seed, **arguments)
