@@ -61,7 +61,7 @@ class StepLora(Protocol):
         """
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
-        """Add the adapters' terms to embeddings `[tokens, hidden]`, before the layers; the first is waited for."""
+        """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for what lies beside the first layer."""
 
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None:
         """Tell which of the step's tokens, in rising order, have logits, and prompt-logprob logits. Without this call,
@@ -241,7 +241,8 @@ class LoraState:
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """See `StepLora.embed`."""
-        if self.model_segments.rows and self._embedding is not None:
+        if self._embedding is not None and self.model_segments.rows:
+            self.wait(0)
             inputs, _ = self._projections.dims_of(self._embedding)
             add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, inputs)
 

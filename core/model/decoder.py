@@ -145,8 +145,6 @@ class DecoderModel:
         that is given; of several ranks this one's columns, see `gathered`.
         """
         lora = batch.lora
-        if lora is not None:
-            lora.wait(0)
         x = Residual(self._embedded(batch).to(self._dtype), self.config.norm)
         rotations = self._rotations(batch)
         for index in range(len(self.layers)):

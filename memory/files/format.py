@@ -256,13 +256,13 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
         names = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm", *parents]
         inner += [f"{level}layers.{layer}{name}" for name in names]
     keys |= _model_keys(stem, modules)
-    others = [f"{level}{name}" for name in ("layers", "norm", "rotary_emb")]
-    others += [stem] if stem else []
-    return ModuleNames([*keys, *others, *inner]), keys
+    others = [f"{level}{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
+    others += [HEAD, stem] if stem else []  # without a module around the layers there is no head
+    return ModuleNames([*dict.fromkeys((*keys, *others, *inner))]), keys
 
 
 def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """As those of `_keys`, of the model's own modules. Without a module around the layers there is no head."""
+    """As those of `_keys`, of the model's own modules."""
     keys, projections, level = {}, modules.projections, f"{stem}." if stem else ""
     for projection in projections.model:
         found = projections.layers_of(projection.name)[0], (projection.name,)
