@@ -148,7 +148,7 @@ class NativeDecoder:
             lm_head_integers=_integers_of(model.lm_head), norm=_pointer(model.norm),
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
-            kv_copies=model.kv_copies,
+            kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
             **({} if model.delta is None else asdict(model.delta)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail
@@ -160,6 +160,7 @@ class NativeDecoder:
         self._logits = _LogitsRoom(model.vocab)
         self._prompt_logits = _LogitsRoom(model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
+        self._model_segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             ELEMENT_OF[model.embed.dtype], ctypes.addressof(description), threads
         )
@@ -181,6 +182,7 @@ class NativeDecoder:
         kept_tokens: torch.Tensor | None = None,
         merged: bool = False,
         states: NativeStates | None = None,
+        model_segments: Segments | None = None,
     ) -> torch.Tensor:
         """Compute a step and write its KV; return logits `[kept, vocab]` float32, in memory that the next step
         overwrites.
@@ -188,8 +190,9 @@ class NativeDecoder:
         token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64.
         logit_tokens: `[logits]` int64, the tokens to compute logits for; `kept` names those to return, None: all.
         kept_tokens: `[kept]` int64, the tokens whose hidden states are kept, for `prompt_logits` and `hidden_states`
-        afterwards. max_stall: total seconds to wait for adapters being loaded.
-        merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet.
+        afterwards; those of prompt log-probabilities come first. max_stall: total seconds to wait for adapters being
+        loaded. merged: use the weights of `use_merged`. states: needed by a model with Gated DeltaNet. model_segments:
+        of adapters of the model's own modules; None: there are none.
 
         Afterwards `best` has a token for each logit token: the argmax (the first of equal ones; -1 if a logit is NaN or
         +inf) or, for tokens in `row_params`, a sampled one. Logits that sampling needs and that were not kept are
@@ -200,6 +203,8 @@ class NativeDecoder:
         offloaded = None
         if self._segments[0] is not segments or step.segment_ready:
             offloaded = self._set_segments(segments)
+        if self._model_segments[0] is not model_segments or step.model_ready:
+            self._set_model_segments(model_segments)
         wanted, kept = len(logit_tokens), self.kept
         rows_kept = None
         if kept is not None and 0 < len(kept) < wanted:
@@ -247,6 +252,9 @@ class NativeDecoder:
         if step.segment_ready:
             late = self._segments[1][-1]
             segments.late = [index for index in range(step.segments.count) if late[index]]
+        if step.model_ready and model_segments is not None:
+            late = self._model_segments[1][-1]
+            model_segments.late = [index for index in range(step.model_segments.count) if late[index]]
         self.best = best.tolist()
         return logits
 
@@ -316,13 +324,39 @@ class NativeDecoder:
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments, once for all steps with the same ones; return the offloaded ones."""
-        step, count = self._step, len(segments.rows)
+        step = self._step
+        step.segments, kept = self._described_segments(segments)
+        adapters, *_, ready, late = kept
+        step.segment_ready = None if ready is None else ctypes.addressof(ready)
+        step.segment_late = ctypes.addressof(late)
+        self._segments = segments, kept
+        offloaded = None if ready is None or self.offloading is None else self.offloading.begin(segments)
+        return None if offloaded is None else OffloadTables(offloaded, segments.rows, adapters)
+
+    def _set_model_segments(self, segments: Segments | None) -> None:
+        """As `_set_segments`, of the model's own modules; none of them is offloaded."""
+        step = self._step
+        if segments is None or not segments.rows:
+            step.model_segments, step.model_ready, step.model_late = SegmentsDescriptor(), None, None
+            self._model_segments = segments, ()
+            return
+        step.model_segments, kept = self._described_segments(segments)
+        *_, ready, late = kept
+        step.model_ready = None if ready is None else ctypes.addressof(ready)
+        step.model_late = ctypes.addressof(late)
+        self._model_segments = segments, kept
+
+    def _described_segments(self, segments: Segments) -> tuple[SegmentsDescriptor, tuple[Any, ...]]:
+        """A step's segments, and what is to be kept alive as long as the step points to it: with the adapters first,
+        then the counts of arrived layers, if any is still coming, and room for those that are late.
+        """
+        count = len(segments.rows)
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
         level = (c_int32 * count)(*segments.level) if any(segments.level) else None
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
-        step.segments = SegmentsDescriptor(
+        found = SegmentsDescriptor(
             count,
             ctypes.addressof(begin),
             ctypes.addressof(end),
@@ -331,12 +365,7 @@ class NativeDecoder:
             bool(segments.vectors),
             any(segments.rows[index].scale < 0 for index in segments.vectors),
         )
-        step.segment_ready = None if ready is None else ctypes.addressof(ready)
-        step.segment_late = ctypes.addressof(late)
-        # kept alive as long as the step points to them
-        self._segments = segments, (adapters, begin, end, level, ready, late)
-        offloaded = None if ready is None or self.offloading is None else self.offloading.begin(segments)
-        return None if offloaded is None else OffloadTables(offloaded, segments.rows, adapters)
+        return found, (adapters, begin, end, level, ready, late)
 
     @property
     def threads(self) -> int:

@@ -151,7 +151,7 @@ class ModelDescriptor(Structure):
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
-        ("kv_copies", c_int32),
+        *((name, c_int32) for name in ("kv_copies", "embed_module", "head_module")),
     ]  # fmt: skip
 
 
@@ -185,6 +185,9 @@ class StepDescriptor(Structure):
         *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
         *((name, c_void_p) for name in ("state_read", "state_written", "state_fresh")),
         ("state_stride", c_int64),
+        ("model_segments", SegmentsDescriptor),
+        ("model_ready", c_void_p),
+        ("model_late", c_void_p),
     ]
 
 

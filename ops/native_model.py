@@ -148,3 +148,9 @@ class NativeModel:
 
     delta: NativeDelta | None = None
     """None: no layer has Gated DeltaNet."""
+
+    embed_module: int = -1
+    """Module id of the token embeddings; -1: adapters can't change them."""
+
+    head_module: int = -1
+    """Module id of the output projection, likewise."""

@@ -10,6 +10,7 @@ implementation in `sgmv_ref`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -170,6 +171,19 @@ class Segments:
                 kept.add(begin, end, rows, self.ready[index])
         return kept
 
+    def of_rows(self, tokens: Sequence[int]) -> Segments:
+        """Return the entries of rows that are only some tokens, in rising order: row i is `tokens[i]`."""
+        found = Segments()
+        for begin, end, rows in self:
+            first, last = bisect_left(tokens, begin), bisect_left(tokens, end)
+            if first < last:
+                found.add(first, last, rows)
+        return found
+
+    def within(self, begin: int, end: int) -> Segments:
+        """Return the entries of tokens `begin:end`, counted from the first of these."""
+        return self.of_rows(range(begin, end))
+
     def tiles(self) -> list[Tile]:
         """Neighbouring entries that are multiplied together; made once all entries are added."""
         if not self._tiles:
@@ -247,6 +261,23 @@ def sgmv(
         target = y[tile.begin : tile.end]
         for first, last, column, width, b in expands:
             target[:, column : column + width].addmm_(h[:, first:last], _stack(b).to(x.dtype))
+
+
+def add_embeddings(
+    y: torch.Tensor, token_ids: torch.Tensor, arena: torch.Tensor, segments: Segments, module: int, vocab: int
+) -> None:
+    """Add every segment's LoRA term of the token embeddings to y `[tokens, hidden]`, in place.
+
+    Rank-row i of A has a value for each of `vocab` tokens: a token's are gathered in place of a product. token_ids:
+    `[tokens]` int64. module: of the embeddings; adapters have its rank-rows beside those of layer 0.
+    """
+    for begin, end, adapter in segments:
+        a_blocks, b_blocks = adapter.blocks(arena, 0, module, vocab, y.shape[1])
+        if a_blocks:
+            own = token_ids[begin:end]
+            rows = [block[0] if len(block) == 1 else torch.cat(block, dim=1) for block in a_blocks]
+            h = torch.cat([each.index_select(1, own) for each in rows]).to(y.dtype)
+            y[begin:end].addmm_(h.T, _stack(b_blocks).to(y.dtype), alpha=adapter.scale)
 
 
 def _stack(blocks: list[Block]) -> torch.Tensor:

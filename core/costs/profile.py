@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import Group, Projection, Projections, dense_projections
+from ...memory.pages.projections import LAYER_GROUPS, Group, Projection, Projections, dense_projections
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -91,7 +91,7 @@ class Module(_Strict):
     """A projection of some layers; see `memory.pages.projections.Projection`."""
 
     path: str
-    group: int = Field(ge=0, lt=len(Group))
+    group: int = Field(ge=0, lt=len(LAYER_GROUPS))
     inputs: int = Field(ge=1)
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
@@ -129,7 +129,7 @@ class Geometry(_Strict):
 
     def with_projections(self, projections: Projections) -> Geometry:
         """The same with a model's projections, if they are not the default."""
-        if projections == self.projections:
+        if projections.layers == self.projections.layers:
             return self
         modules = [
             Module(
@@ -141,7 +141,7 @@ class Geometry(_Strict):
                 sections=list(each.sections),
                 layers=list(projections.layers_of(each.name)),
             )
-            for each in projections
+            for each in map(projections.__getitem__, projections.names)
         ]
         return self.model_copy(update={"modules": modules})
 

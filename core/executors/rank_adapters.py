@@ -172,7 +172,8 @@ def _cut(
             to_a, to_b = to_place.slabs.a_offset[m], to_place.slabs.b_offset[m]
             target[:, to_a : to_a + to_in] = source[:, a : a + d_in][:, inputs]
             rows = source[:, b : b + d_out]
-            target[:, to_b : to_b + to_out] = torch.cat([rows[:, each] for each in outputs], 1)
+            share_of_rows = torch.cat([rows[:, each] for each in outputs], 1)
+            target[:, to_b : to_b + to_out][:, : share_of_rows.shape[1]] = share_of_rows
 
 
 def _cut_vectors(

@@ -18,10 +18,10 @@ from ...graphs.buffers import split_columns
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import Group, Projections
+from ...memory.pages.projections import LAYER_GROUPS, Group, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.gated_delta import DeltaState
-from ...ops.sgmv import AdapterRows, Segments, sgmv
+from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
 from ...ops.vectors import scale_outputs
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
@@ -38,10 +38,10 @@ T = TypeVar("T")
 RowAdapters = int | tuple[tuple[int, float], ...]
 
 #: Groups of projections that share an input.
-QKV, ATTN_O, GATE_UP, DOWN = map(int, Group)
+QKV, ATTN_O, GATE_UP, DOWN = map(int, LAYER_GROUPS)
 
-#: The page list that rows were made for, and the rows of each part.
-_Resident = tuple[list[int], list[AdapterRows]]
+#: The page list that rows were made for, and the rows of each part: of those in layers, and of the model's modules.
+_Resident = tuple[list[int], list[AdapterRows], list[AdapterRows]]
 
 
 class StepLora(Protocol):
@@ -61,23 +61,62 @@ class StepLora(Protocol):
         launch; None where `add` must do both.
         """
 
+    def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
+        """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for what lies beside the first layer."""
+
+    def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None:
+        """Tell which of the step's tokens, in rising order, have logits, and prompt-logprob logits. Without this call,
+        every token has logits.
+        """
+
+    def logits(self, /) -> HeadLora | None:
+        """What adapters add to the step's logits; None if they add nothing."""
+
+    def prompt_logits(self, /) -> HeadLora | None:
+        """What adapters add to the logits of the step's prompt-logprob tokens."""
+
+
+class HeadLora:
+    """Adds LoRA products to logits. segments: of the rows that have logits."""
+
+    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, module: int) -> None:
+        self._arena, self._segments, self._layer, self._module = arena, segments, layer, module
+
+    def add(self, logits: torch.Tensor, x: torch.Tensor, begin: int = 0) -> None:
+        """Add the terms of x `[rows, hidden]` to logits `[rows, vocab]` float32, before they are scaled or capped; a
+        rank has columns of its own. begin: the first of these rows.
+        """
+        segments = self._segments
+        if begin or len(logits) < max(segments.end, default=0):
+            segments = segments.within(begin, begin + len(logits))
+        modules = ((self._module, 0, logits.shape[1]),)
+        sgmv(logits, x.float(), self._arena, segments, self._layer, modules)
+
 
 class LoraState:
-    """Applies a step's adapters to the projections of a layer; the segments' adapters are set once per step."""
+    """Applies a step's adapters to a model; the segments' adapters are set once per step.
+
+    segments: of the parts in layers. model_segments: of the parts that change the token embeddings or the output
+    projection; most steps have none.
+    """
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
         """max_stall: seconds that a step may wait in all for adapters that are still coming."""
         self.arena = arena
         self.max_stall = max_stall
-        self.segments = Segments()
+        self.segments, self.model_segments = Segments(), Segments()
         self._coming: dict[int, Transfer] = {}  # by slot
         self._late: set[int] = set()
         self._lora_indices: list[int] = []  # of each segment
+        self._model_indices: list[int] = []  # of each of the model's
+        self._logit_tokens: tuple[Sequence[int] | None, Sequence[int]] = None, ()
         self._patience = 0.0  # seconds that the step may still wait
         self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
+        self._projections, self._num_layers = config.projections, config.num_layers
         self._groups = lora_groups(config.projections)
+        self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
 
     def set_step(
         self,
@@ -90,21 +129,25 @@ class LoraState:
 
         Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter merged into
         the weights: it is subtracted from the rows of other adapters (neighbouring rows as one segment), and its own
-        rows have no LoRA work.
+        rows have no LoRA work in layers. The model's own modules are never merged.
         """
+        self._logit_tokens = None, ()
         if self._is_last_step(adapters, lora_indices, lengths, merged):
             return  # most decode steps have the same segments as the step before
         self._late.clear()
         self._patience = self.max_stall
-        self._lora_indices = []
-        self.segments = Segments()
+        self._lora_indices, self._model_indices = [], []
+        self.segments, self.model_segments = Segments(), Segments()
         if merged is not None:
             own = adapters.index(merged) if merged in adapters else None
             self._subtract(merged, [lora_index == own for lora_index in lora_indices], lengths)
         rows = [[] if adapter is merged else self.rows_of(adapter) for adapter in adapters]
+        of_model = [self.model_rows_of(adapter) for adapter in adapters]
         for used, begin, end in _runs(lora_indices, lengths):
             for lora_index, factor in _factors(used):
                 self._add(begin, end, lora_index, factor, rows[lora_index])
+                if of_model[lora_index]:
+                    self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
 
     def _is_last_step(
         self,
@@ -138,10 +181,23 @@ class LoraState:
             self.segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
             self._lora_indices.append(lora_index)
 
+    def _add_of_model(
+        self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]
+    ) -> None:
+        """As `_add`, of the model's modules."""
+        transfer = self._coming.get(lora_index)
+        address = 0 if transfer is None else transfer.address
+        for part in parts:
+            self.model_segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
+            self._model_indices.append(lora_index)
+
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for lora_index, transfer in self._coming.items():
-            if lora_index in self._late or self._is_offloaded(lora_index, transfer, layer):
+            if lora_index in self._late:
+                continue
+            is_offloaded = self._is_offloaded(lora_index, transfer, layer)
+            if is_offloaded and not self._has_model_rows(lora_index, layer):
                 continue
             began = time.monotonic()
             if not transfer.wait_layer(layer, max(0.0, self._patience)):
@@ -149,7 +205,15 @@ class LoraState:
                 late = {index for index, of in enumerate(self._lora_indices) if of == lora_index}
                 self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
                 self._lora_indices = [of for of in self._lora_indices if of != lora_index]
+                late = {index for index, of in enumerate(self._model_indices) if of == lora_index}
+                self.model_segments = self.model_segments.without(late)
+                self._model_indices = [of for of in self._model_indices if of != lora_index]
             self._patience -= time.monotonic() - began
+
+    def _has_model_rows(self, lora_index: int, layer: int) -> bool:
+        """True if an adapter has rank-rows of the model's modules beside a layer."""
+        rows = zip(self.model_segments.rows, self._model_indices, strict=True)
+        return any(of == lora_index and each.first_elem[layer] >= 0 for each, of in rows)
 
     def _is_offloaded(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
         """True if other processes compute a layer of an adapter that is still being loaded."""
@@ -157,11 +221,12 @@ class LoraState:
 
     def late_indices(self) -> set[int]:
         """Slots of adapters that missed the deadline: their rows are void."""
-        return self._late.union(self._lora_indices[index] for index in self.segments.late)
+        found = self._late.union(self._lora_indices[index] for index in self.segments.late)
+        return found.union(self._model_indices[index] for index in self.model_segments.late)
 
     def late_requests(self, rows: Sequence[ScheduledSequence]) -> list[str]:
         """Return the requests with void rows: their adapter missed the deadline."""
-        if not (self._late or self.segments.late):
+        if not (self._late or self.segments.late or self.model_segments.late):
             return []
         late = self.late_indices()
         return [row.request_id for row in rows if row.lora_index in late]
@@ -177,6 +242,33 @@ class LoraState:
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
+
+    def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """See `StepLora.embed`."""
+        if self._embedding is not None and self.model_segments.rows:
+            self.wait(0)
+            inputs, _ = self._projections.dims_of(self._embedding)
+            add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, inputs)
+
+    def use_logits(self, sampled: Sequence[int], scored: Sequence[int]) -> None:
+        """See `StepLora.use_logits`."""
+        self._logit_tokens = sampled, scored
+
+    def logits(self) -> HeadLora | None:
+        """See `StepLora.logits`."""
+        return self._head_lora(self._logit_tokens[0])
+
+    def prompt_logits(self) -> HeadLora | None:
+        """See `StepLora.prompt_logits`."""
+        return self._head_lora(self._logit_tokens[1])
+
+    def _head_lora(self, tokens: Sequence[int] | None) -> HeadLora | None:
+        segments, head = self.model_segments, self._head
+        if head is None or not any(rows.a_offset[head] >= 0 for rows in segments.rows):
+            return None
+        if tokens is not None:
+            segments = segments.of_rows(tokens)
+        return HeadLora(self.arena, segments, self._num_layers - 1, head)
 
     def modules(self, layer: int, group: int) -> list[int]:
         """The modules of a layer's group of projections."""
@@ -194,15 +286,26 @@ class LoraState:
         return made[factor]
 
     def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
-        """Return the rows of the adapter's parts, and its vectors, in its current pages, cached per page list."""
+        """Return the rows of the adapter's parts in layers, and its vectors, in its current pages, cached per page
+        list.
+        """
+        return self._resident(adapter)[1]
+
+    def model_rows_of(self, adapter: Adapter) -> list[AdapterRows]:
+        """As `rows_of`, of its parts that change the model's own modules."""
+        return self._resident(adapter)[2]
+
+    def _resident(self, adapter: Adapter) -> _Resident:
         found = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:
-            parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
-            rows = [rows_in(part, place, adapter.pages) for part, place in parts]
+            found = adapter.pages, [], []
+            for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
+                is_of_model = self._projections[part.targets[0]].is_of_model
+                found[1 + is_of_model].append(rows_in(part, place, adapter.pages))
             if (vectors := adapter.layout.vectors) is not None:
-                rows.append(vectors_in(vectors, adapter.pages))
-            found = self._rows[adapter] = adapter.pages, rows
-        return found[1]
+                found[1].append(vectors_in(vectors, adapter.pages))
+            self._rows[adapter] = found
+        return found
 
 
 def _factors(used: RowAdapters) -> Sequence[tuple[int, float]]:
@@ -361,6 +464,9 @@ def ragged_batch(
         pooled_tokens += [qo_indptr[-1] + index for index in row.pooled]
         qo_indptr.append(len(token_ids))
     kept = prompt_logprob_tokens + pooled_tokens
+    logit_tokens = [end - 1 for end in qo_indptr[1:]]
+    if lora is not None:
+        lora.use_logits(logit_tokens, prompt_logprob_tokens)
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row
@@ -373,7 +479,7 @@ def ragged_batch(
         *split_columns(columns),
         attention=attention,
         lora=lora,
-        logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
+        logit_tokens=torch.tensor(logit_tokens, dtype=torch.long),
         kept_tokens=torch.tensor(kept, dtype=torch.long) if kept else None,
         merged=merged,
         states=states,

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...memory.files.module_paths import ModulePaths
-from ...memory.pages.projections import Projections
+from ...memory.pages.projections import Projections, model_projections
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
@@ -51,6 +51,9 @@ class ModelConfig:
 
     is_classifier: bool = False
     """True if the checkpoint has a score head."""
+
+    num_ranks: int = 1
+    """TP ranks that share the logits."""
 
     tensors: TensorNames = field(default=LLAMA_TENSORS, compare=False, repr=False)
 
@@ -127,8 +130,11 @@ class ModelConfig:
 
     @cached_property
     def projections(self) -> Projections:
-        """The projections that adapters may change."""
-        return Projections(tuple(layer.projections(self.hidden_size) for layer in self.layers))
+        """The projections that adapters may change. Of a rank's share, the head has room for the largest share."""
+        return Projections(
+            tuple(layer.projections(self.hidden_size) for layer in self.layers),
+            model_projections(self.vocab_size, self.hidden_size, -(-self.vocab_size // self.num_ranks)),
+        )
 
     @cached_property
     def module_paths(self) -> ModulePaths:
@@ -161,4 +167,4 @@ class ModelConfig:
 
     def share(self, size: int) -> ModelConfig:
         """Shapes of one of `size` ranks' shares, which are equal."""
-        return replace(self, layers=tuple(layer.share(size) for layer in self.layers))
+        return replace(self, layers=tuple(layer.share(size) for layer in self.layers), num_ranks=size)

@@ -18,7 +18,7 @@ from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
-from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, StepBatch, StepLora, StepStates, lora_groups
+from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, HeadLora, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
 from .layer import HEAD, Layer, Residual, multiply
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -107,6 +107,7 @@ class DecoderModel:
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
+        self._prompt_lora: HeadLora | None = None
         self._ropes = [layer.rope for layer in config.layers]
         ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
         self._rotary = {rope: _rotary(rope, max_model_len, dtype, device) for rope in ropes}
@@ -238,14 +239,19 @@ class DecoderModel:
 
     def compute_logits(self, x: Residual, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the batch's tokens from what the last layer gave; see `forward`."""
-        self.kept_states = None
+        self.kept_states, lora = None, batch.lora
         with span("logits"):
             if batch.kept_tokens is not None:
                 self.kept_states = x[batch.kept_tokens].normed(self._norm)
+                self._prompt_lora = None if lora is None else lora.prompt_logits()
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
-            found = multiply(batch.backends[HEAD], x.normed(self._norm), self._lm_head)
-            return self._capped(found.float() if logits is None else logits.copy_(found))
+            normed = x.normed(self._norm)
+            found = multiply(batch.backends[HEAD], normed, self._lm_head)
+            found = found.float() if logits is None else logits.copy_(found)
+            if lora is not None and (head := lora.logits()) is not None:
+                head.add(found, normed)
+            return self._capped(found)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap logits in place, where the model does."""
@@ -257,6 +263,8 @@ class DecoderModel:
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """Embeddings `[tokens, hidden]` of a step's tokens."""
         rows = embedding(batch.token_ids, self._embed)
+        if batch.lora is not None:
+            batch.lora.embed(rows, batch.token_ids)
         return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
 
     def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:
@@ -285,8 +293,11 @@ class DecoderModel:
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens."""
-        logits = multiply(GemmBackend.LIBRARY, self._kept(begin, end), self._lm_head)
-        return self.gathered(self._capped(logits.float()))
+        hidden = self._kept(begin, end)
+        logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
+        if self._prompt_lora is not None:
+            self._prompt_lora.add(logits, hidden, begin)
+        return self.gathered(self._capped(logits))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""

@@ -13,14 +13,14 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
-from ...memory.pages.projections import Group, Product
+from ...memory.pages.projections import LAYER_GROUPS, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables, TableSizes
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
-from .batch import LoraState, RowAdapters, rows_in
+from .batch import HeadLora, LoraState, RowAdapters, rows_in
 from .config import ModelConfig
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class CudaLoraState(LoraState):
         """The different products of the model's layers."""
         self.product_of = config.projections.product_of
         """Indices in `products`, by layer and group."""
-        parts, widest = self._whole(self.max_rank)
-        self._usual_parts = len(parts)
+        self._usual_parts = len(uniform_parts(self._projections, self.max_rank))
+        widest = self._widest()
         self._products: dict[Schedule, list[Sgmv]] = {}
         self._scales: dict[bool, list[ScaleRows]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
@@ -201,7 +201,7 @@ class CudaLoraState(LoraState):
             tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
             num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
             enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
-            if enough and tables.passes <= captured.passes and self.offloaded is None:
+            if enough and tables.passes <= captured.passes and self.offloaded is None and not self.model_segments.rows:
                 return captured
             return self._ragged(lengths)
         return self.begin_ragged(adapters, lora_indices, lengths)
@@ -223,11 +223,11 @@ class CudaLoraState(LoraState):
         # an adapter may leave out any layer, even the last
         for layer in range(self._num_layers if self._coming else 0):
             self.wait(layer)
-        if merged is not None and not self.segments.rows:
+        if merged is not None and not (self.segments.rows or self.model_segments.rows):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
         passes, captured = self.tables.passes, captured.with_scales(self._plan_vectors())
-        if num_tiles <= captured.num_tiles and passes <= captured.passes:
+        if num_tiles <= captured.num_tiles and passes <= captured.passes and not self.model_segments.rows:
             return captured
         return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, scales=captured.scales)
 
@@ -245,7 +245,8 @@ class CudaLoraState(LoraState):
         as in decode steps.
         """
         self._begin(adapters, lora_indices, lengths, merged)
-        return None if merged is not None and not self.segments.rows else self._ragged(lengths)
+        has_work = merged is None or self.segments.rows or self.model_segments.rows
+        return self._ragged(lengths) if has_work else None
 
     def _begin(
         self,
@@ -367,16 +368,21 @@ class CudaLoraState(LoraState):
     def _first_uses(self) -> list[tuple[tuple[int, int], Product]]:
         """The layer and group that first use each product."""
         found: dict[int, tuple[int, int]] = {}
-        for place in itertools.product(range(self._num_layers), Group):
+        for place in itertools.product(range(self._num_layers), LAYER_GROUPS):
             found.setdefault(self.product_of[place[0]][place[1]], place)
         return [(place, self.products[index]) for index, place in found.items()]
 
     def _whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
         """Make an adapter of one rank that changes everything, and its layout."""
+        parts = uniform_parts(self._projections, rank)
+        return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
+
+    def _widest(self) -> AdapterLayout:
+        """The layout of the largest adapter: on every module of the layers and of the model, with vectors."""
         its = self._projections
-        parts = uniform_parts(its, rank)
+        parts = uniform_parts(its, self.max_rank, targets=[each.name for each in its])
         vectors = [VectorTarget(layer, name) for layer in range(its.num_layers) for name in its.names_in(layer)]
-        return parts, AdapterLayout.build(parts, its, self._page_elems, self._itemsize, vectors=vectors)
+        return AdapterLayout.build(parts, its, self._page_elems, self._itemsize, vectors=vectors)
 
     def _widest_slab(self) -> int:
         """The most elements that a rank-row of a layer may have."""
@@ -493,6 +499,22 @@ class LoraLaunches:
         (tiles,) = self._tiles
         product = self._products[self._state.product_of[layer][group]]
         return product.shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
+
+    def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """See `StepLora.embed`. Steps with such adapters are not captured."""
+        self._state.embed(rows, token_ids)
+
+    def use_logits(self, sampled: Sequence[int], scored: Sequence[int]) -> None:
+        """See `StepLora.use_logits`."""
+        self._state.use_logits(sampled, scored)
+
+    def logits(self) -> HeadLora | None:
+        """See `StepLora.logits`."""
+        return self._state.logits()
+
+    def prompt_logits(self) -> HeadLora | None:
+        """See `StepLora.prompt_logits`."""
+        return self._state.prompt_logits()
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""

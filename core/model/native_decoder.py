@@ -14,6 +14,7 @@ import torch
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageGroup, PageLayout
+from ...memory.pages.projections import Group
 from ...ops import native, native_integers, native_library, native_model
 from ...ops.elementwise import rotary_table
 from ...ops.lora_offload import Offloading
@@ -86,6 +87,7 @@ class NativeDecoderModel:
             logits_softcap=config.logits_softcap or 0.0, output_gate=config.attention.output_gate,
             kv_copies=config.attention.kv_copies,
             delta=_native_delta(config.delta, arena.layout),
+            embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
         )  # fmt: skip
         self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)
@@ -151,6 +153,7 @@ class NativeDecoderModel:
         logits = self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
             0.0 if lora is None else lora.max_stall, batch.kept_tokens, batch.merged, states,
+            None if lora is None else lora.model_segments,
         )  # fmt: skip
         return self._gathered(logits)
 
@@ -297,6 +300,11 @@ class PackedWeights:
             self._free = hugepages.zeros((max(room, _PIECE_BYTES),), torch.uint8)
         here, self._free = self._free[:num_bytes], self._free[room:]
         return here.view(dtype).view(*shape)
+
+
+def _module(config: ModelConfig, group: Group) -> int:
+    found = config.projections.of_group(group)
+    return -1 if found is None else found
 
 
 def _native_layer(layer: LayerWeights) -> LayerWeights:

@@ -59,7 +59,7 @@ class Shard:
         module = path.rpartition(".")[2]
         if module == "lm_head":
             return ((self.of_vocab(whole),),)
-        if module in whole.projections:
+        if module in whole.projections.names:
             inputs, outputs = whole.projections[module].share(self.rank, self.size)
             return tuple((each,) if kind == "bias" else (each, inputs) for each in outputs)
         if like := next((each for end, each in _SHARED_AS.items() if name.endswith(f".{end}")), None):

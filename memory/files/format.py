@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
-from ..pages.projections import Projection, Projections
+from ..pages.projections import Group, Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterChanged, AdapterFormatError, shown
@@ -43,12 +43,18 @@ _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 #: The base model's own name for its layers' parent. A model around it (one that sees, say) may have changed it, and a
 #: model without a head (`AutoModel`) has none.
 STEM = "model"
-_WRAPPED = re.compile(r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})(?=layers\.[0-9])")
+HEAD = "lm_head"
+_WRAPPED = re.compile(
+    r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})"
+    r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
+)
 #: What trainers leave in names: modules around PEFT's, and the adapter's own name.
 _AROUND = re.compile(r"(?:module|_orig_mod|_fsdp_wrapped_module)\.")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
+#: Other names of the output projection (Tinker's), among the modules of the model's parent and beside it.
+_UNEMBED = "unembed_tokens"
 _IN_LAYER = re.compile(rf"(base_model\.model\.model\.layers\.[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
 
 
@@ -165,7 +171,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules)
             _check_invocation(config, modules.vocab_size)
-            targets, projections = _targets(config, stem, modules), modules.projections
+            targets, projections = _targets(config, stem, modules, file.head_names), modules.projections
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
             vectors = vector_targets(file, _module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
@@ -214,6 +220,7 @@ class AdapterWeights(TensorFile):
         """Where the file has the base model's projections; once `tensors` was read."""
         self.num_left_out = 0
         """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
+        self._head_names: set[str] = set()
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -274,6 +281,11 @@ class AdapterWeights(TensorFile):
             raise AdapterFormatError(f"{self.path}: has layers in {found}; save it from one model")
         return next(iter(self._stems), STEM)
 
+    @property
+    def head_names(self) -> set[str]:
+        """Names that the file has for the output projection."""
+        return self._head_names if self.tensors else set()
+
     def tensor(self, name: str) -> TensorInfo:
         """A tensor that was there when the adapter was registered; AdapterChanged if it is not now."""
         info = self.tensors.get(name)
@@ -311,9 +323,17 @@ class AdapterWeights(TensorFile):
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
         found = _WRAPPED.match(name)
         if found is None:
-            return f"{_PREFIX}{name}" if "lora_" in name and not name.startswith(_PREFIX) else name
+            if "lora_" in name and not name.startswith(_PREFIX):
+                name = f"{_PREFIX}{name}"
+            if name.startswith(f"{_PREFIX}{HEAD}."):
+                self._head_names.add(HEAD)
+            return name
+        rest = name[found.end() :]
+        if rest.startswith(f"{_UNEMBED}."):
+            self._head_names.add(_UNEMBED)
+            return f"{_PREFIX}{HEAD}{rest.removeprefix(_UNEMBED)}"
         self._stems.add(found[1][:-1])
-        plain = f"{_PREFIX}{STEM}.{name[found.end() :]}"
+        plain = f"{_PREFIX}{STEM}.{rest}"
         match = _IN_LAYER.fullmatch(plain)
         if match is None:
             return plain
@@ -348,19 +368,44 @@ def _keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple
         parents = sorted({f".{path.rpartition('.')[0]}" for path in own})
         names = ["", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm", *parents]
         inner += [f"{level}layers.{layer}{name}" for name in names]
+    keys |= _model_keys(stem, modules)
     others = [f"{level}{name}" for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
-    others += ["lm_head", stem] if stem else []  # without a module around the layers there is no head
-    return ModuleNames([*keys, *others, *inner]), keys
+    others += [HEAD, stem] if stem else []  # without a module around the layers there is no head
+    return ModuleNames([*dict.fromkeys((*keys, *others, *inner))]), keys
 
 
-def _targets(config: AdapterConfig, stem: str, modules: ModulePaths) -> dict[tuple[int, str], tuple[int, float]]:
-    """(layer, module) → rank and scale of all that the configuration targets."""
+def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """As those of `_keys`, of the model's own modules."""
+    keys, projections, level = {}, modules.projections, f"{stem}." if stem else ""
+    for projection in projections.model:
+        found = projections.layers_of(projection.name)[0], (projection.name,)
+        if projection.group is Group.EMBEDDING:
+            keys[f"{level}{projection.name}"] = found
+        elif stem:
+            keys |= dict.fromkeys((projection.name, _UNEMBED, f"{level}{_UNEMBED}"), found)
+    return keys
+
+
+def _targets(
+    config: AdapterConfig, stem: str, modules: ModulePaths, head_names: Collection[str]
+) -> dict[tuple[int, str], tuple[int, float]]:
+    """(layer, module) → rank and scale of all that the configuration targets.
+
+    "all-linear" leaves the model's own modules out, as PEFT does; not a head by Tinker's name, as Tinker does.
+    head_names: see `AdapterWeights.head_names`.
+    """
     file = config.file
     names, keys = _keys(stem, modules)
     targets = {}
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
             layer, parts = keys[name]
+            is_alias = name.endswith(_UNEMBED)
+            if is_alias and not head_names:
+                continue
+            is_of_model = modules.projections[parts[0]].is_of_model
+            if config.targets_all_linear and is_of_model and (not is_alias or _UNEMBED not in head_names):
+                continue
             targets |= {(layer, module): rank_and_scale for module in parts}
         elif not config.targets_all_linear:
             raise AdapterFormatError(
@@ -418,12 +463,12 @@ def parts_of(targets: dict[tuple[int, str], tuple[int, float]], projections: Pro
     layers: dict[tuple[int, float, str], list[int]] = defaultdict(list)
     for (layer, module), (rank, scale) in targets.items():
         layers[rank, scale, module].append(layer)
-    modules: dict[tuple[int, float, tuple[int, ...]], list[str]] = defaultdict(list)
+    modules: dict[tuple[int, float, tuple[int, ...], bool], list[str]] = defaultdict(list)
     for (rank, scale, module), numbers in layers.items():
-        modules[rank, scale, tuple(numbers)].append(module)
+        modules[rank, scale, tuple(numbers), projections[module].is_of_model].append(module)
     parts = (
         AdapterPart(rank, scale, numbers, tuple(sorted(names, key=projections.id)))
-        for (rank, scale, numbers), names in modules.items()
+        for (rank, scale, numbers, _), names in modules.items()
     )
     return tuple(sorted(parts, key=lambda part: (part.layers, projections.id(part.targets[0]))))
 
@@ -472,7 +517,8 @@ def _check_names(
         for name in tensor_names(layer, projections[module]):
             if name not in file.tensors:
                 raise AdapterFormatError(
-                    f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets {module} of layer {layer}; "
+                    f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets "
+                    f"{module if projections[module].is_of_model else f'{module} of layer {layer}'}; "
                     "narrow target_modules or save the adapter again"
                 )
 
@@ -480,6 +526,8 @@ def _check_names(
 def tensor_names(layer: int, projection: Projection) -> Iterator[str]:
     """Of a target's A and B."""
     key = _module_key(layer, projection)
+    if projection.group is Group.EMBEDDING:
+        return (f"{key}.lora_embedding_{side}" for side in "AB")
     return (f"{key}.lora_{side}.weight" for side in "AB")
 
 
@@ -490,7 +538,8 @@ def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str
 
 def _module_key(layer: int, projection: Projection) -> str:
     """What the names of a module's tensors begin with."""
-    return f"{_PREFIX}{STEM}.layers.{layer}.{projection.path}"
+    path = projection.path if projection.is_of_model else f"{STEM}.layers.{layer}.{projection.path}"
+    return f"{_PREFIX}{path}"
 
 
 def _module_keys(projections: Projections) -> dict[tuple[int, str], str]:
@@ -509,19 +558,19 @@ def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str
             "belongs to DoRA on a module other than a projection of a layer, which is not supported; leave it out of "
             "target_modules, or name it in exclude_modules"
         )
-    if "lora_embedding_" in name:
-        return "is LoRA on an embedding, which is not supported; train on projections only"
     if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
         return why_not_lora(name, shape)
     if not name.startswith(_PREFIX):
         return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
     match, num_layers = _LAYER.search(name), projections.num_layers
     layer = int(match[1]) if match else -1
+    if any(name in tensor_names(layer, each) for each in projections.model):
+        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules); mend either"
     if layer >= num_layers:
         return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
     module = next((each.name for each in projections if name in tensor_names(layer, each)), None)
     if module is None:
-        names = ", ".join(projections.names)
+        names = ", ".join(each.name for each in projections)
         return f"is not lora_A.weight or lora_B.weight of one of {names}; others are not supported"
     if layer not in projections.layers_of(module):
         where = _layers(projections, module)
@@ -533,7 +582,7 @@ def _wrong_shape(
     file: TensorFile, name: str, want: tuple[int, int], rank: int, config: AdapterConfig
 ) -> AdapterFormatError:
     info: TensorInfo = file.tensors[name]
-    axis = 0 if ".lora_A." in name else 1
+    axis = 0 if name.endswith((".lora_A.weight", ".lora_embedding_A")) else 1
     if len(info.shape) == 2 and info.shape[1 - axis] == want[1 - axis]:
         mend = f"its rank is {info.shape[axis]}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
     else:

@@ -17,7 +17,8 @@ class AdapterPart:
     """A share of an adapter: every one of `targets` (module names) in every one of `layers` has this rank and scale.
 
     Every one of `layers` has all `targets`. An ordinary adapter of a model with equal layers is one part; rank, alpha
-    and layer patterns make several, and so do layers with other projections.
+    and layer patterns make several, and so do layers with other projections. Modules of the model are in parts of
+    their own.
     """
 
     rank: int
@@ -46,12 +47,15 @@ class VectorTarget(NamedTuple):
 def uniform_parts(
     projections: Projections, rank: int, scale: float = 1.0, targets: Collection[str] | None = None
 ) -> tuple[AdapterPart, ...]:
-    """The parts of an adapter with one rank and scale on `targets`, by default on all, in every layer that has them."""
-    by_layers: dict[tuple[int, ...], list[str]] = {}
-    for name in projections.names:
-        if targets is None or name in targets:
-            by_layers.setdefault(projections.layers_of(name), []).append(name)
-    return tuple(AdapterPart(rank, scale, layers, tuple(names)) for layers, names in sorted(by_layers.items()))
+    """The parts of an adapter with one rank and scale on `targets`, by default on all projections of layers, in every
+    layer that has them.
+    """
+    wanted = projections.names if targets is None else targets
+    by_layers: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for each in projections:
+        if each.name in wanted:
+            by_layers.setdefault((projections.layers_of(each.name), each.is_of_model), []).append(each.name)
+    return tuple(AdapterPart(rank, scale, layers, tuple(names)) for (layers, _), names in sorted(by_layers.items()))
 
 
 @dataclass(frozen=True, slots=True)

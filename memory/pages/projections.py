@@ -1,7 +1,8 @@
-"""The projections of a model's layers, which adapters may change: a table, by name and by id.
+"""The modules of a model that adapters may change: a table, by name and by id.
 
-Layers may differ: a layer with linear attention has other projections than one with full attention. Pure data, like
-`layout`.
+Most are projections of its layers. Layers may differ: a layer with linear attention has other projections than one
+with full attention. The token embeddings and the output projection are modules of the model; adapters have their
+rank-rows beside those of the first and of the last layer. Pure data, like `layout`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 
 class Group(IntEnum):
-    """The products of a layer. The projections of a group share an input, and their outputs are side by side."""
+    """The products of a model. The projections of a group share an input, and their outputs are side by side."""
 
     MIXER_IN = 0
     """Query, key and value; or the inputs of linear attention."""
@@ -23,13 +24,23 @@ class Group(IntEnum):
     GATE_UP = 2
     DOWN = 3
 
+    EMBEDDING = 4
+    """The model's token embeddings: its input is a one-hot row of the vocabulary."""
+
+    HEAD = 5
+    """The model's output projection, which gives the logits."""
+
+
+#: Those of a layer.
+LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
+
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One projection of a layer."""
+    """One projection of a layer, or of the model."""
 
     path: str
-    """Where a layer has it, such as `self_attn.q_proj`."""
+    """Where a layer has it, such as `self_attn.q_proj`; of the model, where Llama has it."""
 
     group: Group
     inputs: int
@@ -55,8 +66,17 @@ class Projection:
         """True if TP ranks share its inputs and add up their outputs."""
         return self.group in (Group.MIXER_OUT, Group.DOWN)
 
+    @property
+    def is_of_model(self) -> bool:
+        """True if the model has it once, not a layer."""
+        return self.group not in LAYER_GROUPS
+
     def share(self, rank: int, size: int) -> tuple[slice, tuple[slice, ...]]:
         """Inputs, and parts of the outputs, of one of `size` ranks."""
+        if self.group is Group.EMBEDDING:
+            return slice(None), (slice(None),)
+        if self.group is Group.HEAD:
+            return slice(None), (slice(rank * self.outputs // size, (rank + 1) * self.outputs // size),)
         if self.is_row_parallel:
             return share_of(self.inputs, self.units, rank, size), (slice(None),)
         shares, first = [], 0
@@ -98,6 +118,9 @@ class Projections:
     layers: tuple[tuple[Projection, ...], ...]
     """The projections of each layer."""
 
+    model: tuple[Projection, ...] = ()
+    """Those of the model itself."""
+
     def __post_init__(self) -> None:
         for projection in dict.fromkeys(projection for layer in self.layers for projection in layer):
             if projection != self[projection.name]:
@@ -106,9 +129,9 @@ class Projections:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type[Projections], tuple[object]]:
+    def __reduce__(self) -> tuple[type[Projections], tuple[object, object]]:
         """Without the cached hash: another process has another one for each string."""
-        return Projections, (self.layers,)
+        return Projections, (self.layers, self.model)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -126,8 +149,16 @@ class Projections:
     def id(self, name: str) -> int:
         return self._ids[name]
 
+    def of_group(self, group: Group) -> int | None:
+        """The id of the only projection of a group of the model; None if the table has none."""
+        return next((self._ids[each.name] for each in self.model if each.group is group), None)
+
+    def dims_of(self, module: int) -> tuple[int, int]:
+        """Inputs and outputs of a projection, by id."""
+        return self._all[module].dims
+
     def layers_of(self, name: str) -> tuple[int, ...]:
-        """The layers that have a projection."""
+        """The layers that have a projection; of the model's, the layer beside which adapters have their rank-rows."""
         return self._layers_of[name]
 
     def names_in(self, layer: int) -> tuple[str, ...]:
@@ -140,8 +171,8 @@ class Projections:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By id."""
-        return tuple(self._ids)
+        """Of the layers' projections, by id."""
+        return tuple(each.name for each in self._all if not each.is_of_model)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -159,7 +190,7 @@ class Projections:
         return sum(projection.inputs * projection.outputs for layer in self.layers for projection in layer)
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
-        """Elements of one rank of an adapter on `targets`, by default on all, in every layer that has them."""
+        """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
         return sum(sum(self[name].dims) * len(self.layers_of(name)) for name in targets or self.names)
 
     @cached_property
@@ -167,7 +198,7 @@ class Projections:
         first: dict[str, Projection] = {}
         for projection in (projection for layer in self.layers for projection in layer):
             first.setdefault(projection.name, projection)
-        return tuple(sorted(first.values(), key=lambda projection: projection.group))
+        return (*sorted(first.values(), key=lambda projection: projection.group), *self.model)
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -175,7 +206,7 @@ class Projections:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.layers)
+        return hash((self.layers, self.model))
 
     @cached_property
     def _layers_of(self) -> dict[str, tuple[int, ...]]:
@@ -183,6 +214,8 @@ class Projections:
         for index, layer in enumerate(self.layers):
             for projection in layer:
                 found[projection.name].append(index)
+        for projection in self.model:
+            found[projection.name].append(0 if projection.group is Group.EMBEDDING else self.num_layers - 1)
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
@@ -190,7 +223,8 @@ class Projections:
         """The different products, and those of each layer."""
         found: dict[Product, int] = {}
         of_layer = [
-            tuple(found.setdefault(self._product(layer, group), len(found)) for group in Group) for layer in self.layers
+            tuple(found.setdefault(self._product(layer, group), len(found)) for group in LAYER_GROUPS)
+            for layer in self.layers
         ]
         return tuple(found), tuple(of_layer)
 
@@ -232,6 +266,14 @@ def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads:
         Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.out_proj", Group.MIXER_OUT, value, hidden, k_heads),
+    )
+
+
+def model_projections(vocab: int, hidden: int, head: int) -> tuple[Projection, ...]:
+    """The token embeddings and the output projection. head: how many tokens the latter gives logits of."""
+    return (
+        Projection("model.embed_tokens", Group.EMBEDDING, vocab, hidden, 1),
+        Projection("lm_head", Group.HEAD, hidden, head, 1),
     )
 
 

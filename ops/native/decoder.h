@@ -11,6 +11,7 @@
 #include "offload.h"
 #include "paged_states.h"
 #include "merge.h"
+#include "model_lora.h"
 #include "prefill_attention.h"
 #include "projections.h"
 #include "ranks.h"
@@ -67,6 +68,7 @@ class Decoder final : public AnyDecoder {
           layers_(model.layer, model.layer + model.layers),
           team_(threads),
           projections_(model, team_),
+          embedding_lora_(model, team_.most()),
           head_(model, team_),
           merge_(team_),
           offloader_(model),
@@ -89,7 +91,8 @@ class Decoder final : public AnyDecoder {
     void prompt_logits(int first, int count, float* logits) override {
         head_.plan(count, false);
         team_.run([&](Team::Member& me) {
-            head_.run(me, rows_of(normed_, m_.hidden).from(logits_wanted_ + first), {count, logits, nullptr, nullptr});
+            const int row = logits_wanted_ + first;
+            head_.run(me, rows_of(normed_, m_.hidden).from(row), {count, logits, nullptr, nullptr, row});
         });
     }
 
@@ -157,6 +160,8 @@ class Decoder final : public AnyDecoder {
             });
         }
         head_.plan(step.logits_wanted, step.samples);
+        embedding_lora_.plan(step.model_segments);
+        head_.plan_adapters(step);
     }
 
     // A thread's part of a step.
@@ -164,15 +169,18 @@ class Decoder final : public AnyDecoder {
         const int tokens = step.tokens, hidden = m_.hidden;
         const Rows<float> x = rows_of(x_, hidden), y = rows_of(y_, 2 * m_.ffn);
         const Rows<X> normed = rows_of(normed_, hidden), act = rows_of(act_, m_.ffn);
+        const bool waits = step.segment_ready || step.model_ready;
         // Not by parts: a team's very first phase has the tag that untouched shares have.
+        if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
         team_.each(me, tokens, [&](int t) {
             convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x[t]);
+            embedding_lora_.add(step.model_segments, me.thread, t, step.token_ids[t], x[t]);
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
         });
         const LayerDesc* layers = step.layer ? step.layer : layers_.data();
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers[l];
-            if (step.segment_ready) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
+            if (waits && l) team_.each(me, 1, [&](int) { wait_for_layer(step, l); });
             normalise(me, tokens, w.attention_norm);
             const Rows<X> mixed = mix(step, me, w, l);
             add_to_residual(me, task(step, w, l, kO, mixed, x), w.attention_out_norm, w.residual_multiplier);
@@ -190,6 +198,7 @@ class Decoder final : public AnyDecoder {
         team_.each(me, step.logits_wanted + step.states_wanted,
                    [&](int r) { norm_.run(x[step.logit_tokens[r]], m_.norm, hidden, normed[r]); });
         const int rows = step.logits_wanted;
+        head_.shrink_adapters(me, normed);
         head_.run(me, normed, {rows, step.logits, step.logit_rows, step.samples});
         if (ranks_) {
             if (!me.thread) agree(step);
@@ -352,19 +361,31 @@ class Decoder final : public AnyDecoder {
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
     void wait_for_layer(const StepDesc& step, int layer) {
-        using Clock = std::chrono::steady_clock;
         if (step.offloaded) offloader_.begin_layer(step, layer);
-        for (int s = 0; s < step.segments.count; s++) {
-            const auto* ready = step.segment_ready[s];
+        if (step.segment_ready) wait_for_segments(step.segments, step.segment_ready, step.segment_late, layer);
+        if (step.model_ready) wait_for_segments(step.model_segments, step.model_ready, step.model_late, layer);
+    }
+
+    // As wait_for_layer, of some segments.
+    //
+    //   segments  of the step
+    //   readies   [count]: layers loaded so far; null: all
+    //   late      [count]: set where waiting was in vain
+    //   layer     that is needed
+    void wait_for_segments(const Segments& segments, const std::atomic<int32_t>* const* readies, int32_t* late,
+                           int layer) {
+        using Clock = std::chrono::steady_clock;
+        for (int s = 0; s < segments.count; s++) {
+            const auto* ready = readies[s];
             // None of an offloaded layer's rows are in the segment's own descriptor.
-            if (!ready || !step.segments.adapters[s]->in_layer(layer)) continue;
-            if (step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
+            if (!ready || !segments.adapters[s]->in_layer(layer)) continue;
+            if (late[s] || ready->load(std::memory_order_acquire) > layer) continue;
             const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);
                 if (layers > layer) break;
                 if (layers < 0 || Clock::now() - began > patience_) {
-                    step.segment_late[s] = 1;
+                    late[s] = 1;
                     break;
                 }
                 if (i < 200) relax();
@@ -412,6 +433,7 @@ class Decoder final : public AnyDecoder {
     std::vector<LayerDesc> layers_;
     Team team_;
     Projections<T> projections_;
+    EmbeddingLora<T> embedding_lora_;
     OutputHead<T> head_;
     Merge<T> merge_;
     Offloader<T> offloader_;

@@ -67,6 +67,7 @@ struct ModelDesc {
     DeltaShape delta;  // without heads where no layer has Gated DeltaNet
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
     int32_t kv_copies;  // TP ranks that have the same K/V heads
+    int32_t embed_module, head_module;  // of the embeddings and the output projection; -1: adapters have none
 };
 
 class Ranks;
@@ -122,6 +123,10 @@ struct StepDesc {
         *state_written;  // [rows, state_stride]: pages of each row's state before and after the step
     const uint8_t* state_fresh;  // [rows]: 1: the row begins with a state of zeros
     int64_t state_stride;
+    // Adapters of the model's own modules, with what the fields above say of segments.
+    Segments model_segments;
+    const std::atomic<int32_t>* const* model_ready;
+    int32_t* model_late;
 };
 
 // One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.

@@ -6,6 +6,7 @@
 #include "buffer.h"
 #include "descriptors.h"
 #include "elementwise.h"
+#include "model_lora.h"
 #include "product.h"
 #include "shares.h"
 
@@ -21,7 +22,17 @@ class OutputHead {
           scale_(model.logits_scale),
           softcap_(model.logits_softcap),
           team_(team),
+          lora_(model, team.most()),
           scratch_(team.most()) {}
+
+    // Find which rows of the step's logits adapters change.
+    void plan_adapters(const StepDesc& step) { lora_.plan(step); }
+
+    // The first half of what adapters add, before `run`. x: [rows of all logits, hidden], normalised.
+    void shrink_adapters(Team::Member& me, Rows<const X> x) {
+        if (lora_.units())
+            each_part(team_, me, lora_.units(), [&](int i, bool) { lora_.run_shrink(me.thread, i, x); });
+    }
 
     // rows: of logits in the step. samples: whether any is sampled from.
     void plan(int rows, bool samples) {
@@ -36,11 +47,13 @@ class OutputHead {
     //   logits  [·, vocab] float32; null: none is kept
     //   kept    [count]: which row of `logits` each goes to, below 0: none; null: one after the other
     //   samples   [count]: samples from them; null: none
+    //   first     the first row's number among the step's
     struct Logits {
         int count;
         float* logits;
         const int32_t* kept;
         const SampleRow* samples;
+        int first = 0;
     };
 
     // The product with x, and the best of each row while the logits are in the cache.
@@ -59,6 +72,7 @@ class OutputHead {
             const Rows<float> y =
                 direct ? head.y.from(t.row, t.column) : Rows<float>{scratch_[me.thread].logits.data(), kPanel};
             head.run(t, y, nullptr, more);
+            lora_.add(me.thread, to.first + t.row, t.rows, t.column, t.columns, y);
             for (int r = 0; r < t.rows; r++) {
                 const int row = t.row + r;
                 finish(y[r], t.columns);
@@ -95,6 +109,7 @@ class OutputHead {
                 float* y = scratch_[thread].logits.data();
                 weights_product<T>({x, row, 1, row, 1}, weights_, column,
                                    {{y, kPanel}, weights_.columns(column), false, nullptr}, scratch_[thread].fixed);
+                lora_.add(thread, row, 1, column, weights_.columns(column), {y, kPanel});
                 finish(y, weights_.columns(column));
                 return y;
             });
@@ -116,6 +131,7 @@ class OutputHead {
     const Weights<T> weights_;
     const float scale_, softcap_;
     Team& team_;
+    HeadLora<T> lora_;
     std::vector<Scratch> scratch_;
     std::vector<Best> best_;
     Panels panels_;

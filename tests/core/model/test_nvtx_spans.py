@@ -60,6 +60,12 @@ class Lora:
     def offload(self, group, x, layer):
         """Nothing is."""
 
+    def embed(self, rows, token_ids):
+        """Nothing is added."""
+
+    def logits(self):
+        """Nothing is added."""
+
     def add(self, group, y, x, layer):
         name = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate_up", DOWN: "down"}[group]
         self._log.append(f"{name}.{layer}")

@@ -1,0 +1,81 @@
+"""Adapters of the token embeddings and the output projection on a CPU's stand-in of a GPU.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.core.engine import Engine
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.graphs.runner import StepMode
+from chorus.perf.inline_reads import InlineReads
+
+from ...conftest import ModelSpec, Subject, save_model
+from ...graphs.late_device import LateDevice
+from ..conftest import Driver, RecordingExecutor, ticking
+from ..model_module_forms import FORMS, save_form
+from .test_cuda_interpreted import ask, check, make_config, merge
+
+SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64, tied=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Subject:
+    root = tmp_path_factory.mktemp("modules")
+    save_model(SPEC, root / "model")
+    for seed, (name, arguments) in enumerate(FORMS.items()):
+        save_form(root / "model", root / name, seed, **arguments)
+    return Subject(root / "model", {name: root / name for name in FORMS})
+
+
+@pytest.fixture
+def drive(tiny):
+    engines = []
+
+    def make(adapters=tuple(FORMS), **config) -> Driver:
+        settings = make_config(tiny, **{"max_lora_rank": 33, **config})
+        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        engine = Engine(settings, executor, ticking(), InlineReads())
+        engines.append(engine)
+        for name in adapters:
+            engine.store.register(name, tiny.adapters[name])
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("mixed", [0, 12])
+def test_all_forms_share_steps_with_the_base_model(drive, tiny, mixed):
+    """Chunks, decoding sequences and padding; steps without these adapters are captured, as before."""
+    driver = drive(mixed_graph_tokens=mixed)
+    captured = len(driver.executor.inner.captured)
+    want = ask(driver, tiny, ("all", 15, 3), (None, 5, 5), ("both", 3, 3), ("layers", 6, 2))
+    want |= ask(driver, tiny, ("head", 4, 3), ("embed", 13, 2))
+    check(driver, want)
+    assert len(driver.executor.inner.captured) == captured
+
+
+@pytest.mark.parametrize("merged", ["all", "head"])
+def test_merged(drive, tiny, merged):
+    driver = drive(adapters=["all", "head", "layers"], graph_capture="lazy", max_num_seqs=2)
+    merge(driver, merged)
+    driver.plans.clear()
+    check(driver, ask(driver, tiny, (merged, 5, 3), (None, 3, 2), ("layers", 4, 2)))
+    assert {plan.mode for plan in driver.plans} <= {StepMode.MERGED, StepMode.MIXTURE}
+
+
+def test_log_probabilities_of_prompts(drive, tiny):
+    driver = drive(adapters=["both"])
+    prompt = tiny.prompt("both", 14, 2, seed=1)
+    answer = driver.run("scored", "both", prompt, max_tokens=2, prompt_logprobs=1, logprobs=1)
+    with torch.inference_mode():
+        every = tiny.use("both")(torch.tensor([prompt + answer.tokens])).logits[0].log_softmax(-1)
+    assert answer.prompt_logprobs is not None
+    found = [entry.logprob for entry in (*answer.prompt_logprobs, *answer.logprobs)]
+    want = [float(every[at, token]) for at, token in enumerate([*prompt[1:], *answer.tokens])]
+    assert found == pytest.approx(want, abs=2e-4)

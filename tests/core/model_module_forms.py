@@ -1,0 +1,66 @@
+"""Adapters of the token embeddings and the output projection, made by PEFT over tiny models of several families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..conftest import quiet
+from .tiny_families import ATTENTION, MLP, Tiny, save_family
+
+#: name → arguments of `LoraConfig`.
+FORMS: dict[str, dict[str, Any]] = {
+    "embed": {"r": 4, "lora_alpha": 6, "target_modules": ["embed_tokens"]},
+    "head": {"r": 5, "lora_alpha": 4, "target_modules": ["lm_head"]},
+    "both": {"r": 17, "lora_alpha": 9, "target_modules": ["embed_tokens", "lm_head"]},
+    "all": {
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": [*ATTENTION, *MLP, "embed_tokens", "lm_head"],
+        "rank_pattern": {"lm_head": 33, "q_proj": 3},
+        "alpha_pattern": {"embed_tokens": 3},
+        "use_rslora": True,
+    },
+    "layers": {"r": 3, "lora_alpha": 6, "target_modules": ATTENTION + MLP},
+}
+
+
+@quiet()
+def save_form(model: Path, path: Path, seed: int, save_embedding_layers: bool = False, **arguments: Any) -> None:
+    """Write an adapter with PEFT itself; nothing of it is zero."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, config).save_pretrained(path, save_embedding_layers=save_embedding_layers)
+
+
+@quiet()
+def reference_of(model: Path, adapters: dict[str, Path]) -> Any:
+    """The model with these adapters in transformers + peft, in float32."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    found: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, path in adapters.items():
+        if isinstance(found, PeftModel):
+            found.load_adapter(path, adapter_name=name)
+        else:
+            found = PeftModel.from_pretrained(found, path, adapter_name=name)
+    return found.eval()
+
+
+def make_forms(family: str, root: Path) -> Tiny:
+    """A family's model with an adapter of each form, below `root`. "odd": one with an odd vocabulary."""
+    if family == "odd":
+        save_family("llama2", root / "model", vocab_size=151)
+    else:
+        save_family(family, root / "model")
+    adapters = {name: root / name for name in FORMS}
+    for seed, (name, arguments) in enumerate(FORMS.items()):
+        save_form(root / "model", adapters[name], seed, **arguments)
+    return Tiny(root / "model", adapters, reference_of(root / "model", adapters))
