@@ -181,9 +181,7 @@ class LoraState:
             self.segments.add(begin, end, part if factor == 1.0 else self._times(part, factor), address)
             self._lora_indices.append(lora_index)
 
-    def _add_of_model(
-        self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]
-    ) -> None:
+    def _add_of_model(self, begin: int, end: int, lora_index: int, factor: float, parts: Sequence[AdapterRows]) -> None:
         """As `_add`, of the model's modules."""
         transfer = self._coming.get(lora_index)
         address = 0 if transfer is None else transfer.address
@@ -298,10 +296,10 @@ class LoraState:
     def _resident(self, adapter: Adapter) -> _Resident:
         found = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:
-            found = adapter.pages, [], []
+            found = (adapter.pages, list[AdapterRows](), list[AdapterRows]())
             for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
                 is_of_model = self._projections[part.targets[0]].is_of_model
-                found[1 + is_of_model].append(rows_in(part, place, adapter.pages))
+                (found[2] if is_of_model else found[1]).append(rows_in(part, place, adapter.pages))
             if (vectors := adapter.layout.vectors) is not None:
                 found[1].append(vectors_in(vectors, adapter.pages))
             self._rows[adapter] = found

@@ -172,8 +172,8 @@ def read_image(
 
     Layers are published as they are read; what lies between rows may be anything. open_rows: a faster way than torch's;
     what it refuses is read again here, to say why. base: what vectors are computed with; None: they are only checked.
-    AdapterFormatError when the file can't be read, is no longer what
-    was inspected, or holds NaN or infinity, before or after the cast.
+    AdapterFormatError when the file can't be read, is no longer what was inspected, or holds NaN or infinity, before or
+    after the cast.
     """
     layout, projections, page_elems, dtype = form
     shape = (layout.num_pages, page_elems)
@@ -192,7 +192,9 @@ def read_image(
             jobs = row_jobs(manifest.parts, manifest.places, layout, projections)
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
-        vectors = VectorReader.of(file, manifest, layout, base, projections=projections)
+        vectors = None  # a composed adapter has none
+        if not isinstance(file, ComposedWeights):
+            vectors = VectorReader.of(file, manifest, layout, base, projections=projections)
         with closing(done):  # here and now: dropping an open generator would wait for the disk
             for num_ready in done:
                 if vectors is not None and image.data is not None:

@@ -412,7 +412,7 @@ def test_the_conversion_that_the_message_names(tiny_base, tmp_path):
     model.save_pretrained(tmp_path / "initial")
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
-        layer.lora_B["default"].weight.add_(1)
+        layer.get_submodule("lora_B.default").weight.add_(1)
     model.peft_config["default"].init_lora_weights = "olora"
     model.save_pretrained(tmp_path / "raw")
     assert "path_initial_model_for_weight_conversion" in refusal(tmp_path / "raw")
