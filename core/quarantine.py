@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..memory.adapters.adapter import check_name
 from ..memory.files.directory import AdapterDirectory
 from ..memory.files.error import AdapterFormatError, shown
-from ..memory.files.format import CONFIG_FILE, STEM, AdapterManifest, is_adapter_dir, weights_path
+from ..memory.files.format import CONFIG_FILE, STEM, AdapterManifest, is_adapter_dir, is_one_file, weights_path
 from ..memory.files.unserved import hint_of
 from ..memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull, ask_for_short_slices
 
@@ -62,7 +62,9 @@ class Quarantined:
 
 
 def adapter_directories(directory: Path) -> list[Path]:
-    """Sub-directories that hold a PEFT adapter, sorted by name. NotADirectoryError when there is no such directory."""
+    """Sub-directories that hold an adapter, and files that are one, sorted by name. NotADirectoryError when there is no
+    such directory.
+    """
     if not directory.is_dir():
         raise NotADirectoryError(f"adapters directory {directory} does not exist; create it or leave the flag out")
     found, skipped = [], []
@@ -76,7 +78,7 @@ def adapter_directories(directory: Path) -> list[Path]:
     for name in sorted(skipped):
         hint = _hint_of(directory / name)
         logger.warning("skipped the directory %s in %s: it has no %s%s", shown(name), directory, CONFIG_FILE, hint)
-    if is_adapter_dir(directory):
+    if os.path.lexists(directory / CONFIG_FILE):
         logger.warning(
             "%s is an adapter itself, and only its sub-directories are served: name its parent, or serve it with "
             "--lora-modules NAME=%s",
@@ -112,7 +114,7 @@ def register_directories(
     quarantine: dict[str, Quarantined] = {}
     registered: dict[str, AdapterManifest] = {}
     with DaemonPool("adapter-inspect", MAX_STUCK, 0, initializer=ask_for_short_slices) as threads:
-        for given, path in (*((path.name, path) for path in found), *modules):
+        for given, path in (*((path.stem if is_one_file(path) else path.name, path) for path in found), *modules):
             stamp = None
             try:
                 check_name(given)

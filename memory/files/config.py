@@ -43,7 +43,7 @@ _UNSERVED = {
     "trainable_token_indices": "trained tokens are not supported; train without them",
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
     "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
-    "fan_in_fan_out": "weights stored transposed are not supported; the base model has none",
+    "fan_in_fan_out": "weights stored transposed are not supported; the base model has none: set it to false",
     "use_qalora": "QALoRA is not supported; train plain LoRA",
     "use_bdlora": "block-diagonal LoRA is not supported; train plain LoRA",
     "arrow_config": "Arrow routing is not supported; serve its adapters under names of their own",

@@ -49,7 +49,7 @@ _WRAPPED = re.compile(
     r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
 )
 #: What trainers leave in names: modules around PEFT's, and the adapter's own name.
-_AROUND = re.compile(r"(?:module|_orig_mod|_fsdp_wrapped_module)\.")
+_AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
 _ADAPTER_NAME = re.compile(
     r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
 )
@@ -127,8 +127,8 @@ class AdapterManifest:
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it is of
-    another form.
+    """True if a directory means to be an adapter's: anything at all is in its configuration's place, or it has one GGUF
+    file. Such a file is an adapter by itself, too.
     """
     if os.path.lexists(path / CONFIG_FILE):  # unlike Path's methods this one never raises
         return True
@@ -215,7 +215,9 @@ class AdapterWeights(TensorFile):
         self._paths: set[str] = set()
         self._adapters: set[str] = set()
         self.given_modules: set[str] = set()
-        """Modules of layers that have tensors, by the names that the file gives them; once `tensors` was read."""
+        """Modules of layers that have tensors, by the names that the file gives them, where no configuration says so;
+        once `tensors` was read.
+        """
         self.modules = modules
         """Where the file has the base model's projections; once `tensors` was read."""
         self.num_left_out = 0
@@ -316,8 +318,8 @@ class AdapterWeights(TensorFile):
 
     def _plain(self, name: str) -> str:
         name = self._form.peft_name(name)
-        while (around := _AROUND.match(name)) is not None:
-            name = name[around.end() :]
+        if not name.startswith(_PREFIX):
+            name = _AROUND.sub("", name, 1)
         if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
             self._adapters.add(named[2])
             name = f"{name[: named.end(1)]}{name[named.end() :]}"
@@ -338,7 +340,8 @@ class AdapterWeights(TensorFile):
         if match is None:
             return plain
         self._paths.add(match[2])
-        self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
+        if not self._form.is_plain:
+            self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
         return f"{match[1]}.{self.modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
 
 

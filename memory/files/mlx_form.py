@@ -75,8 +75,8 @@ class MlxForm:
         field = "num_layers" if "num_layers" in raw else "lora_layers"
         count = raw.get(field, -1)
         if type(count) is not int:
-            raise refuse(field, count, "a number of layers is needed; -1 is all")
-        first = self._num_layers - count if 0 <= count <= self._num_layers else 0
+            raise refuse(field, count, "a number of layers is needed; -1 and 0 are all")
+        first = self._num_layers - count if 0 < count <= self._num_layers else 0
         found = (int(match[1]) for name in modules if (match := _LAYER.search(name)))
         if early := [layer for layer in found if layer < first]:
             raise refuse(

@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+
 from ..memory.conftest import Draft
 from ..memory.files.test_adapter_forms import write_gguf, write_mlx
 from .adapter_zoo import Zoo, save_zoo
@@ -45,6 +48,23 @@ def test_other_forms_of_one_adapter(zoo, drive, tmp_path):
             want[f"{name} {seed}"] = tokens
     answered = driver.drain()
     assert {name: answered[name].tokens for name in want} == want
+
+
+def test_a_directory_of_adapters_in_several_forms(zoo, tmp_path):
+    """Files are served under their names without the suffix."""
+    it, root = draft_of(zoo.adapters["plain"]), tmp_path / "adapters"
+    it.write(root / "peft")
+    write_mlx(it, root / "mlx")
+    write_gguf(it, root / "gguf")
+    write_gguf(it, root, name="file.v1.gguf")
+    (root / "empty").mkdir()
+    settings = {"memory_bytes": 8 << 20, "dtype": "float32", "threads": 1, "cpu_kernels": "torch"}
+    engine = Engine.from_config(EngineConfig(model=zoo.model, adapters=root, **settings))
+    try:
+        assert engine.store.names() == ["file.v1", "gguf", "mlx", "peft"]
+        assert not engine.adapters.quarantine
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("kernels", ["native"])

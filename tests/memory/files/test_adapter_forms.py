@@ -87,7 +87,8 @@ def test_mlx(adapter_draft, tmp_path, dtype):
 def test_mlx_of_the_last_layers(adapter_draft, tmp_path):
     it = adapter_draft(("q_proj", "down_proj"), layers=(1, 2), layers_to_transform=[1, 2])
     same(write_mlx(it, tmp_path / "mlx", num_layers=2), it.write(tmp_path / "peft"))
-    same(write_mlx(it, tmp_path / "all", num_layers=-1), tmp_path / "peft")
+    for count in (-1, 0, 99):
+        same(write_mlx(it, tmp_path / f"all {count}", num_layers=count), tmp_path / "peft")
 
 
 def test_mlx_content(adapter_draft, tmp_path):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 
 import pytest
 import torch
 
 from chorus.memory.files.composed import composed, inspect, paths_of
 from chorus.memory.files.error import AdapterChanged, AdapterFormatError
-from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.format import AdapterManifest, inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content, with_effect
+from chorus.memory.pages.adapter_layout import AdapterPart
 
 from ...tables import TINY_PATHS
 from ..conftest import Draft
@@ -119,3 +121,12 @@ def test_a_source_outside_the_roots_is_refused(two, tmp_path):
     made = composed([(each, 0.5) for each in manifests(tmp_path, *two)])
     with pytest.raises(AdapterFormatError, match="outside the directories"):
         inspect(made.path, TINY_PATHS, [tmp_path / "0"])
+
+
+def test_every_field_of_an_adapter_is_judged():
+    """What an adapter has beyond A and B must be composed, or make it one that `why_alone` refuses."""
+    files = {"path", "file_size", "mtime_ns", "places", "identity", "stem", "modules", "num_left_out", "sources"}
+    told = {"content_hash", "no_effect", "base_model", "names_other_base"}
+    refused = {"invocation_tokens"}
+    assert {field.name for field in fields(AdapterManifest)} == {"parts"} | files | told | refused
+    assert {field.name for field in fields(AdapterPart)} == {"rank", "scale", "layers", "targets"}
