@@ -312,6 +312,16 @@ def column_width(tokens: int) -> int:
     return -(-tokens // 2) * 2
 
 
+def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> list[int]:
+    """See `StepBatch.kept_tokens`. begins: index of each row's first token."""
+    scored, pooled = [], []
+    for row, begin in zip(rows, begins, strict=False):
+        if row.wants_prompt_logprobs:
+            scored += range(begin, begin + len(following_tokens(row)))
+        pooled += [begin + index for index in row.pooled]
+    return scored + pooled
+
+
 def ragged_batch(
     rows: list[ScheduledSequence],
     layout: PageLayout,
@@ -322,7 +332,7 @@ def ragged_batch(
     states: PagedStates | None = None,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, qo_indptr, prompt_logprob_tokens, pooled_tokens = [], [], [0], [], []
+    token_ids, positions, qo_indptr = [], [], [0]
     block_tokens, groups = layout.block_tokens, layout.pages_per_block
     page: list[list[int]] = [[] for _ in range(groups)]
     for row in rows:
@@ -331,11 +341,8 @@ def ragged_batch(
         positions += span
         for group, column in enumerate(page):
             column += [row.pages[position // block_tokens * groups + group] for position in span]
-        if row.wants_prompt_logprobs:
-            prompt_logprob_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
-        pooled_tokens += [qo_indptr[-1] + index for index in row.pooled]
         qo_indptr.append(len(token_ids))
-    kept = prompt_logprob_tokens + pooled_tokens
+    kept = _kept_tokens(rows, qo_indptr)
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row

@@ -112,12 +112,17 @@ class _Reader:
             for info in (a, b):
                 for chunk in self._chunks(info):
                     digest.update(chunk)
-        for name in TENSORS if manifest.head is not None else ():
-            if (info := self._file.tensors.get(name)) is not None:
-                digest.update(f"{name} {info.dtype}{info.shape}\n".encode())
-                for chunk in self._chunks(info):
-                    digest.update(chunk)
+        if manifest.head is not None:
+            for part in self._head():
+                digest.update(part)
         return digest.hexdigest()
+
+    def _head(self) -> Iterator[bytes | memoryview]:
+        """The tensors of a score head, each after its name and shape."""
+        for name in TENSORS:
+            if (info := self._file.tensors.get(name)) is not None:
+                yield f"{name} {info.dtype}{info.shape}\n".encode()
+                yield from self._chunks(info)
 
     def _has_values(self, info: TensorInfo) -> bool:
         """True if any value is not zero; for most tensors the first values decide."""
