@@ -23,7 +23,6 @@ from ..model.config import ModelConfig, UnsupportedModel
 from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
-from ..model.score_head import read_score_head
 from ..model.shard import WHOLE, Shard
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
@@ -178,6 +177,8 @@ class ModelExecutor(ExecutorBase):
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
+
+        from ..model.score_head import read_score_head
 
         super().__init__()
         self.whole, self.shard = read_model_config(config.model), shard

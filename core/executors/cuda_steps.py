@@ -256,8 +256,7 @@ class CudaSteps:
         """Sample the tokens of the last step, and compute its prompt log-probabilities; the returned function waits for
         both.
         """
-        eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
-        asks = self._asks_of(rows)
+        eos, asks = self.decoder.config.eos_token_ids, self._asks_of(rows)
         if asks.logits:
             begun = DeviceSampling(
                 rows, chosen, logits, eos_token_ids=eos, fetch=self._download, grammars=self._grammars
@@ -273,19 +272,18 @@ class CudaSteps:
                     tokens = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
                 return sample_tokens(rows, tokens, None, self._sampling, eos)
 
-        if not (asks.prompt_logprobs or asks.pooled):
-            return read
+        return partial(self._read_kept_states, rows, read) if asks.prompt_logprobs or asks.pooled else read
 
-        def read_with_kept_states() -> StepResult:
-            result = read()
-            with torch.inference_mode():
-                if asks.prompt_logprobs:
-                    add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, vocab, result)
-                if asks.pooled:
-                    add_pooled(rows, self.decoder.hidden_states, result)
-            return result
-
-        return read_with_kept_states
+    @torch.inference_mode()
+    def _read_kept_states(self, rows: Sequence[ScheduledSequence], read: Callable[[], StepResult]) -> StepResult:
+        """Add what is made of a step's kept states to the result that `read` waits for."""
+        result, asks = read(), self._asks_of(rows)
+        if asks.prompt_logprobs:
+            vocab = self.decoder.config.vocab_size
+            add_prompt_logprobs(rows, self.decoder.prompt_logits, self._sampling, vocab, result)
+        if asks.pooled:
+            add_pooled(rows, self.decoder.hidden_states, result)
+        return result
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the last step's logits with all ranks' columns, on the first rank; all ranks must call it."""

@@ -438,6 +438,18 @@ def column_width(tokens: int) -> int:
     return -(-tokens // 2) * 2
 
 
+def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tokens of prompt log-probabilities, and pooled ones: see `StepBatch.kept_tokens`. begins: index of each row's
+    first token.
+    """
+    scored, pooled = list[int](), list[int]()
+    for row, begin in zip(rows, begins, strict=False):
+        if row.wants_prompt_logprobs:
+            scored += range(begin, begin + len(following_tokens(row)))
+        pooled += [begin + index for index in row.pooled]
+    return scored, pooled
+
+
 def ragged_batch(
     rows: list[ScheduledSequence],
     layout: PageLayout,
@@ -448,7 +460,7 @@ def ragged_batch(
     states: PagedStates | None = None,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, qo_indptr, prompt_logprob_tokens, pooled_tokens = [], [], [0], [], []
+    token_ids, positions, qo_indptr = [], [], [0]
     block_tokens, groups = layout.block_tokens, layout.pages_per_block
     page: list[list[int]] = [[] for _ in range(groups)]
     for row in rows:
@@ -457,14 +469,11 @@ def ragged_batch(
         positions += span
         for group, column in enumerate(page):
             column += [row.pages[position // block_tokens * groups + group] for position in span]
-        if row.wants_prompt_logprobs:
-            prompt_logprob_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
-        pooled_tokens += [qo_indptr[-1] + index for index in row.pooled]
         qo_indptr.append(len(token_ids))
-    kept = prompt_logprob_tokens + pooled_tokens
-    logit_tokens = [end - 1 for end in qo_indptr[1:]]
+    prompt_tokens, pooled_tokens = _kept_tokens(rows, qo_indptr)
+    kept, logit_tokens = prompt_tokens + pooled_tokens, [end - 1 for end in qo_indptr[1:]]
     if lora is not None:
-        lora.use_logits(logit_tokens, prompt_logprob_tokens)
+        lora.use_logits(logit_tokens, prompt_tokens)
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row

@@ -35,6 +35,8 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{raw.path}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
         )
     text = raw.text_part(_TEXT).with_defaults(family.defaults)
+    if text.raw.get("is_causal") is False:  # as of some embedding models
+        raise text.refuse("is_causal", "only causal attention is supported")
     weight_format = read_format(raw) or read_format(text)
     model = family.read(text)
     if kind:  # without an output projection, its place is taken by the embeddings, and no token is sampled

@@ -412,6 +412,10 @@ class WeightLoader(Weights):
             shapes[name] = (before + rows, *others)
         return shapes
 
+    def _is_elsewhere(self, name: str) -> bool:
+        """True for a tensor that is no part of the decoder: old checkpoints' frequencies, and a score head."""
+        return _IGNORED.search(name) is not None or (self._config.is_classifier and name in (WEIGHT, BIAS))
+
     def _check_unused(self) -> None:
         used, left_out = {self._sources[part].name for part in self._shapes}, 0
         used |= {each for names in self._quantised.values() for each in names}
@@ -423,7 +427,7 @@ class WeightLoader(Weights):
                 continue
             elif how is not None and how.left_out(self._checkpoint, name):
                 scales += 1
-            elif not (_IGNORED.search(name) or (self._config.is_classifier and name in (WEIGHT, BIAS))):
+            elif not self._is_elsewhere(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if scales:
             logger.info("%d scales of activations and of the KV cache, and biases of zeros, are left out", scales)

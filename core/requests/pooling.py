@@ -6,16 +6,8 @@ Tests: tests/core/test_pooling.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
-
-Pooling = Literal["last", "mean", "cls"]
-"""The hidden states that a vector is made of, after the model's final norm: those of the last token, the mean of all,
-or those of the first token.
-"""
-
-POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

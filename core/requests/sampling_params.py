@@ -9,9 +9,16 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from .grammar import Grammar
-from .pooling import POOLINGS, Pooling
+
+Pooling = Literal["last", "mean", "cls"]
+"""The hidden states that a vector is made of, after the model's final norm: those of the last token, the mean of all,
+or those of the first token.
+"""
+
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 MAX_LOGPROBS = 100
 #: OpenAI takes 300 biases.

@@ -461,7 +461,7 @@ class Scheduler:
         if computed >= request.leaves_at or sequence.states is not None:
             self._memory.move_on(request)
         if not sequence.samples:
-            return None if request.params.pooling is None else self._pool(request, info)
+            return self._pool(request, info)
         token = result.tokens[sequence.request_id]
         request.token_ids.append(token)
         if (reused := request.sequence) is not None:  # for the next step
@@ -491,8 +491,8 @@ class Scheduler:
         )
 
     def _pool(self, request: Request, info: StepInfo) -> RequestOutput | None:
-        """End a pooling request once its prompt is computed, and return its output."""
-        if request.num_computed_tokens < request.num_prompt_tokens or request.pooled is None:
+        """End a pooling request once its prompt is computed, and return its output; None for other requests."""
+        if request.pooled is None or request.num_computed_tokens < request.num_prompt_tokens:
             return None
         self.num_pooled += 1
         vector = request.pooled.mean()

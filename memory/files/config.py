@@ -204,14 +204,7 @@ class _Fields:
     def refuse_unserved(self) -> None:
         if self.raw.get("peft_type", "LORA") != "LORA":
             raise self.refuse("peft_type", "only LORA is served")
-        if self.has_head and self.raw.get("alora_invocation_tokens"):
-            raise self.refuse("modules_to_save", "a head of activated LoRA is not supported; train plain LoRA")
-        if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save") and not self.has_head:
-            raise self.refuse(
-                "task_type",
-                f"such a model has a head of its own, which it saves ({shown(self.raw['modules_to_save'])}); only the "
-                "head score of task_type='SEQ_CLS' is served: train with that, or with task_type='CAUSAL_LM'",
-            )
+        self._refuse_heads()
         for name, why in _UNSERVED.items():
             if self.raw.get(name) and not (name == "modules_to_save" and self._saves_no_more_than_a_head):
                 raise self.refuse(name, why)
@@ -225,6 +218,17 @@ class _Fields:
             for begin, why in _BASE_CHANGING.items():
                 if init.lower().startswith(begin):
                     raise self.refuse("init_lora_weights", why)
+
+    def _refuse_heads(self) -> None:
+        """Refuse heads that are not those of a classifier of texts."""
+        if self.has_head and self.raw.get("alora_invocation_tokens"):
+            raise self.refuse("modules_to_save", "a head of activated LoRA is not supported; train plain LoRA")
+        if self.raw.get("task_type") in _CLASSIFIERS and self.raw.get("modules_to_save") and not self.has_head:
+            raise self.refuse(
+                "task_type",
+                f"such a model has a head of its own, which it saves ({shown(self.raw['modules_to_save'])}); only the "
+                "head score of task_type='SEQ_CLS' is served: train with that, or with task_type='CAUSAL_LM'",
+            )
 
     @property
     def has_head(self) -> bool:

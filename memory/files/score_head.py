@@ -8,11 +8,13 @@ Tests: tests/memory/files/test_score_head.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .error import AdapterFormatError, shown
 from .tensor_file import TensorFile, TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_LABELS = 1024
 
@@ -39,7 +41,7 @@ class ScoreHead:
 
     def scores(self, vector: np.ndarray) -> np.ndarray:
         """Scores `[labels]` float32 of a hidden state `[hidden]`."""
-        found = self.weight @ vector.astype(np.float32)
+        found = self.weight @ vector.astype("float32")
         return found if self.bias is None else found + self.bias
 
 
@@ -68,6 +70,8 @@ def read_score_head(file: TensorFile, hidden_size: int | None, config: str) -> S
         raise AdapterFormatError(
             f"{file.path}: tensor {BIAS} has shape {shown(list(bias.shape))}, {[labels]} is needed; save it again"
         )
+    import numpy as np  # a command that starts no engine needs none
+
     head = ScoreHead(_values(file, weight), None if bias is None else _values(file, bias))
     for name, values in ((WEIGHT, head.weight), (BIAS, head.bias)):
         if values is not None and not np.isfinite(values).all():
@@ -77,6 +81,8 @@ def read_score_head(file: TensorFile, hidden_size: int | None, config: str) -> S
 
 def _values(file: TensorFile, info: TensorInfo) -> np.ndarray:
     """A tensor's values in float32."""
+    import numpy as np
+
     data = bytearray(info.num_bytes)
     file.read_into(memoryview(data), info.offset)
     if info.dtype == "BF16":

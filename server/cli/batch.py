@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from starlette.applications import Starlette
 
-from ..api import generation_api
+from ..api import generation_api, pooling_api
 from ..errors import EngineUnavailable
 from ..settings import Settings
 from ..start.flags import UsageError
 from ..start.launch import OpenBackend, build_app
 
-ROUTES = tuple(sorted(route for route in generation_api.ROUTES if route.startswith("/v1/")))
+ROUTES = tuple(sorted(route for route in (*generation_api.ROUTES, *pooling_api.ROUTES) if route.startswith("/v1/")))
 """Routes that a line may name: TGI's and LoRAX's routes have no batches."""
 
 IN_FLIGHT = 256

@@ -130,6 +130,16 @@ def test_a_cached_prefix_is_used_for_last_and_never_for_mean_or_cls(drive, refer
         assert_same(answer.pooled, pooled(states(reference.model, reference.adapters["r2-qv"], prompt), pooling))
 
 
+def test_equal_prompts_do_not_wait_for_each_other_where_no_prefix_can_be_used(drive, reference):
+    driver = drive(reference, block_tokens=4)
+    (prompt,) = prompts_of(reference.vocab_size, 1, 10, least=30)
+    for name in ("a", "b"):
+        pool(driver, name, None, prompt, "mean")
+    answers = driver.drain()
+    assert [len(plan.sequences) for plan in driver.plans] == [2]
+    assert answers["a"].pooled == answers["b"].pooled
+
+
 def test_a_prompt_may_fill_the_whole_context(drive, reference):
     driver = drive(reference, max_model_len=32)
     prompt = prompts_of(reference.vocab_size, 1, 3, least=33, most=33)[0]

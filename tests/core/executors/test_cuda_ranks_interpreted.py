@@ -32,6 +32,7 @@ from chorus.core.executors.cuda_rank_copies import RankCopies, RankTransfer, TpW
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
+from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.types import FinishReason
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
@@ -167,6 +168,21 @@ def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
         for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs or (), want.prompt_logprobs or ())):
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
     assert any(row.looks_back for plan in ahead[1] for row in plan.sequences), "none was drawn behind host's tokens"
+
+
+def test_pooled_vectors_are_those_of_one_rank(drive, tiny):  # noqa: F811
+    found = []
+    for size in (1, 2):
+        driver = drive(adapters=["r5-o-down"], max_num_seqs=3) if size == 2 else one_rank(tiny)
+        for index, pooling in enumerate(("last", "mean", "cls")):
+            adapter = "r5-o-down" if index else None
+            driver.add(pooling, adapter, [5, 6, 7 + index] * 5, max_tokens=1, pooling=pooling)
+        driver.add("text", "r5-o-down", [5, 6, 7, 8], max_tokens=4, prompt_logprobs=1)
+        found.append(driver.drain())
+    assert found[0]["text"].tokens == found[1]["text"].tokens
+    for pooling in ("last", "mean", "cls"):
+        one, two = (torch.tensor(from_bytes(answers[pooling].pooled)) for answers in found)
+        torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-4)
 
 
 def one_rank(tiny) -> Driver:  # noqa: F811

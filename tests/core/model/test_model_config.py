@@ -141,6 +141,26 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     assert read_model_config(tmp_path) == want
 
 
+@pytest.mark.parametrize(
+    ("changes", "has_lm_head", "is_classifier"),
+    [
+        ({}, True, False),
+        ({"architectures": ["LlamaForSequenceClassification"]}, False, True),
+        ({"architectures": ["LlamaModel"]}, False, False),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["no", "yes"]},
+            True,
+            False,
+        ),
+    ],
+)
+def test_heads_by_architecture(read, changes, has_lm_head, is_classifier):
+    config = read(**changes)
+    assert (config.has_lm_head, config.is_classifier) == (has_lm_head, is_classifier)
+    assert config.tie_word_embeddings == (not has_lm_head), "no output projection is looked for"
+    assert config.architecture == changes.get("architectures", ["LlamaForCausalLM"])[0]
+
+
 def test_head_counts_and_dims(read):
     assert read(num_key_value_heads=None).num_kv_heads == 4
     assert read(head_dim=24).q_size == 96
@@ -339,6 +359,12 @@ WRONG = [
     ({"architectures": ["GraniteMoeHybridForCausalLM"]}, "num_local_experts is missing: mixture-of-experts"),
     ({"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}, "layer_types is ["),
     ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
+    ({"is_causal": False}, "is_causal is False: only causal attention"),
+    (
+        {"architectures": ["BertForSequenceClassification"]},
+        "architecture BertForSequenceClassification is not supported",
+    ),
+    ({"architectures": ["BertModel"]}, "architecture BertModel is not supported"),
     ({"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True}, "qkv_bias is True: bias is False"),
     ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers is [1]: 1 values"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": "long"}, "sliding_window is 'long'"),
