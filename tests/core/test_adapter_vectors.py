@@ -165,3 +165,22 @@ class TestBaseWeights:
         (tmp_path / "model.safetensors").unlink()
         with pytest.raises(AdapterFormatError, match="can't be read again"):
             base.weight(0, "q_proj")
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("chunk", [8, 96])
+def test_bfloat16_is_near_float32(zoo, drive, chunk):
+    """Vectors stay in float32 beside rank-rows in bfloat16."""
+    names = ("plain", "dora", "bias-all", "dora-bias-all", "both-biases")
+    prompts = {name: zoo.case(name, 40, 1, seed=8)[0] for name in names}
+
+    def scores(dtype):
+        driver = drive(zoo, dtype=dtype, max_num_batched_tokens=chunk, max_num_seqs=8)
+        for name, prompt in prompts.items():
+            driver.add(name, name, prompt, max_tokens=1, prompt_logprobs=0)
+        return {name: answer.prompt_logprobs for name, answer in driver.drain().items()}
+
+    want, got = scores("float32"), scores("bfloat16")
+    for name in names:
+        errors = [abs(a.logprob - b.logprob) for a, b in zip(want[name], got[name], strict=True)]
+        assert sum(errors) / len(errors) < 0.12, name
