@@ -18,7 +18,6 @@ from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
-from ..model.base_weights import CheckpointWeights
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
@@ -171,6 +170,8 @@ class ModelExecutor(ExecutorBase):
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
+
+        from ..model.base_weights import CheckpointWeights  # needs torch
 
         super().__init__()
         self.whole, self.shard = read_model_config(config.model), shard
