@@ -38,12 +38,15 @@ class VectorTables:
         self._of_tokens = torch.full((2, -(-tokens // 4) * 4), -1, dtype=torch.int32, device=device)
         self.applied, self.undone = self._of_tokens
         self._table_rows: dict[AdapterRows, int] = {}  # least recently used first
-        self._planned: Segments | None = None
+        self._planned: tuple[Segments, int] | None = None
         self._copies = [make_copy(each.numel() * each.itemsize) for each in (self._of_tokens, self.first, self.pages)]
 
     def plan(self, segments: Segments) -> None:
         """Write a step's tables; does nothing if they are those of the last step, or there are no vectors."""
-        if segments is self._planned or not segments.vectors:
+        key = segments, len(segments.rows)  # adding entries makes them different
+        if not segments.vectors or (
+            self._planned is not None and key[0] is self._planned[0] and key[1] == self._planned[1]
+        ):
             return
         self._planned = None
         used = [segments.rows[index] for index in segments.vectors]
@@ -53,7 +56,7 @@ class VectorTables:
             is_undone = int(rows.scale < 0)
             of_tokens[is_undone, segments.begin[index] : segments.end[index]] = self._table_rows[rows]
         self._copies[0](self._of_tokens, torch.from_numpy(of_tokens))
-        self._planned = segments
+        self._planned = key
 
     def _assign(self, used: Sequence[AdapterRows]) -> None:
         """Give each of `used` a table row: a free one, or the longest unused one that the step doesn't use."""

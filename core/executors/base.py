@@ -18,7 +18,6 @@ from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..cold_start import ColdStarts
 from ..config import EngineConfig
-from ..model.base_weights import CheckpointWeights
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
@@ -178,6 +177,7 @@ class ModelExecutor(ExecutorBase):
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
+        from ..model.base_weights import CheckpointWeights  # needs torch
         from ..model.score_head import read_score_head
 
         super().__init__()

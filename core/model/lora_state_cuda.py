@@ -262,6 +262,8 @@ class CudaLoraState(LoraState):
 
     def _plan_vectors(self) -> tuple[bool, ...]:
         """Write the tables of a step's vectors; return the launches that it has, see `LoraLaunches`."""
+        if not self.segments.vectors:
+            return ()
         self._vectors.plan(self.segments)
         undone = [self.segments.rows[index].scale < 0 for index in self.segments.vectors]
         return tuple(undo for undo in (True, False) if undo in undone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -172,14 +172,19 @@ def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, i
     layers_of: dict[str, set[int]] = {}
     with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
-    for name, shape in shapes.items():
-        *parents, module, _, _ = name.split(".") if name.count(".") > 2 else ("", "", "", "")
-        if len(shape) == 2 and name.endswith("lora_A.weight") and module in usual:
+    for end, num_dims in (("lora_A.weight", 2), ("bias", 1)):  # a module without LoRA may have a bias
+        for name, shape in shapes.items():
+            *parents, module = name.removesuffix(f".{end}").split(".")
+            if len(shape) != num_dims or not name.endswith(f".{end}") or module not in usual:
+                continue
             d_out = _size(shapes.get(name.replace("lora_A", "lora_B"), ()))
-            dims.setdefault(module, (shape[1], d_out))
-            numbers = (int(part) for part in parents if part.isdecimal() and len(part) <= 6)
-            layers_of.setdefault(module, set()).update(numbers)
+            dims.setdefault(module, (shape[-1] if num_dims > 1 else 1, d_out))
+            layers_of.setdefault(module, set()).update(_numbers(parents))
     return dims, layers_of
+
+
+def _numbers(parts: Sequence[str]) -> Iterator[int]:
+    return (int(part) for part in parts if part.isdecimal() and len(part) <= 6)
 
 
 def _names(layer: Sequence[Projection]) -> set[str]:

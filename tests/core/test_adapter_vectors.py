@@ -6,13 +6,15 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ModelExecutor
+from chorus.core.requests.types import CannotMerge
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 
-from .adapter_zoo import save_zoo
+from .adapter_zoo import FORMS, save_zoo
 from .tiny_families import make_tiny, save_family
 
 pytestmark = [pytest.mark.numerics]
@@ -135,8 +137,6 @@ class TestBaseWeights:
     """What vectors are computed with."""
 
     def test_are_those_that_are_served(self, zoo):
-        from safetensors.torch import load_file
-
         stored = load_file(zoo.model / "model.safetensors")
         key = "model.layers.1.mlp.down_proj"
         base = base_weights(zoo.model)
@@ -147,8 +147,6 @@ class TestBaseWeights:
 
     def test_of_one_matrix_of_several(self, tmp_path):
         save_family("phi-3", tmp_path)
-        from safetensors.torch import load_file
-
         packed = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight"]
         base = base_weights(tmp_path)
         parts = [base.weight(0, name) for name in ("q_proj", "k_proj", "v_proj")]
@@ -165,3 +163,41 @@ class TestBaseWeights:
         (tmp_path / "model.safetensors").unlink()
         with pytest.raises(AdapterFormatError, match="can't be read again"):
             base.weight(0, "q_proj")
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("chunk", [8, 96])
+def test_bfloat16_is_near_float32(zoo, drive, chunk):
+    """Vectors stay in float32 beside rank-rows in bfloat16."""
+    names = ("plain", "dora", "bias-all", "dora-bias-all", "both-biases")
+    prompts = {name: zoo.case(name, 40, 1, seed=8)[0] for name in names}
+
+    def scores(dtype):
+        driver = drive(zoo, dtype=dtype, max_num_batched_tokens=chunk, max_num_seqs=8)
+        for name, prompt in prompts.items():
+            driver.add(name, name, prompt, max_tokens=1, prompt_logprobs=0)
+        return {name: answer.prompt_logprobs for name, answer in driver.drain().items()}
+
+    want, got = scores("float32"), scores("bfloat16")
+    for name in names:
+        errors = [abs(a.logprob - b.logprob) for a, b in zip(want[name], got[name], strict=True)]
+        assert sum(errors) / len(errors) < 0.12, name
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_magnitude_of_0_is_served_and_not_merged(tmp_path, drive):
+    """What is merged could not be taken off other requests again."""
+    it = save_zoo(tmp_path, forms={"dora": FORMS["dora"]})
+    file = it.adapters["dora"] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(tensor for name, tensor in tensors.items() if "o_proj.lora_magnitude" in name)[5] = 0
+    save_file(tensors, file)
+    driver = drive(it, max_num_seqs=4)
+    driver.run("load", "dora", [5, 6], max_tokens=1)
+    driver.engine.merge("dora")
+    driver.add("beside", None, [5, 6, 7], max_tokens=40)
+    want = ask(driver, it, seed=7)
+    assert answered(driver, want) == want
+    assert driver.engine.stats().merged_adapter is None
+    with pytest.raises(CannotMerge, match="makes a row of layer"):
+        driver.engine.merge("dora")

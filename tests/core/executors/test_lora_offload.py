@@ -18,6 +18,7 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.graphs.device import DeviceError
 from chorus.ops import native_library
 
+from ..adapter_zoo import BIASED_FORMS, save_zoo
 from ..test_parity import add_all, check, make_cases
 from .slow_link import slow_down
 from .thread_ranks import ThreadProcess
@@ -96,6 +97,20 @@ def test_layers_of_two_kinds(tiny, with_offload):
     answers = driver.drain()
     assert {name: answers[name].tokens for name in want} == want
     assert link.most == 0 and offload.starts.num_offloaded == 2 and offload.starts.num_streamed == 0
+
+
+def test_adapters_with_vectors_are_waited_for(tmp_path, with_offload):
+    """Vectors come after all that LoRA adds; beside them, others are offloaded."""
+    it = save_zoo(tmp_path, biased=True, forms={name: BIASED_FORMS[name] for name in ("plain", "dora", "bias-all")})
+    driver, link, offload = with_offload(it, max_load_stall_seconds=60.0, max_num_batched_tokens=200)
+    want = {}
+    for name in (None, *it.adapters):
+        prompt, want[str(name)] = it.case(name, 30, 6, seed=3)
+        driver.add(str(name), name, prompt, max_tokens=6)
+    threading.Timer(0.3, link.let, [1000]).start()
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+    assert offload.starts.num_offloaded == 1 and offload.starts.num_streamed == 2
 
 
 def test_bfloat16_differs_by_rounding_alone(subject, with_offload, drive):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from chorus.server.cli.command import main, make_parser
 from chorus.server.cli.unpickle import MAX_TENSORS
 
+from ...core.adapter_zoo import save_zoo
 from ...tables import hybrid_table
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -76,6 +77,18 @@ def test_without_a_model_the_files_must_agree_with_themselves(adapter):
     edit(adapter, r=3)
     code, (one,) = checked(adapter)
     assert code == 1 and "its rank is 2" in one["reasons"][0]
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_dora_and_biases(tmp_path, bias):
+    """With and without a model, whose weights are not read; a bias of a module without LoRA among them."""
+    forms = {"it": {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True, "bias": bias}}
+    zoo = save_zoo(tmp_path, biased=True, forms=forms)
+    (zoo.model / "model.safetensors").unlink()
+    for model in (["--model", zoo.model], []):
+        code, (one,) = checked(zoo.adapters["it"], *model)
+        assert code == 0, one
+        assert ("k_proj" in one["target_modules"]) == (bias == "all")
 
 
 @pytest.mark.parametrize("names", [hybrid_table().names, ("in_proj_z", "up_proj"), ("q_proj", "out_proj")])
