@@ -62,10 +62,11 @@ class Offloading(Protocol):
         ...
 
 
-def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, torch.Tensor]]:
+def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor, ...]]:
     """Return a part of an adapter in the library's form, and the tensors to which it points."""
     pages = torch.tensor(rows.pages, dtype=torch.int64)
     first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
+    tokens = torch.tensor(rows.token_ids, dtype=torch.int64)
     descriptor = AdapterDescriptor(
         pages=pages.data_ptr(),
         first_elem=first_elem.data_ptr(),
@@ -74,8 +75,9 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
         slab_elems=rows.slab_elems,
         a_offset=_offsets(rows.a_offset),
         b_offset=_offsets(rows.b_offset),
+        tokens=tokens.data_ptr() if rows.token_ids else None,
     )
-    return descriptor, (pages, first_elem)
+    return descriptor, (pages, first_elem, tokens)
 
 
 def _offsets(offsets: Sequence[int]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
 from ...memory.pages.projections import LAYER_GROUPS, Product
@@ -337,8 +338,15 @@ class CudaLoraState(LoraState):
         return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
 
     def _widest(self) -> AdapterLayout:
-        """The layout of the largest adapter: on every module of the layers and of the model."""
-        parts = uniform_parts(self._projections, self.max_rank, targets=[each.name for each in self._projections])
+        """The layout of the largest adapter: on every module of the layers and of the model, with all rows that it may
+        have of its own.
+        """
+        names = [each.name for each in self._projections if not each.is_rows]
+        parts = list(uniform_parts(self._projections, self.max_rank, targets=names))
+        for each in self._projections:
+            if each.is_rows:
+                layers = self._projections.layers_of(each.name)
+                parts.append(AdapterPart(MAX_TRAINED_ROWS, 1.0, layers, (each.name,)))
         return AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
 
     def _widest_slab(self) -> int:

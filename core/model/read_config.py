@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
 from .families import FAMILIES
@@ -32,9 +33,14 @@ def read_model_config(directory: Path) -> ModelConfig:
     weight_format = read_format(raw) or read_format(text)
     model = family.read(text)
     eos = _eos_token_ids(raw, directory) or model.eos_token_ids
-    return replace(
-        model, architecture=architecture, eos_token_ids=eos, tensors=family.tensors, weight_format=weight_format
+    model = replace(
+        model,
+        architecture=architecture,
+        eos_token_ids=eos,
+        tensors=family.tensors,
+        weight_format=weight_format,
     )
+    return replace(model, base_rows=CheckpointRows(directory, model))
 
 
 def _eos_token_ids(raw: ConfigJson, directory: Path) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .name_pattern import NamePattern, Steps
+from .whole_copies import COPIED, MAX_TRAINED_ROWS
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -36,8 +37,6 @@ _MAX_SCALE = 3e38  # scales are applied in float32
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
     "use_dora": "DoRA is not supported; merge it into the base model or train plain LoRA",
-    "modules_to_save": "fully trained modules are not supported; train without modules_to_save",
-    "trainable_token_indices": "trained tokens are not supported; train without them",
     "lora_bias": "adapters with biases are not supported; train with lora_bias=False",
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
     "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
@@ -67,6 +66,8 @@ _SERVED = frozenset(
         "layers_to_transform",
         "layers_pattern",
         "bias",
+        "modules_to_save",
+        "trainable_token_indices",
         "init_lora_weights",
         "alora_invocation_tokens",
         "auto_mapping",
@@ -119,6 +120,14 @@ class AdapterConfig:
         self._targets = _Matcher(fields, "target_modules", DEFAULT_TARGETS if targets is None else targets)
         self._excluded = _Matcher(fields, "exclude_modules", fields.names("exclude_modules") or ())
         self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+        self.saved_modules = fields.saved_modules()
+        """Modules that the adapter has whole; see `whole_copies`."""
+        self.trained_tokens = fields.trained_tokens()
+        """Tokens whose rows are trained, of each module, in the order of the rows in the file."""
+        self.refuse = fields.refuse
+        """Returns the error for a field and a reason."""
+        self.ties_weights = fields.flag("ensure_weight_tying")
+        """True if what is trained of the embeddings is also the head's, in a model that ties the two."""
         self.invocation_tokens = fields.invocation_tokens()
         """Of activated LoRA: it changes a prompt's tokens from the last occurrence of these on; empty: all tokens."""
 
@@ -182,6 +191,11 @@ class _Fields:
                 f"such a model has a head of its own, which it saves ({shown(self.raw['modules_to_save'])}); only "
                 "adapters that generate text are served: train with task_type='CAUSAL_LM'",
             )
+        if unserved := [each for each in self.saved_modules() if each not in COPIED]:
+            raise self.refuse(
+                "modules_to_save",
+                f"fully trained modules are not supported, such as {shown(unserved[0])}; train without modules_to_save",
+            )
         for name, why in _UNSERVED.items():
             if self.raw.get(name):
                 raise self.refuse(name, why)
@@ -194,6 +208,33 @@ class _Fields:
                 "init_lora_weights",
                 "it changed the base weights too; save it with path_initial_model_for_weight_conversion",
             )
+
+    def saved_modules(self) -> tuple[str, ...]:
+        """The last parts of the names in `modules_to_save`; heads by their usual name."""
+        value = self.names("modules_to_save") or ()
+        names = ((value,) if isinstance(value, str) else value) or ()
+        found = (name.rpartition(".")[2] for name in names)
+        return tuple(dict.fromkeys("lm_head" if name == "unembed_tokens" else name for name in found))
+
+    def trained_tokens(self) -> dict[str, tuple[int, ...]]:
+        """Of each module by its usual name; a list is of the token embeddings."""
+        name = "trainable_token_indices"
+        value = self.raw.get(name) or {}
+        by_module = {"embed_tokens": value} if isinstance(value, list) else value
+        if not isinstance(by_module, dict):
+            raise self.refuse(name, "a list of token ids, or an object from module names to such lists, is needed")
+        found = {}
+        for path, tokens in by_module.items():
+            module = path.rpartition(".")[2]
+            module = "lm_head" if module == "unembed_tokens" else module
+            if module not in COPIED or module in found:
+                raise self.refuse(name, f"rows of {', '.join(COPIED)} are served, of each once, not of {shown(path)}")
+            if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+                raise self.refuse(name, "lists of token ids are needed")
+            if not 0 < len(tokens) <= MAX_TRAINED_ROWS or len(set(tokens)) < len(tokens):
+                raise self.refuse(name, f"from 1 to {MAX_TRAINED_ROWS} different tokens are needed, not {len(tokens)}")
+            found[module] = tuple(tokens)
+        return found
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
+from ..pages.adapter_layout import AdapterPart
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
 from .module_paths import ModulePaths
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
+from .trained_rows import module_of
+from .whole_copies import row_bytes
 
 _CHUNK_BYTES = 1 << 20
 _GLANCE_BYTES = 4096
@@ -72,6 +76,10 @@ def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
     )
 
 
+class _Digest(Protocol):
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+
 class _Reader:
     """Reads a file's tensors through its own buffer."""
 
@@ -82,7 +90,7 @@ class _Reader:
     def has_effect(self, manifest: AdapterManifest) -> bool:
         """True if any target changes anything: its scale is not zero, and neither all of its A nor all of its B is."""
         projections = _modules(manifest).projections
-        return any(
+        return any(part.token_ids for part in manifest.parts) or any(
             all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
             for part in manifest.parts
             if part.scale != 0
@@ -103,6 +111,9 @@ class _Reader:
             digest.update(f"from {manifest.invocation_tokens}\n".encode())
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
+            if part.token_ids:
+                self._hash_rows(digest, part)
+                continue
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
             digest.update(head.encode())
@@ -110,6 +121,13 @@ class _Reader:
                 for chunk in self._chunks(info):
                     digest.update(chunk)
         return digest.hexdigest()
+
+    def _hash_rows(self, digest: _Digest, part: AdapterPart) -> None:
+        """Add whole rows, with their tokens."""
+        _, info = self._file.rows_tensor(module_of(part))
+        digest.update(f"{part.targets[0]} {part.token_ids} {info.dtype} {info.shape[1]}\n".encode())
+        for row in part.file_rows:
+            digest.update(row_bytes(self._file, info, row))
 
     def _has_values(self, info: TensorInfo) -> bool:
         """True if any value is not zero; for most tensors the first values decide."""

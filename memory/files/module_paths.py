@@ -6,10 +6,11 @@ and each has its rows of B `[out, rank]`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..pages.projections import Projections
+from .whole_copies import BaseRows
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,20 @@ class ModulePaths:
     vocab_size: int | None = None
     """None: not known."""
 
+    is_tied: bool = False
+    """True if the output projection is the token embeddings."""
+
+    base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
+    """The base model's own rows, with which adapters' copies are compared; None: they are not at hand."""
+
     @cached_property
     def by_path(self) -> dict[str, tuple[str, ...]]:
         """Each path that PEFT may target, and the projections that it is, in the table's order."""
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
         for projection in self.projections:
+            if projection.is_rows:
+                continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
             found[path] = (*found.get(path, ()), name)
