@@ -199,6 +199,10 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
             name,
             manifest.num_left_out,
         )
+    if manifest.dropped:
+        logger.info(
+            "adapter %s: %s equal the base model's own and are dropped", name, ", ".join(map(shown, manifest.dropped))
+        )
     if manifest.no_effect:
         logger.warning("adapter %s changes nothing: all of its B, or A, or its alpha are zero", name)
 

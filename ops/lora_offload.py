@@ -66,7 +66,7 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
     """Return a part of an adapter in the library's form, and the tensors to which it points."""
     pages = torch.tensor(rows.pages, dtype=torch.int64)
     first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
-    vectors = _vectors(rows)
+    vectors, tokens = _vectors(rows), torch.tensor(rows.token_ids, dtype=torch.int64)
     descriptor = AdapterDescriptor(
         pages=pages.data_ptr(),
         first_elem=first_elem.data_ptr(),
@@ -76,8 +76,9 @@ def described(rows: AdapterRows) -> tuple[AdapterDescriptor, tuple[torch.Tensor,
         a_offset=_offsets(rows.a_offset),
         b_offset=_offsets(rows.b_offset),
         vectors=None if vectors is None else vectors.data_ptr(),
+        tokens=tokens.data_ptr() if rows.token_ids else None,
     )
-    return descriptor, (pages, first_elem, *(() if vectors is None else (vectors,)))
+    return descriptor, (pages, first_elem, tokens, *(() if vectors is None else (vectors,)))
 
 
 def _vectors(rows: AdapterRows) -> torch.Tensor | None:

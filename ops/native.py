@@ -149,6 +149,8 @@ class NativeDecoder:
             arena=_pointer(model.arena), page_elems=model.arena.shape[1],
             page_bytes=model.arena.shape[1] * model.arena.itemsize, output_gate=model.output_gate,
             kv_copies=model.kv_copies, embed_module=model.embed_module, head_module=model.head_module,
+            embed_rows_module=model.embed_rows_module, head_rows_module=model.head_rows_module,
+            first_token=model.first_token,
             **({} if model.delta is None else asdict(model.delta)),
         )  # fmt: skip
         self._handle = None  # until it is made, which may fail

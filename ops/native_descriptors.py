@@ -43,6 +43,7 @@ class AdapterDescriptor(Structure):
         ("a_offset", c_int32 * MAX_MODULES),
         ("b_offset", c_int32 * MAX_MODULES),
         ("vectors", c_void_p),
+        ("tokens", c_void_p),
     ]
 
 
@@ -151,7 +152,8 @@ class ModelDescriptor(Structure):
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
-        *((name, c_int32) for name in ("kv_copies", "embed_module", "head_module")),
+        *((name, c_int32) for name in
+          ("kv_copies", "embed_module", "head_module", "embed_rows_module", "head_rows_module", "first_token")),
     ]  # fmt: skip
 
 

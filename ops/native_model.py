@@ -154,3 +154,12 @@ class NativeModel:
 
     head_module: int = -1
     """Module id of the output projection, likewise."""
+
+    embed_rows_module: int = -1
+    """Module id of whole rows of the embeddings, likewise."""
+
+    head_rows_module: int = -1
+    """Module id of whole rows of the output projection, likewise."""
+
+    first_token: int = 0
+    """Token of this rank's first column of the logits."""

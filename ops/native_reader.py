@@ -128,7 +128,7 @@ def _check(table: np.ndarray, out_elems: int) -> None:
     """Check the jobs: the library trusts them, so a wrong one must not reach it."""
     _, _, a_element, b_element, rank, d_in, d_out, first, slab_elems, a_offset, b_offset = table.T
     ends = first + (rank - 1) * slab_elems + np.maximum(a_offset + d_in, b_offset + d_out)
-    odd = (table.min(axis=1, initial=0) < 0) | (table[:, 4:7].min(axis=1) < 1) | (np.maximum(a_element, b_element) > 2)
+    odd = (table.min(axis=1, initial=0) < 0) | (table[:, 4:6].min(axis=1) < 1) | (np.maximum(a_element, b_element) > 2)
     for index in np.flatnonzero(odd | (ends > out_elems)):
         job = ReadJob(*table[index].tolist())
         if odd[index]:

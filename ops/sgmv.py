@@ -48,6 +48,8 @@ class AdapterRows:
     An adapter's vectors are an entry of their own, of rank 0, whose `first_elem` is where the layer's first vector
     begins. With scale -1 they are undone.
     """
+    token_ids: Sequence[int] = ()
+    """Of whole rows of embeddings or of the head: the tokens of the rank-rows, in rising order."""
     _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict, init=False)
     _places: int = field(default=-1, init=False)
 
@@ -83,7 +85,7 @@ class AdapterRows:
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """Copy A `[rank, d_in]` and Bᵀ `[rank, d_out]`; None if the layer or the module has no rows."""
         a, b = self.blocks(arena, layer, module, d_in, d_out)
-        return (_stack(a), _stack(b)) if a else (None, None)
+        return (stacked(a), stacked(b)) if a else (None, None)
 
     def _rows(self, arena: torch.Tensor, start: int, width: int) -> Iterator[Block]:
         page_elems = arena.shape[1]
@@ -257,10 +259,10 @@ def sgmv(
                 expands.append((first, row, column, width, b))
         if not a:
             continue
-        h = tile.mask(x[tile.begin : tile.end] @ _stack(a).to(x.dtype).T, tuple(used))  # [tokens, rows]
+        h = tile.mask(x[tile.begin : tile.end] @ stacked(a).to(x.dtype).T, tuple(used))  # [tokens, rows]
         target = y[tile.begin : tile.end]
         for first, last, column, width, b in expands:
-            target[:, column : column + width].addmm_(h[:, first:last], _stack(b).to(x.dtype))
+            target[:, column : column + width].addmm_(h[:, first:last], stacked(b).to(x.dtype))
 
 
 def add_embeddings(
@@ -277,10 +279,10 @@ def add_embeddings(
             own = token_ids[begin:end]
             rows = [block[0] if len(block) == 1 else torch.cat(block, dim=1) for block in a_blocks]
             h = torch.cat([each.index_select(1, own) for each in rows]).to(y.dtype)
-            y[begin:end].addmm_(h.T, _stack(b_blocks).to(y.dtype), alpha=adapter.scale)
+            y[begin:end].addmm_(h.T, stacked(b_blocks).to(y.dtype), alpha=adapter.scale)
 
 
-def _stack(blocks: list[Block]) -> torch.Tensor:
+def stacked(blocks: list[Block]) -> torch.Tensor:
     """Concatenate the rows of all blocks; a single view is not copied."""
     rows = [block[0] if len(block) == 1 else torch.cat(block, dim=1) for block in blocks]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -138,9 +138,10 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
         raise AdapterFormatError(
             f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"
         )
-    if len(manifest.parts) > MAX_PARTS:
+    num_parts = sum(not part.token_ids for part in manifest.parts)
+    if num_parts > MAX_PARTS:
         raise AdapterFormatError(
-            f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} different parts; "
+            f"{path}: rank_pattern, alpha_pattern and layers make {num_parts} different parts; "
             f"a GPU serves at most {MAX_PARTS}"
         )
 

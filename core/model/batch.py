@@ -22,6 +22,7 @@ from ...memory.pages.projections import LAYER_GROUPS, Group, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.gated_delta import DeltaState
 from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
+from ...ops.trained_rows import TrainedRows
 from ...ops.vectors import scale_outputs
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
@@ -77,18 +78,26 @@ class StepLora(Protocol):
 
 
 class HeadLora:
-    """Adds LoRA products to logits. segments: of the rows that have logits."""
+    """Adds LoRA products to logits, and replaces those of tokens with rows of their own. segments: of the rows that
+    have logits.
+    """
 
-    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, module: int) -> None:
+    def __init__(
+        self, arena: torch.Tensor, segments: Segments, layer: int, module: int, trained: TrainedRows | None
+    ) -> None:
+        """trained: None if no segment has rows of its own."""
         self._arena, self._segments, self._layer, self._module = arena, segments, layer, module
+        self._trained = trained
 
-    def add(self, logits: torch.Tensor, x: torch.Tensor, begin: int = 0) -> None:
-        """Add the terms of x `[rows, hidden]` to logits `[rows, vocab]` float32, before they are scaled or capped; a
-        rank has columns of its own. begin: the first of these rows.
+    def add(self, logits: torch.Tensor, x: torch.Tensor, first: int, begin: int = 0) -> None:
+        """Add the terms of x `[rows, hidden]` to logits `[rows, columns]` float32, before they are scaled or capped; a
+        rank has columns of its own. first: the token of the first column. begin: the first of these rows.
         """
         segments = self._segments
         if begin or len(logits) < max(segments.end, default=0):
             segments = segments.within(begin, begin + len(logits))
+        if self._trained is not None:
+            self._trained.replace_logits(logits, x, self._arena, segments, self._layer, first)
         modules = ((self._module, 0, logits.shape[1]),)
         sgmv(logits, x.float(), self._arena, segments, self._layer, modules)
 
@@ -117,6 +126,9 @@ class LoraState:
         self._projections, self._num_layers = config.projections, config.num_layers
         self._groups = lora_groups(config.projections)
         self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
+        rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
+        self._head_rows = rows[1]
+        self._trained = TrainedRows(*rows, config.hidden_size) if None not in rows else None
 
     def set_step(
         self,
@@ -245,6 +257,8 @@ class LoraState:
         """See `StepLora.embed`."""
         if self._embedding is not None and self.model_segments.rows:
             self.wait(0)
+            if self._trained is not None and any(each.token_ids for each in self.model_segments.rows):
+                self._trained.replace_embeddings(rows, token_ids, self.arena, self.model_segments)
             inputs, _ = self._projections.dims_of(self._embedding)
             add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, inputs)
 
@@ -261,12 +275,15 @@ class LoraState:
         return self._head_lora(self._logit_tokens[1])
 
     def _head_lora(self, tokens: Sequence[int] | None) -> HeadLora | None:
-        segments, head = self.model_segments, self._head
-        if head is None or not any(rows.a_offset[head] >= 0 for rows in segments.rows):
+        segments, head, own = self.model_segments, self._head, self._head_rows
+        if not segments.rows or head is None or own is None:
+            return None
+        trained = self._trained if any(rows.a_offset[own] >= 0 for rows in segments.rows) else None
+        if trained is None and not any(rows.a_offset[head] >= 0 for rows in segments.rows):
             return None
         if tokens is not None:
             segments = segments.of_rows(tokens)
-        return HeadLora(self.arena, segments, self._num_layers - 1, head)
+        return HeadLora(self.arena, segments, self._num_layers - 1, head, trained)
 
     def modules(self, layer: int, group: int) -> list[int]:
         """The modules of a layer's group of projections."""
@@ -332,6 +349,7 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
         a_offset=slabs.a_offset,
         b_offset=slabs.b_offset,
         first_elem=place.first_elem,
+        token_ids=part.token_ids,
     )
 
 

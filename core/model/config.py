@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...memory.files.module_paths import ModulePaths
+from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Projections, model_projections
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, GatedDeltaSpec, LayerSpec, NormSpec
@@ -59,6 +60,9 @@ class ModelConfig:
 
     weight_format: WeightFormat | None = field(default=None, compare=False, repr=False)
     """How the checkpoint stores quantised projections. None: nothing is quantised."""
+
+    base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
+    """The checkpoint's rows of embeddings and head; None: it is not known where they are."""
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
@@ -157,6 +161,8 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             biased=biased,
+            is_tied=self.tie_word_embeddings,
+            base_rows=self.base_rows,
         )
 
     def embedding_factor(self, dtype: torch.dtype) -> float:

@@ -250,7 +250,7 @@ class DecoderModel:
             found = multiply(batch.backends[HEAD], normed, self._lm_head)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
-                head.add(found, normed)
+                head.add(found, normed, self._first_token)
             return self._capped(found)
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -296,7 +296,7 @@ class DecoderModel:
         hidden = self._kept(begin, end)
         logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
         if self._prompt_lora is not None:
-            self._prompt_lora.add(logits, hidden, begin)
+            self._prompt_lora.add(logits, hidden, self._first_token, begin)
         return self.gathered(self._capped(logits))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
@@ -327,6 +327,11 @@ class DecoderModel:
     def arena(self) -> Arena:
         """Where KV is kept."""
         return self._arena
+
+    @property
+    def _first_token(self) -> int:
+        """Token of this rank's first column of the logits."""
+        return 0 if self._ranks is None else self.config.vocab_size * self._ranks.rank // self._ranks.size
 
     @property
     def logits_width(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
 from ...memory.pages.layout import PageLayout, SlabLayout
 from ...memory.pages.projections import LAYER_GROUPS, Product
@@ -380,9 +381,13 @@ class CudaLoraState(LoraState):
         return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
 
     def _widest(self) -> AdapterLayout:
-        """The layout of the largest adapter: on every module of the layers and of the model, with vectors."""
+        """The layout of the largest adapter: on every module of the layers and of the model, with vectors and with all
+        rows that it may have of its own.
+        """
         its = self._projections
-        parts = uniform_parts(its, self.max_rank, targets=[each.name for each in its])
+        parts = list(uniform_parts(its, self.max_rank, targets=[each.name for each in its if not each.is_rows]))
+        own = [each.name for each in its if each.is_rows]
+        parts += [AdapterPart(MAX_TRAINED_ROWS, 1.0, its.layers_of(name), (name,)) for name in own]
         vectors = [VectorTarget(layer, name) for layer in range(its.num_layers) for name in its.names_in(layer)]
         return AdapterLayout.build(parts, its, self._page_elems, self._itemsize, vectors=vectors)
 

@@ -88,6 +88,9 @@ class NativeDecoderModel:
             kv_copies=config.attention.kv_copies,
             delta=_native_delta(config.delta, arena.layout),
             embed_module=_module(config, Group.EMBEDDING), head_module=_module(config, Group.HEAD),
+            embed_rows_module=_module(config, Group.EMBEDDING_ROWS),
+            head_rows_module=_module(config, Group.HEAD_ROWS),
+            first_token=0 if ranks is None else config.vocab_size * ranks.rank // config.num_ranks,
         )  # fmt: skip
         self._arena = arena
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads(), ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
 from .families import FAMILIES
@@ -43,9 +44,14 @@ def read_model_config(directory: Path) -> ModelConfig:
         is_classifier = kind == CLASSIFIER
         model = replace(model, tie_word_embeddings=True, has_lm_head=False, is_classifier=is_classifier)
     eos = _eos_token_ids(raw, directory) or model.eos_token_ids
-    return replace(
-        model, architecture=architecture, eos_token_ids=eos, tensors=family.tensors, weight_format=weight_format
+    model = replace(
+        model,
+        architecture=architecture,
+        eos_token_ids=eos,
+        tensors=family.tensors,
+        weight_format=weight_format,
     )
+    return replace(model, base_rows=CheckpointRows(directory, model))
 
 
 def _family_of(architecture: str) -> tuple[Family | None, str]:

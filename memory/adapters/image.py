@@ -21,8 +21,9 @@ from ..files.error import AdapterFormatError
 from ..files.format import AdapterManifest, tensor_shapes
 from ..files.identity import Weights, open_unchanged
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
+from ..files.trained_rows import module_of, row_runs
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
-from ..pages.projections import Projections
+from ..pages.projections import Projection, Projections
 from .vectors import BaseWeights, VectorReader
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _FIRST_READ_BYTES = 256 << 10
 _LAST_READ_BYTES = 8 << 20
 
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _MERGE_BYTES = 64 << 10  # what lies between two spans is read along when it is this little
 
@@ -81,11 +84,28 @@ def _jobs_by_layer(
         for layer, name in product(part.layers, part.targets):
             (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
             m = projections.id(name)
+            if part.token_ids:
+                by_layer[layer] += _jobs_of_rows(part, place, layer, (a_start, a_type), projections[name])
+                continue
             by_layer[layer].append((
                 a_start, b_start, a_type, b_type, part.rank, *projections[name].dims, place.first_elem[layer],
                 slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
             ))  # fmt: skip
     return by_layer
+
+
+def _jobs_of_rows(
+    part: AdapterPart, place: PartLayout, layer: int, tensor: tuple[int, int], projection: Projection
+) -> Iterator[tuple[int, ...]]:
+    """Of whole rows, those side by side in the file at once: A alone, and nothing of B. tensor: where it begins, and
+    its element type.
+    """
+    (start, kind), slab_elems = tensor, place.slabs.slab_elems
+    bytes_each = projection.inputs * tuple(ITEM_BYTES.values())[kind]
+    for first, file_row, count in row_runs(part):
+        at = start + file_row * bytes_each
+        to = place.first_elem[layer] + first * slab_elems
+        yield at, at, kind, kind, count, *projection.dims, to, slab_elems, 0, 0
 
 
 @lru_cache(64)
@@ -257,7 +277,9 @@ class _PartReader:
         if first < 0:
             return
         buffer, rows = self._buffers
-        for name in part.targets:
+        if part.token_ids:
+            self._read_rows(rows)
+        for name in () if part.token_ids else part.targets:
             m, projection = self.projections.id(name), self.projections[name]
             d_in, d_out = projection.dims
             (a, a_shape), (b, b_shape) = tensor_shapes(layer, projection, part.rank)
@@ -266,6 +288,15 @@ class _PartReader:
         if not _all_finite(rows):
             raise _not_finite(self._file, part, layer, self.projections, rows.dtype, buffer)
         self.data[first : first + rows.numel()] = rows.view(-1)
+
+    def _read_rows(self, rows: torch.Tensor) -> None:
+        """Read whole rows; what lies between them in the file is not read."""
+        _, info = self._file.rows_tensor(module_of(self._part))
+        dtype, width = _DTYPES[info.dtype], info.shape[1]
+        for first, file_row, count in row_runs(self._part):
+            data = bytearray(count * width * ITEM_BYTES[info.dtype])
+            self._file.read_into(memoryview(data), info.offset + file_row * width * ITEM_BYTES[info.dtype])
+            rows[first : first + count, :width] = _values(data, dtype).view(count, width)
 
     @cached_property
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,6 +307,13 @@ class _PartReader:
         widest = max(max(self.projections[name].dims) for name in part.targets)
         rows = torch.zeros(part.rank, self._place.slabs.slab_elems, dtype=self.data.dtype)
         return torch.empty(part.rank * widest * 4, dtype=torch.uint8), rows
+
+
+def _values(data: bytearray, dtype: str) -> torch.Tensor:
+    """Bytes as numbers of a dtype."""
+    import torch
+
+    return torch.frombuffer(data, dtype=getattr(torch, dtype))
 
 
 def _all_finite(values: torch.Tensor) -> bool:
@@ -297,6 +335,12 @@ def _not_finite(
     buffer: torch.Tensor,
 ) -> AdapterFormatError:
     """Find the tensor at fault among a layer's."""
+    if part.token_ids:
+        name, _ = file.rows_tensor(module_of(part))
+        return AdapterFormatError(
+            f"{file.path}: tensor {name} holds NaN or infinity, or a value beyond the range of {dtype}, in a trained "
+            "row; the training diverged or the file is corrupt"
+        )
     for module in part.targets:
         for name, shape in tensor_shapes(layer, projections[module], part.rank):
             tensor = file.matrix(name, shape, buffer)

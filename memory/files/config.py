@@ -18,6 +18,7 @@ from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
 from .name_pattern import NamePattern, Steps
 from .score_head import MODULES
+from .whole_copies import COPIED, MAX_TRAINED_ROWS
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -39,8 +40,6 @@ _MAX_SCALE = 3e38  # scales are applied in float32
 
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
-    "modules_to_save": "fully trained modules are not supported, except a score head; train without them",
-    "trainable_token_indices": "trained tokens are not supported; train without them",
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
     "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
     "fan_in_fan_out": "weights stored transposed are not supported; the base model has none: set it to false",
@@ -71,6 +70,8 @@ _SERVED = frozenset(
         "bias",
         "lora_bias",
         "use_dora",
+        "modules_to_save",
+        "trainable_token_indices",
         "init_lora_weights",
         "alora_invocation_tokens",
         "auto_mapping",
@@ -138,6 +139,14 @@ class AdapterConfig:
         self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
         self.has_head = fields.has_head
         """True if it has a score head of its own."""
+        self.saved_modules = fields.saved_modules()
+        """Modules that the adapter has whole; see `whole_copies`."""
+        self.trained_tokens = fields.trained_tokens()
+        """Tokens whose rows are trained, of each module, in the order of the rows in the file."""
+        self.refuse = fields.refuse
+        """Returns the error for a field and a reason."""
+        self.ties_weights = fields.flag("ensure_weight_tying")
+        """True if what is trained of the embeddings is also the head's, in a model that ties the two."""
         self.invocation_tokens = fields.invocation_tokens()
         """Of activated LoRA: it changes a prompt's tokens from the last occurrence of these on; empty: all tokens."""
         self.uses_dora = fields.flag("use_dora")
@@ -205,8 +214,15 @@ class _Fields:
         if self.raw.get("peft_type", "LORA") != "LORA":
             raise self.refuse("peft_type", "only LORA is served")
         self._refuse_heads()
+        kept = (*COPIED, *(MODULES if self.has_head else ()))
+        if unserved := [each for each in self.saved_modules() if each not in kept]:
+            raise self.refuse(
+                "modules_to_save",
+                f"fully trained modules are not supported, such as {shown(unserved[0])}, except a score head; train "
+                "without them",
+            )
         for name, why in _UNSERVED.items():
-            if self.raw.get(name) and not (name == "modules_to_save" and self._saves_no_more_than_a_head):
+            if self.raw.get(name):
                 raise self.refuse(name, why)
         for name, value in self.raw.items():
             if value and name not in _SERVED and _VARIANT.fullmatch(name):
@@ -236,10 +252,6 @@ class _Fields:
         saved, task = self.raw.get("modules_to_save"), self.raw.get("task_type")
         return (task not in _CLASSIFIERS or task == "SEQ_CLS") and isinstance(saved, list) and "score" in saved
 
-    @property
-    def _saves_no_more_than_a_head(self) -> bool:
-        return self.has_head and all(name in MODULES for name in self.raw["modules_to_save"])
-
     def bias(self) -> str:
         value = self.raw.get("bias", "none")
         if value not in BIASES:
@@ -260,6 +272,33 @@ class _Fields:
                 "with alora_invocation_tokens the tokens before them are the base model's, whose biases PEFT replaces "
                 "for all tokens; train with bias='none'",
             )
+
+    def saved_modules(self) -> tuple[str, ...]:
+        """The last parts of the names in `modules_to_save`; heads by their usual name."""
+        value = self.names("modules_to_save") or ()
+        names = ((value,) if isinstance(value, str) else value) or ()
+        found = (name.rpartition(".")[2] for name in names)
+        return tuple(dict.fromkeys("lm_head" if name == "unembed_tokens" else name for name in found))
+
+    def trained_tokens(self) -> dict[str, tuple[int, ...]]:
+        """Of each module by its usual name; a list is of the token embeddings."""
+        name = "trainable_token_indices"
+        value = self.raw.get(name) or {}
+        by_module = {"embed_tokens": value} if isinstance(value, list) else value
+        if not isinstance(by_module, dict):
+            raise self.refuse(name, "a list of token ids, or an object from module names to such lists, is needed")
+        found = {}
+        for path, tokens in by_module.items():
+            module = path.rpartition(".")[2]
+            module = "lm_head" if module == "unembed_tokens" else module
+            if module not in COPIED or module in found:
+                raise self.refuse(name, f"rows of {', '.join(COPIED)} are served, of each once, not of {shown(path)}")
+            if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+                raise self.refuse(name, "lists of token ids are needed")
+            if not 0 < len(tokens) <= MAX_TRAINED_ROWS or len(set(tokens)) < len(tokens):
+                raise self.refuse(name, f"from 1 to {MAX_TRAINED_ROWS} different tokens are needed, not {len(tokens)}")
+            found[module] = tuple(tokens)
+        return found
 
     def flag(self, name: str) -> bool:
         value = self.raw.get(name)

@@ -21,16 +21,18 @@ from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Group, Projection, Projections
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
-from .error import AdapterChanged, AdapterFormatError, shown
+from .error import AdapterFormatError, shown
 from .form import WEIGHTS_FILE, AdapterForm, form_of
 from .gguf_form import GGUF_SUFFIX, GgufForm
 from .module_names import ModuleNames
 from .module_paths import ModulePaths
 from .score_head import TENSORS, ScoreHead, read_score_head
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
+from .trained_rows import find_rows, module_of
 from .unserved import why_not_lora
 from .vectors import ENDS, PATTERN, vector_targets, why_no_vector
 from .vectors import vector_names as names_of_vectors
+from .whole_copies import RowsFile
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +88,9 @@ class AdapterManifest:
     num_left_out: int = 0
     """Tensors of the file that have no effect on text."""
 
+    dropped: tuple[str, ...] = ()
+    """Tensors of the file that are whole modules of the base model, as they are in it."""
+
     head: ScoreHead | None = field(default=None, compare=False)
     """Its score head."""
 
@@ -107,12 +112,14 @@ class AdapterManifest:
             return "scales or shifts outputs (DoRA or biases), which can't be composed with others"
         if self.head is not None:
             return "has a score head, which can't be composed with others"
+        if any(part.token_ids for part in self.parts):
+            return "has trained token rows, which can't be composed with others"
         return None
 
     @property
     def rank(self) -> int:
         """The largest rank of any module."""
-        return max(part.rank for part in self.parts)
+        return max(part.rank for part in self.parts if not part.token_ids)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -171,6 +178,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules)
             _check_invocation(config, modules.vocab_size)
+            rows, dropped = find_rows(file, config, directory, modules)
             targets, projections = _targets(config, stem, modules, file.head_names), modules.projections
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
             vectors = vector_targets(file, _module_keys(projections), config, targets, modules)
@@ -181,7 +189,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 for name, shape in tensor_shapes(layer, projections[module], rank):
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
-            parts = parts_of(targets, projections)
+            parts = parts_of(targets, projections) + rows
             places = _places(file, parts, projections) if form.is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
@@ -195,13 +203,14 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 base_model=config.base_model,
                 modules=modules,
                 num_left_out=file.num_left_out,
+                dropped=dropped,
                 invocation_tokens=config.invocation_tokens,
                 head=head,
                 vectors=_same_vectors(vectors),
             )
 
 
-class AdapterWeights(TensorFile):
+class AdapterWeights(RowsFile):
     """The tensors of an adapter under Llama's names for them, whatever model was around the base in training.
 
     A tensor of several projections is there as one of each; those of `ModulePaths.left_out` are not there.
@@ -234,6 +243,8 @@ class AdapterWeights(TensorFile):
         for name, info in listed.items():
             if name.startswith(left_out):
                 self.num_left_out += 1
+                continue
+            if self._is_of_rows(name, info, compares=self.modules.base_rows is not None):
                 continue
             for own_name, own in self._shares(name, info):
                 if own_name in found:
@@ -311,11 +322,6 @@ class AdapterWeights(TensorFile):
         values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
         return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
 
-    def changed(self) -> AdapterChanged:
-        """The error for a file that is not the registered one."""
-        stale = "it changed on disk since the adapter was registered; register the adapter again"
-        return AdapterChanged(f"{self.path}: {stale}")
-
     def _plain(self, name: str) -> str:
         name = self._form.peft_name(name)
         if not name.startswith(_PREFIX):
@@ -381,6 +387,8 @@ def _model_keys(stem: str, modules: ModulePaths) -> dict[str, tuple[int, tuple[s
     """As those of `_keys`, of the model's own modules."""
     keys, projections, level = {}, modules.projections, f"{stem}." if stem else ""
     for projection in projections.model:
+        if projection.is_rows:
+            continue
         found = projections.layers_of(projection.name)[0], (projection.name,)
         if projection.group is Group.EMBEDDING:
             keys[f"{level}{projection.name}"] = found
@@ -403,11 +411,8 @@ def _targets(
     for name, rank_and_scale in config.targets(names).items():
         if name in keys:
             layer, parts = keys[name]
-            is_alias = name.endswith(_UNEMBED)
-            if is_alias and not head_names:
-                continue
             is_of_model = modules.projections[parts[0]].is_of_model
-            if config.targets_all_linear and is_of_model and (not is_alias or _UNEMBED not in head_names):
+            if is_of_model and _is_passed_over(name, head_names, all_linear=config.targets_all_linear):
                 continue
             targets |= {(layer, module): rank_and_scale for module in parts}
         elif not config.targets_all_linear:
@@ -415,12 +420,35 @@ def _targets(
                 f"{file}: target_modules matches {name}; only {modules.names} are served: "
                 "train on these, or exclude the others with exclude_modules"
             )
+    if config.ties_weights and modules.is_tied:
+        targets |= _tied_targets(targets, modules)
     if not targets:
         raise AdapterFormatError(
             f"{file}: target_modules, exclude_modules and layers_to_transform match none of {modules.names} "
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
     return targets
+
+
+def _is_passed_over(name: str, head_names: Collection[str], *, all_linear: bool) -> bool:
+    """True for a module of the model that a configuration matches and does not mean: a head's other name where the
+    file has no head, and what "all-linear" leaves out.
+    """
+    if name.endswith(_UNEMBED):
+        return _UNEMBED not in head_names if all_linear else not head_names
+    return all_linear
+
+
+def _tied_targets(
+    targets: dict[tuple[int, str], tuple[int, float]], modules: ModulePaths
+) -> dict[tuple[int, str], tuple[int, float]]:
+    """The head, if the embeddings are targeted: PEFT saves it as a target of its own."""
+    projections = modules.projections
+    embedding, head = (projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
+    if embedding is None or head is None:
+        return {}
+    found, name = targets.get((0, projections.name_of(embedding))), projections.name_of(head)
+    return {} if found is None else {(projections.layers_of(name)[0], name): found}
 
 
 def _check_invocation(config: AdapterConfig, vocab_size: int | None) -> None:
@@ -476,13 +504,20 @@ def parts_of(targets: dict[tuple[int, str], tuple[int, float]], projections: Pro
     return tuple(sorted(parts, key=lambda part: (part.layers, projections.id(part.targets[0]))))
 
 
-def _places(file: TensorFile, parts: tuple[AdapterPart, ...], projections: Projections) -> TensorPlaces:
+def tensors_of(file: AdapterWeights, part: AdapterPart, layer: int, projection: Projection) -> Iterator[TensorInfo]:
+    """A target's A and B; of whole rows the tensor that has them, twice."""
+    if part.token_ids:
+        return iter((file.rows_tensor(module_of(part))[1],) * 2)
+    return (file.tensor(name) for name in tensor_names(layer, projection))
+
+
+def _places(file: AdapterWeights, parts: tuple[AdapterPart, ...], projections: Projections) -> TensorPlaces:
     tensors = (
-        file.tensors[name]
+        info
         for part in parts
         for layer in part.layers
         for target in part.targets
-        for name in tensor_names(layer, projections[target])
+        for info in tensors_of(file, part, layer, projections[target])
     )
     return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
 
@@ -567,13 +602,13 @@ def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str
         return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
     match, num_layers = _LAYER.search(name), projections.num_layers
     layer = int(match[1]) if match else -1
-    if any(name in tensor_names(layer, each) for each in projections.model):
+    if any(name in tensor_names(layer, each) for each in projections.model if not each.is_rows):
         return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules); mend either"
     if layer >= num_layers:
         return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
     module = next((each.name for each in projections if name in tensor_names(layer, each)), None)
     if module is None:
-        names = ", ".join(each.name for each in projections)
+        names = ", ".join(each.name for each in projections if not each.is_rows)
         return f"is not lora_A.weight or lora_B.weight of one of {names}; others are not supported"
     if layer not in projections.layers_of(module):
         where = _layers(projections, module)

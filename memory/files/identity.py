@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
+from ..pages.adapter_layout import AdapterPart
 from .composed import ComposedWeights, composed
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names, vector_names
 from .module_paths import ModulePaths
 from .score_head import TENSORS
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
+from .trained_rows import module_of
+from .whole_copies import row_bytes
 
 _CHUNK_BYTES = 1 << 20
 _GLANCE_BYTES = 4096
@@ -86,6 +90,10 @@ def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
     )
 
 
+class _Digest(Protocol):
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+
 class _Reader:
     """Reads a file's tensors through its own buffer."""
 
@@ -98,7 +106,7 @@ class _Reader:
         all of its B is. Only the base model's weights could tell that vectors are without effect.
         """
         projections = _modules(manifest).projections
-        if manifest.vectors or manifest.head is not None:
+        if manifest.vectors or manifest.head is not None or any(part.token_ids for part in manifest.parts):
             return True
         return any(
             all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
@@ -121,6 +129,9 @@ class _Reader:
             digest.update(f"from {manifest.invocation_tokens}\n".encode())
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
+            if part.token_ids:
+                self._hash_rows(digest, part)
+                continue
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
             self._add(digest, head, a, b)
@@ -132,11 +143,18 @@ class _Reader:
                 self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         return digest.hexdigest()
 
-    def _add(self, digest: hashlib._Hash, head: str, *tensors: TensorInfo) -> None:
+    def _add(self, digest: _Digest, head: str, *tensors: TensorInfo) -> None:
         digest.update(head.encode())
         for info in tensors:
             for chunk in self._chunks(info):
                 digest.update(chunk)
+
+    def _hash_rows(self, digest: _Digest, part: AdapterPart) -> None:
+        """Add whole rows, with their tokens."""
+        _, info = self._file.rows_tensor(module_of(part))
+        digest.update(f"{part.targets[0]} {part.token_ids} {info.dtype} {info.shape[1]}\n".encode())
+        for row in part.file_rows:
+            digest.update(row_bytes(self._file, info, row))
 
     def _has_values(self, info: TensorInfo) -> bool:
         """True if any value is not zero; for most tensors the first values decide."""

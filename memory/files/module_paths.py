@@ -7,10 +7,11 @@ and each has its rows of B `[out, rank]`.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from ..pages.projections import Projections
+from .whole_copies import BaseRows
 
 #: Paths that several projections share in some models, each with the names of these in the order of rows.
 _STACKED = {
@@ -39,8 +40,15 @@ class ModulePaths:
 
     hidden_size: int | None = None
     """Likewise."""
+
     biased: tuple[tuple[str, ...], ...] | None = None
     """By layer, the projections with a bias; None: not known."""
+
+    is_tied: bool = False
+    """True if the output projection is the token embeddings."""
+
+    base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
+    """The base model's own rows, with which adapters' copies are compared; None: they are not at hand."""
 
     def has_bias(self, layer: int, module: str) -> bool:
         """True if a projection may have a bias."""
@@ -52,6 +60,8 @@ class ModulePaths:
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
         for projection in self.projections:
+            if projection.is_rows:
+                continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
             found[path] = (*found.get(path, ()), name)

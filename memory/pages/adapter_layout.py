@@ -26,6 +26,12 @@ class AdapterPart:
     layers: tuple[int, ...]
     targets: tuple[str, ...]
 
+    token_ids: tuple[int, ...] = ()
+    """Of whole rows of embeddings or of the head, one for each rank-row: their tokens, in rising order."""
+
+    file_rows: tuple[int, ...] = ()
+    """Of whole rows: where each is in the file's tensor."""
+
     @property
     def num_slabs(self) -> int:
         return self.rank * len(self.layers)

@@ -30,6 +30,12 @@ class Group(IntEnum):
     HEAD = 5
     """The model's output projection, which gives the logits."""
 
+    EMBEDDING_ROWS = 6
+    """Whole rows of the token embeddings, which take the place of the model's: rank-rows of A alone."""
+
+    HEAD_ROWS = 7
+    """Likewise, of the output projection."""
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
@@ -71,9 +77,14 @@ class Projection:
         """True if the model has it once, not a layer."""
         return self.group not in LAYER_GROUPS
 
+    @property
+    def is_rows(self) -> bool:
+        """True if adapters have whole rows of it, not LoRA on it."""
+        return self.group in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)
+
     def share(self, rank: int, size: int) -> tuple[slice, tuple[slice, ...]]:
         """Inputs, and parts of the outputs, of one of `size` ranks."""
-        if self.group is Group.EMBEDDING:
+        if self.group is Group.EMBEDDING or self.is_rows:
             return slice(None), (slice(None),)
         if self.group is Group.HEAD:
             return slice(None), (slice(rank * self.outputs // size, (rank + 1) * self.outputs // size),)
@@ -153,6 +164,9 @@ class Projections:
         """The id of the only projection of a group of the model; None if the table has none."""
         return next((self._ids[each.name] for each in self.model if each.group is group), None)
 
+    def name_of(self, module: int) -> str:
+        return self._all[module].name
+
     def dims_of(self, module: int) -> tuple[int, int]:
         """Inputs and outputs of a projection, by id."""
         return self._all[module].dims
@@ -215,7 +229,8 @@ class Projections:
             for projection in layer:
                 found[projection.name].append(index)
         for projection in self.model:
-            found[projection.name].append(0 if projection.group is Group.EMBEDDING else self.num_layers - 1)
+            is_first = projection.group in (Group.EMBEDDING, Group.EMBEDDING_ROWS)
+            found[projection.name].append(0 if is_first else self.num_layers - 1)
         return {name: tuple(layers) for name, layers in found.items()}
 
     @cached_property
@@ -274,6 +289,8 @@ def model_projections(vocab: int, hidden: int, head: int) -> tuple[Projection, .
     return (
         Projection("model.embed_tokens", Group.EMBEDDING, vocab, hidden, 1),
         Projection("lm_head", Group.HEAD, hidden, head, 1),
+        Projection("model.embed_tokens_rows", Group.EMBEDDING_ROWS, hidden, 0, 1),
+        Projection("lm_head_rows", Group.HEAD_ROWS, hidden, 0, 1),
     )
 
 

@@ -23,6 +23,7 @@ struct Adapter {
     int64_t slab_elems;
     int32_t a_offset[kModules], b_offset[kModules];  // elements from a slab's beginning; -1 where a module has none
     const int64_t* vectors;  // [layers, kModules]: see vectors.h; then there are no slabs; null: there are no vectors
+    const int64_t* tokens;  // [rank], rising: of whole rows of the embeddings or the head; null for other parts
 
     bool in_layer(int layer) const { return first_elem[layer] >= 0; }
     bool has(int module) const { return b_offset[module] >= 0; }

@@ -68,6 +68,8 @@ struct ModelDesc {
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
     int32_t kv_copies;  // TP ranks that have the same K/V heads
     int32_t embed_module, head_module;  // of the embeddings and the output projection; -1: adapters have none
+    int32_t embed_rows_module, head_rows_module;  // likewise, of whole rows of them
+    int32_t first_token;  // of the logits that this rank computes
 };
 
 class Ranks;

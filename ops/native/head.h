@@ -30,8 +30,7 @@ class OutputHead {
 
     // The first half of what adapters add, before `run`. x: [rows of all logits, hidden], normalised.
     void shrink_adapters(Team::Member& me, Rows<const X> x) {
-        if (lora_.units())
-            each_part(team_, me, lora_.units(), [&](int i, bool) { lora_.run_shrink(me.thread, i, x); });
+        if (lora_.units()) each_part(team_, me, lora_.units(), [&](int i, bool) { lora_.run_shrink(me.thread, i, x); });
     }
 
     // rows: of logits in the step. samples: whether any is sampled from.
@@ -72,7 +71,7 @@ class OutputHead {
             const Rows<float> y =
                 direct ? head.y.from(t.row, t.column) : Rows<float>{scratch_[me.thread].logits.data(), kPanel};
             head.run(t, y, nullptr, more);
-            lora_.add(me.thread, to.first + t.row, t.rows, t.column, t.columns, y);
+            lora_.add(me.thread, to.first + t.row, t.rows, t.column, t.columns, x.from(-to.first), y);
             for (int r = 0; r < t.rows; r++) {
                 const int row = t.row + r;
                 finish(y[r], t.columns);
@@ -109,7 +108,7 @@ class OutputHead {
                 float* y = scratch_[thread].logits.data();
                 weights_product<T>({x, row, 1, row, 1}, weights_, column,
                                    {{y, kPanel}, weights_.columns(column), false, nullptr}, scratch_[thread].fixed);
-                lora_.add(thread, row, 1, column, weights_.columns(column), {y, kPanel});
+                lora_.add(thread, row, 1, column, weights_.columns(column), x, {y, kPanel});
                 finish(y, weights_.columns(column));
                 return y;
             });

@@ -22,6 +22,7 @@ struct Field {
 constexpr Field kLayout[] = {
     ALL(Adapter), AT(Adapter, pages), AT(Adapter, first_elem), AT(Adapter, rank), AT(Adapter, scale),
         AT(Adapter, slab_elems), AT(Adapter, a_offset), AT(Adapter, b_offset), AT(Adapter, vectors),
+        AT(Adapter, tokens),
     ALL(Integers), AT(Integers, scales), AT(Integers, zeros), AT(Integers, bits), AT(Integers, group),
     ALL(LayerDesc), AT(LayerDesc, attention_norm), AT(LayerDesc, attention_out_norm), AT(LayerDesc, mlp_norm),
         AT(LayerDesc, mlp_out_norm),
@@ -50,6 +51,7 @@ constexpr Field kLayout[] = {
         NAMED(ModelDesc, conv_size, delta.conv_size), NAMED(ModelDesc, delta_eps, delta.eps),
         AT(ModelDesc, convs_per_page), AT(ModelDesc, heads_per_page), AT(ModelDesc, conv_pages),
         AT(ModelDesc, kv_copies), AT(ModelDesc, embed_module), AT(ModelDesc, head_module),
+        AT(ModelDesc, embed_rows_module), AT(ModelDesc, head_rows_module), AT(ModelDesc, first_token),
     ALL(Segments), AT(Segments, count), AT(Segments, begin), AT(Segments, end), AT(Segments, adapters),
         AT(Segments, level), AT(Segments, vectors), AT(Segments, undoes),
     ALL(StepDesc), AT(StepDesc, tokens), AT(StepDesc, rows), AT(StepDesc, logits_wanted), AT(StepDesc, states_wanted),

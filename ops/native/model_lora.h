@@ -1,6 +1,7 @@
 // LoRA on the model's own modules: the token embeddings and the output projection.
 //
 // Adapters have the rank-rows of the embeddings beside those of layer 0, and those of the head beside those of the last layer.
+// Parts with whole rows have a token's row in place of a rank-row of A; it is used in place of the model's own, before LoRA.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -9,6 +10,31 @@
 #include "sgmv.h"
 
 namespace chorus {
+
+// Where a row of a part begins. A row that goes on in another page is put together in `spare`.
+template <class T>
+inline const T* row_at(const Arena<T>& arena, const Adapter& adapter, int layer, int module, int row, int width,
+                       T* spare) {
+    const T* found;
+    arena.locate({&adapter, layer, row, 1, adapter.a_offset[module], width}, &found, spare, width);
+    return found;
+}
+
+// Σ_k x[k] · w[k].
+template <class T>
+inline float dot(const Act<T>* x, const T* w, int k) {
+    using K = Kind<T>;
+    using A = Kind<Act<T>>;
+    Floats acc[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) acc[i] = floats(0);
+    int i = 0;
+    for (; i + K::width <= k; i += K::width) acc[0] = A::mac(acc[0], K::load(w + i), A::load(x + i));
+    if (i < k) acc[0] = A::mac(acc[0], K::load(w + i, k - i), A::load(x + i, k - i));
+    alignas(64) float sums[16];
+    store16(sums, reduce16(acc));
+    return sums[0];
+}
 
 // Adds adapters' terms to token embeddings. A token's column of A takes the place of a product.
 template <class T>
@@ -19,14 +45,18 @@ class EmbeddingLora {
     EmbeddingLora(const ModelDesc& model, int threads)
         : arena_{(T*)model.arena, model.page_elems},
           module_(model.embed_module),
+          rows_module_(model.embed_rows_module),
           hidden_(model.hidden),
           scratch_(threads) {}
 
     void plan(const Segments& segments) {
         int rank = 0;
-        for (int s = 0; s < segments.count; s++)
-            if (has(*segments.adapters[s])) rank = std::max(rank, (int)segments.adapters[s]->rank);
-        any_ = rank > 0;
+        any_ = false;
+        for (int s = 0; s < segments.count; s++) {
+            const Adapter& adapter = *segments.adapters[s];
+            if (has(adapter, module_)) rank = std::max(rank, (int)adapter.rank);
+            any_ |= has(adapter, module_) || has(adapter, rows_module_);
+        }
         if (!any_) return;
         for (auto& s : scratch_) {
             s.lora.reserve(rank, hidden_);
@@ -34,7 +64,7 @@ class EmbeddingLora {
         }
     }
 
-    // Add the terms of all adapters of a token.
+    // Add the terms of all adapters of a token, to the row that one of them has for it or to the model's.
     //
     //   segments  of the step
     //   thread    that computes
@@ -43,10 +73,22 @@ class EmbeddingLora {
     //   x         [hidden]: its embedding
     void add(const Segments& segments, int thread, int t, int64_t token, float* x) {
         if (!any_) return;
+        Scratch& own = scratch_[thread];
+        auto is_of = [&](int s, int module) {
+            return t >= segments.begin[s] && t < segments.end[s] && has(*segments.adapters[s], module);
+        };
         for (int s = 0; s < segments.count; s++) {
+            if (!is_of(s, rows_module_)) continue;
             const Adapter& adapter = *segments.adapters[s];
-            if (t < segments.begin[s] || t >= segments.end[s] || !has(adapter)) continue;
-            Scratch& own = scratch_[thread];
+            const int64_t* end = adapter.tokens + adapter.rank;
+            const int64_t* found = std::lower_bound(adapter.tokens, end, token);
+            if (found == end || *found != token) continue;
+            const int row = (int)(found - adapter.tokens);
+            convert(row_at(arena_, adapter, 0, rows_module_, row, hidden_, own.lora.spare.data()), hidden_, x);
+        }
+        for (int s = 0; s < segments.count; s++) {
+            if (!is_of(s, module_)) continue;
+            const Adapter& adapter = *segments.adapters[s];
             gather(adapter, token, own.h.data());
             for (int c = 0; c < hidden_; c += kColumnChunk) {
                 const LoraUnit unit{s, 0, c, std::min(kColumnChunk, hidden_ - c), 0, 1};
@@ -62,7 +104,9 @@ class EmbeddingLora {
         std::vector<X> h;
     };
 
-    bool has(const Adapter& adapter) const { return module_ >= 0 && adapter.has(module_) && adapter.in_layer(0); }
+    static bool has(const Adapter& adapter, int module) {
+        return module >= 0 && adapter.has(module) && adapter.in_layer(0);
+    }
 
     // h[i] = scale · A_i[token], and a zero behind them.
     void gather(const Adapter& adapter, int64_t token, X* h) const {
@@ -77,12 +121,12 @@ class EmbeddingLora {
     }
 
     const Arena<T> arena_;
-    const int module_, hidden_;
+    const int module_, rows_module_, hidden_;
     bool any_ = false;
     std::vector<Scratch> scratch_;
 };
 
-// Adds adapters' terms to logits.
+// Adds adapters' terms to logits, and replaces those of tokens with rows of their own.
 template <class T>
 class HeadLora {
     using X = Act<T>;
@@ -91,6 +135,8 @@ class HeadLora {
     HeadLora(const ModelDesc& model, int threads)
         : arena_{(T*)model.arena, model.page_elems},
           module_(model.head_module),
+          rows_module_(model.head_rows_module),
+          first_token_(model.first_token),
           layer_(model.layers - 1),
           hidden_(model.hidden),
           scratch_(threads) {}
@@ -98,6 +144,7 @@ class HeadLora {
     // Find which rows of logits the step's adapters change: each run of tokens is a run of rows. Kept until the next step.
     void plan(const StepDesc& step) {
         entries_.clear();
+        rows_.clear();
         units_.clear();
         if (module_ < 0 || !step.model_segments.count) return;
         const int wanted = step.logits_wanted, all = wanted + step.states_wanted;
@@ -108,12 +155,17 @@ class HeadLora {
         size_t elems = 0;
         for (int s = 0; s < step.model_segments.count; s++) {
             const Adapter& adapter = *step.model_segments.adapters[s];
-            if (!adapter.has(module_) || !adapter.in_layer(layer_)) continue;
+            const bool has_rows = rows_module_ >= 0 && adapter.has(rows_module_);
+            if (!(has_rows || adapter.has(module_)) || !adapter.in_layer(layer_)) continue;
             for (const auto& [begin, end] : {std::pair{0, wanted}, std::pair{wanted, middle}, std::pair{middle, all}}) {
                 const int64_t *from = tokens + begin, *to = tokens + end;
                 const int first = (int)(std::lower_bound(from, to, step.model_segments.begin[s]) - tokens);
                 const int last = (int)(std::lower_bound(from, to, step.model_segments.end[s]) - tokens);
                 if (first == last) continue;
+                if (has_rows) {
+                    rows_.push_back({&adapter, first, last, 0, 0});
+                    continue;
+                }
                 const long ldh = (adapter.rank + 2) & ~1;
                 entries_.push_back({&adapter, first, last, elems, ldh});
                 elems += (last - first) * ldh;
@@ -127,7 +179,7 @@ class HeadLora {
                     units_.push_back({e, 0, r, std::min(kRankChunk, entry.adapter->rank - r), t,
                                       std::min(kTokenChunk, entry.last - t)});
         }
-        if (entries_.empty()) return;
+        if (entries_.empty() && rows_.empty()) return;
         grow(h_, elems);
         for (auto& s : scratch_) s.reserve(rank, hidden_);
     }
@@ -151,8 +203,13 @@ class HeadLora {
     //   thread           that computes
     //   row, rows        of the step
     //   column, columns  first token, and how many: at most kColumnChunk
+    //   x                [rows of the step, hidden]: what the logits are of
     //   y                [rows, columns]
-    void add(int thread, int row, int rows, int column, int columns, Rows<float> y) {
+    void add(int thread, int row, int rows, int column, int columns, Rows<const X> x, Rows<float> y) {
+        for (const Entry& entry : rows_) {
+            const int begin = std::max(row, entry.first), end = std::min(row + rows, entry.last);
+            if (begin < end) replace(thread, *entry.adapter, begin, end, column, columns, x, y.from(-row, -column));
+        }
         for (int e = 0; e < (int)entries_.size(); e++) {
             const Entry& entry = entries_[e];
             const int begin = std::max(row, entry.first), end = std::min(row + rows, entry.last);
@@ -172,11 +229,23 @@ class HeadLora {
         long ldh;
     };
 
+    // Replace the logits of an adapter's own tokens among some columns. begin, end: rows of the step.
+    void replace(int thread, const Adapter& adapter, int begin, int end, int column, int columns, Rows<const X> x,
+                 Rows<float> y) {
+        const int64_t *last = adapter.tokens + adapter.rank, first = first_token_ + column;
+        const int64_t* found = std::lower_bound(adapter.tokens, last, first);
+        for (; found < last && *found < first + columns; found++) {
+            const T* w = row_at(arena_, adapter, layer_, rows_module_, (int)(found - adapter.tokens), hidden_,
+                                scratch_[thread].spare.data());
+            for (int r = begin; r < end; r++) y[r][*found - first_token_] = dot<T>(x[r], w, hidden_);
+        }
+    }
+
     Rows<X> h_of(const Entry& entry) { return Rows<X>{h_.data() + entry.at, entry.ldh}.from(-entry.first); }
 
     const Arena<T> arena_;
-    const int module_, layer_, hidden_;
-    std::vector<Entry> entries_;
+    const int module_, rows_module_, first_token_, layer_, hidden_;
+    std::vector<Entry> entries_, rows_;
     std::vector<LoraUnit> units_;
     std::vector<LoraScratch<T>> scratch_;
     Buffer<X> h_;

@@ -385,6 +385,7 @@ def _body(one: AdapterState, request: Request) -> dict[str, Any]:
         "path": shown_path(manifest.path, request),
         "content_hash": manifest.content_hash,
         "no_effect": manifest.no_effect,
+        "dropped_tensors": list(manifest.dropped),
         "stem": None if manifest.stem == STEM else manifest.stem,
         "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
         "names_other_base": manifest.names_other_base,

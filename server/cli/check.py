@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TextIO
 
 from ...core.base_name import names_of, with_base
 from ...memory.files.error import AdapterFormatError, shown
-from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights
+from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights, tensor_names
 from ...memory.files.module_paths import ModulePaths
 from ...memory.pages.projections import (
     Projection,
@@ -20,6 +20,7 @@ from ...memory.pages.projections import (
     attention_projections,
     gated_projections,
     linear_projections,
+    model_projections,
 )
 from ..checkpoints.pull import resolve_model
 from .adapters import CommandError
@@ -50,6 +51,8 @@ class Verdict:
     target_modules: list[str] = field(default_factory=list)
     base_model: str | None = None
     content_hash: str | None = None
+    dropped_tensors: list[str] = field(default_factory=list)
+    """Whole modules in its file that equal the base model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="MODEL",
-        help="directory or name of the base model; its weights are not read. Without it, an adapter is "
-        "checked against its own shapes",
+        help="directory or name of the base model; of its weights only what an adapter has a whole copy of is read. "
+        "Without it, an adapter is checked against its own shapes",
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="a further name of the base model")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -115,6 +118,7 @@ def check(path: Path, base: _Base | None) -> Verdict:
         target_modules=list(manifest.targets),
         base_model=manifest.base_model,
         content_hash=manifest.content_hash,
+        dropped_tensors=list(manifest.dropped),
     )
 
 
@@ -155,7 +159,7 @@ def _own_base(path: Path) -> _Base:
         attention_projections(1, 1, 1, 1) + feed_forward,
         linear_projections(1, 1, 1, 1, 1) + feed_forward,
     )
-    usual = Projections((attention, linear))
+    usual = Projections((attention, linear), model_projections(1, 1, 1))
     dims, layers_of = _own_modules(path, usual)
     found = set[int]().union(*layers_of.values())
     with_linear = {layer for name, layers in layers_of.items() if name not in _names(attention) for layer in layers}
@@ -163,7 +167,8 @@ def _own_base(path: Path) -> _Base:
         tuple(_with_dims(each, *dims.get(each.name, (1, 1))) for each in layer) for layer in usual.layers
     )
     own = (linear if layer in with_linear else attention for layer in range(max(found, default=0) + 1))
-    return _Base(ModulePaths(Projections(tuple(own))), "float32", None)
+    of_model = tuple(_with_dims(each, *dims.get(each.name, (1, 1))) for each in usual.model)
+    return _Base(ModulePaths(Projections(tuple(own), of_model)), "float32", None)
 
 
 def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, int]], dict[str, set[int]]]:
@@ -172,10 +177,14 @@ def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, i
     layers_of: dict[str, set[int]] = {}
     with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
+    for projection in usual.model:
+        a, b = (shapes.get(name, ()) for name in tensor_names(0, projection))
+        if len(a) == 2:
+            dims[projection.name] = a[1], _size(b)
     for end, num_dims in (("lora_A.weight", 2), ("bias", 1)):  # a module without LoRA may have a bias
         for name, shape in shapes.items():
             *parents, module = name.removesuffix(f".{end}").split(".")
-            if len(shape) != num_dims or not name.endswith(f".{end}") or module not in usual:
+            if len(shape) != num_dims or not name.endswith(f".{end}") or module not in usual.names:
                 continue
             d_out = _size(shapes.get(name.replace("lora_A", "lora_B"), ()))
             dims.setdefault(module, (shape[-1] if num_dims > 1 else 1, d_out))
@@ -215,6 +224,8 @@ def _read_weights(manifest: AdapterManifest, base: _Base) -> None:
 
 
 def _line(verdict: Verdict) -> str:
-    about: Mapping[str, object] = {"rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
+    about: dict[str, object] = {"rank": verdict.rank, "modules": " ".join(verdict.target_modules)}
+    if verdict.dropped_tensors:
+        about["dropped"] = " ".join(verdict.dropped_tensors)
     told = "; ".join(verdict.reasons) or ", ".join(f"{name} {value}" for name, value in about.items())
     return f"{verdict.status}: {shown(verdict.path)}: {told}"

@@ -54,6 +54,16 @@ def reference_of(model: Path, adapters: dict[str, Path]) -> Any:
     return found.eval()
 
 
+class Alone(Tiny):
+    """A model with adapters that PEFT can't load side by side: each has a model of its own."""
+
+    def use(self, adapter: str | None) -> Any:
+        if adapter not in self.reference:
+            adapters = {} if adapter is None else {adapter: self.adapters[adapter]}
+            self.reference[adapter] = reference_of(self.model, adapters)
+        return self.reference[adapter]
+
+
 def make_forms(family: str, root: Path) -> Tiny:
     """A family's model with an adapter of each form, below `root`. "odd": one with an odd vocabulary."""
     if family == "odd":

@@ -280,7 +280,7 @@ REFUSED = {
     "no type": (config(peft_type=None), CONFIG, "peft_type"),
     "PiSSA": (config(init_lora_weights="pissa_niter_4"), CONFIG, "init_lora_weights", "path_initial_model"),
     "replicated layers": (config(layer_replication=[[0, 2], [1, 3]]), CONFIG, "layer_replication"),
-    "trained tokens": (config(trainable_token_indices=[1]), CONFIG, "trainable_token_indices"),
+    "trained tokens": (config(trainable_token_indices=[1]), WEIGHTS, "trainable_token_indices"),
     "bare parameters": (config(target_parameters=["experts"]), CONFIG, "target_parameters"),
     "VeLoRA": (config(velora_config={"num_groups": 2}), CONFIG, "velora_config"),
     "an unknown variant": (config(use_zlora=True), CONFIG, "use_zlora", "not known"),
@@ -364,6 +364,8 @@ def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine
     assert expected != generate(engine, None)
     free = engine.stats().num_free_pages
     for number, (case, (damage, *_)) in enumerate(REFUSED.items()):
+        if case in ("saved module", "resized vocabulary"):  # the base model's own rows are at hand, to compare them
+            continue
         it = adapter_draft()
         damage(it)
         with pytest.raises(AdapterFormatError):

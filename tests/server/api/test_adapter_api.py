@@ -175,6 +175,7 @@ def test_our_own_routes(live, reference, root):
         "path": str(root / "r8-attention"),
         "content_hash": body["content_hash"],
         "no_effect": False,
+        "dropped_tensors": [],
         "stem": None,
         "base_model": body["base_model"],
         "names_other_base": False,

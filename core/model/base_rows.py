@@ -1,0 +1,62 @@
+"""Rows of a checkpoint's token embeddings and output projection, for comparison with adapters' copies.
+
+Tests: tests/core/test_whole_copies.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .checkpoint import Checkpoint
+from .config import ModelConfig, UnsupportedModel
+from .open_checkpoint import open_checkpoint
+from .weights import EMBED, LM_HEAD, Source, sources
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_PARTS = {"embed_tokens": EMBED, "lm_head": LM_HEAD}
+
+
+@dataclass
+class CheckpointRows:
+    """Opens the checkpoint when it is first asked; see `BaseRows`."""
+
+    directory: Path
+    config: ModelConfig
+
+    def shape(self, module: str) -> tuple[int, int] | None:
+        name = self._tensor(module)
+        if name is None:
+            return None
+        rows, columns = self._checkpoint[name].shape
+        return rows, columns
+
+    def read(self, module: str, begin: int, end: int) -> torch.Tensor:
+        name = self._tensor(module)
+        if name is None:
+            raise ValueError(f"the checkpoint has no rows of {module}")
+        return self._checkpoint.read(name, (slice(begin, end),))
+
+    def _tensor(self, module: str) -> str | None:
+        """The tensor that has a module's rows, of two tied modules the other's where it has none of its own."""
+        wanted = [_PARTS[module], *(_PARTS.values() if self.config.tie_word_embeddings else ())]
+        try:
+            names = [self._sources[part].name for part in wanted]
+            found = next((name for name in names if name in self._checkpoint), None)
+        except UnsupportedModel:
+            return None
+        return found if found is not None and self._checkpoint[found].is_plain else None
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.directory, {source.name for source in sources(self.config, ()).values()})
+
+    @cached_property
+    def _sources(self) -> Mapping[str, Source]:
+        return sources(self.config, self._checkpoint)
