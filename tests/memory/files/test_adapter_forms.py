@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import gguf
 import numpy as np
@@ -411,7 +412,7 @@ def test_the_conversion_that_the_message_names(tiny_base, tmp_path):
     model = get_peft_model(base, config)
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(tmp_path / "initial")
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer: Any = next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
     with torch.no_grad():
         layer.get_submodule("lora_B.default").weight.add_(1)
     model.peft_config["default"].init_lora_weights = "olora"

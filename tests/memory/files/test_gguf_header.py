@@ -45,8 +45,7 @@ def test_as_the_package_reads_it(tmp_path, alignment):
     path = write(tmp_path / "a.gguf", alignment)
     it, peer = header(path), gguf.GGUFReader(path)
     for name, value in it.metadata.items():
-        field = peer.get_field(name)
-        assert field is not None and value == field.contents()
+        assert value == peer.fields[name].contents()
     assert set(it.metadata) == {name for name in peer.fields if not name.startswith("GGUF.")}
     for tensor in peer.tensors:
         info = it.tensors[tensor.name]
