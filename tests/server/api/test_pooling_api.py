@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.server.settings import Settings
 
 from ...conftest import quiet
 
@@ -48,13 +49,13 @@ def classifiers(reference, tmp_path_factory):
 
 @pytest.fixture
 def serve(start, reference, classifiers):
-    """`serve(model)`: a server of a model directory, with adapters with and without heads."""
+    """`serve(model, **settings)`: a server of a model directory, with adapters with and without heads."""
 
-    def make(model=reference.model):
+    def make(model=reference.model, **settings):
         engine = Engine.from_config(EngineConfig(model=model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch"))
         for name, path in {**{each: reference.adapters[each] for each in PLAIN}, **classifiers}.items():
             engine.store.register(name, path)
-        return start(engine, settings={"model": str(model), "served_model_name": "base"})
+        return start(engine, settings={"model": str(model), "served_model_name": "base", **settings})
 
     return make
 
@@ -259,6 +260,19 @@ def test_scores_of_a_generator_that_answers_with_one_of_two_tokens(serve, change
         assert raw["results"][0]["relevance_score"] == pytest.approx((last[yes] - last[no]).item(), abs=1e-3)
 
 
+def test_the_two_tokens_may_be_a_setting(serve, reference, tokenizer):
+    live = serve(classifier_from_token="n,y")
+    no, yes = (tokenizer.backend.token_to_id(token) for token in ("n", "y"))
+    (each,) = live.post("/score", text_1="why", text_2="so").json()["data"]
+    last = reference.logits(None, tokenizer.encode_pairs_now([("why", "so")])[0])[-1].double()
+    assert each["score"] == pytest.approx((last[yes] - last[no]).sigmoid().item(), abs=1e-5)
+    with pytest.raises(ValueError, match="two tokens are needed"):
+        Settings(classifier_from_token="yes")
+    live = serve(classifier_from_token="n,nothing")
+    error = live.post("/score", text_1="why", text_2="so")
+    assert error.status_code == 501 and "'nothing', which is no token" in error.json()["error"]["message"]
+
+
 def test_pooling_is_that_of_sentence_transformers_files(serve, changed, reference, tokenizer):
     model = changed()
     kinds = ["Transformer", "Pooling"]
@@ -292,6 +306,24 @@ def test_a_checkpoint_of_a_classifier_names_its_labels(serve, reference, tokeniz
     error = live.post("/v1/completions", prompt="hello").json()["error"]
     assert error["param"] == "model" and "no language-model head" in error["message"]
     assert live.post("/classify", model="r2-qv", input="hello").status_code == 400
+
+
+def test_a_restricted_key_gets_nothing_of_other_models_and_pays_for_its_prompts(serve, tmp_path):
+    (tmp_path / "keys").write_text("sk-narrow-key narrow adapters=three base=no tokens_per_minute=5\n")
+    live = serve(api_key_file=tmp_path / "keys")
+    live.client.headers["authorization"] = "Bearer sk-narrow-key"
+    for model in ("one", "base", "nothing"):
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/classify", {"input": "a"}),
+            ("/score", {"text_1": "a", "text_2": "b"}),
+            ("/rerank", {"query": "a", "documents": ["b"]}),
+        ):
+            response = live.post(path, model=model, **body)
+            assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+    assert live.post("/classify", model="three", input="a longer text").status_code == 200
+    late = live.post("/v1/embeddings", model="three", input="a")
+    assert late.status_code == 429 and late.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_a_vector_counts_as_a_request_without_generated_tokens(live):
