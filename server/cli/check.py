@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -177,10 +177,7 @@ def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, i
     layers_of: dict[str, set[int]] = {}
     with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
-    for projection in usual.model:
-        a, b = (shapes.get(name, ()) for name in tensor_names(0, projection))
-        if len(a) == 2:
-            dims[projection.name] = a[1], _size(b)
+    dims |= _dims_of_model(shapes, usual)
     for name, shape in shapes.items():
         *parents, module, _, _ = name.split(".") if name.count(".") > 2 else ("", "", "", "")
         if len(shape) == 2 and name.endswith("lora_A.weight") and module in usual.names:
@@ -189,6 +186,16 @@ def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, i
             numbers = (int(part) for part in parents if part.isdecimal() and len(part) <= 6)
             layers_of.setdefault(module, set()).update(numbers)
     return dims, layers_of
+
+
+def _dims_of_model(shapes: Mapping[str, tuple[int, ...]], usual: Projections) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the model's own modules, such as the head, that an adapter changes."""
+    found = {}
+    for projection in usual.model:
+        a, b = (shapes.get(name, ()) for name in tensor_names(0, projection))
+        if len(a) == 2:
+            found[projection.name] = a[1], _size(b)
+    return found
 
 
 def _names(layer: Sequence[Projection]) -> set[str]:

@@ -17,6 +17,7 @@ from ...conftest import ModelSpec, Subject, save_model
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..model_module_forms import FORMS, save_form
+from ..test_trained_rows import save_rows
 from .test_cuda_interpreted import ask, check, make_config, merge
 
 SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64, tied=True)
@@ -28,7 +29,9 @@ def tiny(tmp_path_factory) -> Subject:
     save_model(SPEC, root / "model")
     for seed, (name, arguments) in enumerate(FORMS.items()):
         save_form(root / "model", root / name, seed, **arguments)
-    return Subject(root / "model", {name: root / name for name in FORMS})
+    rows = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 95, 40, 41, 42, 7]}
+    save_rows(root / "model", root / "rows", 9, **rows)
+    return Subject(root / "model", {name: root / name for name in (*FORMS, "rows")})
 
 
 @pytest.fixture
@@ -67,6 +70,12 @@ def test_merged(drive, tiny, merged):
     driver.plans.clear()
     check(driver, ask(driver, tiny, (merged, 5, 3), (None, 3, 2), ("layers", 4, 2)))
     assert {plan.mode for plan in driver.plans} <= {StepMode.MERGED, StepMode.MIXTURE}
+
+
+def test_rows_of_an_adapters_own(drive, tiny):
+    """In a tied head too."""
+    driver = drive(adapters=["rows", "head"], mixed_graph_tokens=12)
+    check(driver, ask(driver, tiny, ("rows", 14, 3), (None, 5, 3), ("head", 3, 3), ("rows", 2, 4)))
 
 
 def test_log_probabilities_of_prompts(drive, tiny):
