@@ -29,9 +29,7 @@ def tiny(tmp_path_factory) -> Subject:
     save_model(SPEC, root / "model")
     for seed, (name, arguments) in enumerate(FORMS.items()):
         save_form(root / "model", root / name, seed, **arguments)
-    rows = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 95, 40, 41, 42, 7]}
-    save_rows(root / "model", root / "rows", 9, **rows)
-    return Subject(root / "model", {name: root / name for name in (*FORMS, "rows")})
+    return Subject(root / "model", {name: root / name for name in FORMS})
 
 
 @pytest.fixture
@@ -72,10 +70,19 @@ def test_merged(drive, tiny, merged):
     assert {plan.mode for plan in driver.plans} <= {StepMode.MERGED, StepMode.MIXTURE}
 
 
-def test_rows_of_an_adapters_own(drive, tiny):
+def test_rows_of_an_adapters_own(tmp_path):
     """In a tied head too."""
-    driver = drive(adapters=["rows", "head"], mixed_graph_tokens=12)
-    check(driver, ask(driver, tiny, ("rows", 14, 3), (None, 5, 3), ("head", 3, 3), ("rows", 2, 4)))
+    save_model(SPEC, tmp_path / "model")
+    rows = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 95, 40, 41, 42, 7]}
+    save_rows(tmp_path / "model", tmp_path / "rows", 9, **rows)
+    it = Subject(tmp_path / "model", {"rows": tmp_path / "rows"})
+    settings = make_config(it, mixed_graph_tokens=12)
+    executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+    engine = Engine(settings, executor, ticking(), InlineReads())
+    engine.store.register("rows", it.adapters["rows"])
+    driver = Driver(engine, executor)
+    check(driver, ask(driver, it, ("rows", 14, 3), (None, 5, 3), ("rows", 2, 4)))
+    engine.close()
 
 
 def test_log_probabilities_of_prompts(drive, tiny):
