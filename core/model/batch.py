@@ -128,7 +128,8 @@ class LoraState:
         self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
         rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
         self._head_rows = rows[1]
-        self._trained = TrainedRows(*rows, config.hidden_size) if None not in rows else None
+        known = [each for each in rows if each is not None]
+        self._trained = TrainedRows(known[0], known[1], config.hidden_size) if len(known) == len(rows) else None
 
     def set_step(
         self,
@@ -158,8 +159,7 @@ class LoraState:
         for used, begin, end in _runs(lora_indices, lengths):
             for lora_index, factor in _factors(used):
                 self._add(begin, end, lora_index, factor, rows[lora_index])
-                if of_model[lora_index]:
-                    self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
+                self._add_of_model(begin, end, lora_index, factor, of_model[lora_index])
 
     def _is_last_step(
         self,
@@ -204,21 +204,26 @@ class LoraState:
     def wait(self, layer: int) -> None:
         """Wait for `layer` of adapters that are still being loaded; adapters that miss the deadline are late."""
         for lora_index, transfer in self._coming.items():
-            if lora_index in self._late:
-                continue
-            is_offloaded = self._is_offloaded(lora_index, transfer, layer)
-            if is_offloaded and not self._has_model_rows(lora_index, layer):
+            if lora_index in self._late or not self._is_awaited(lora_index, transfer, layer):
                 continue
             began = time.monotonic()
             if not transfer.wait_layer(layer, max(0.0, self._patience)):
-                self._late.add(lora_index)
-                late = {index for index, of in enumerate(self._lora_indices) if of == lora_index}
-                self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
-                self._lora_indices = [of for of in self._lora_indices if of != lora_index]
-                late = {index for index, of in enumerate(self._model_indices) if of == lora_index}
-                self.model_segments = self.model_segments.without(late)
-                self._model_indices = [of for of in self._model_indices if of != lora_index]
+                self._give_up(lora_index)
             self._patience -= time.monotonic() - began
+
+    def _give_up(self, lora_index: int) -> None:
+        """Leave a late adapter out of the step: what lies in its pages may be NaN for all."""
+        self._late.add(lora_index)
+        late = {index for index, of in enumerate(self._lora_indices) if of == lora_index}
+        self.segments = self.segments.without(late)
+        self._lora_indices = [of for of in self._lora_indices if of != lora_index]
+        late = {index for index, of in enumerate(self._model_indices) if of == lora_index}
+        self.model_segments = self.model_segments.without(late)
+        self._model_indices = [of for of in self._model_indices if of != lora_index]
+
+    def _is_awaited(self, lora_index: int, transfer: Transfer, layer: int) -> bool:
+        """False if a step needs nothing of an adapter's layer, because other processes compute all of it."""
+        return not self._is_offloaded(lora_index, transfer, layer) or self._has_model_rows(lora_index, layer)
 
     def _has_model_rows(self, lora_index: int, layer: int) -> bool:
         """True if an adapter has rank-rows of the model's modules beside a layer."""
@@ -311,14 +316,15 @@ class LoraState:
         return self._resident(adapter)[2]
 
     def _resident(self, adapter: Adapter) -> _Resident:
-        found = self._rows.get(adapter)
+        found: _Resident | None = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:
             found = (adapter.pages, list[AdapterRows](), list[AdapterRows]())
+            in_layers, of_model = found[1:]
             for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
-                is_of_model = self._projections[part.targets[0]].is_of_model
-                (found[2] if is_of_model else found[1]).append(rows_in(part, place, adapter.pages))
+                own = of_model if self._projections[part.targets[0]].is_of_model else in_layers
+                own.append(rows_in(part, place, adapter.pages))
             if (vectors := adapter.layout.vectors) is not None:
-                found[1].append(vectors_in(vectors, adapter.pages))
+                in_layers.append(vectors_in(vectors, adapter.pages))
             self._rows[adapter] = found
         return found
 
@@ -468,6 +474,11 @@ def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tu
     return scored, pooled
 
 
+def _tell_logits(lora: StepLora | None, sampled: Sequence[int], scored: Sequence[int]) -> None:
+    if lora is not None:
+        lora.use_logits(sampled, scored)
+
+
 def ragged_batch(
     rows: list[ScheduledSequence],
     layout: PageLayout,
@@ -490,8 +501,7 @@ def ragged_batch(
         qo_indptr.append(len(token_ids))
     prompt_tokens, pooled_tokens = _kept_tokens(rows, qo_indptr)
     kept, logit_tokens = prompt_tokens + pooled_tokens, [end - 1 for end in qo_indptr[1:]]
-    if lora is not None:
-        lora.use_logits(logit_tokens, prompt_tokens)
+    _tell_logits(lora, logit_tokens, prompt_tokens)
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)
     table = np.full((len(rows), max(len(row.pages) for row in rows)), dummy_page)  # mostly padding beside a long row

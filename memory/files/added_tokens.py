@@ -32,16 +32,23 @@ def _read(directory: AdapterDirectory, name: str) -> Any:
 def _tokens(name: str, raw: Any) -> Iterator[tuple[int, str]]:
     """Ids and texts; what is not as tokenizers write it is passed over, as nothing but ids is taken from it."""
     if not isinstance(raw, dict):
-        return
+        return iter(())
     if name == "added_tokens.json":
-        yield from ((id_, text) for text, id_ in raw.items() if type(id_) is int)
-    elif name == "tokenizer_config.json":
-        decoder = raw.get("added_tokens_decoder")
-        for id_, entry in decoder.items() if isinstance(decoder, dict) else ():
-            if id_.isdecimal() and len(id_) < 10:
-                yield int(id_), str(entry.get("content")) if isinstance(entry, dict) else ""
-    else:
-        entries = raw.get("added_tokens")
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict) and type(entry.get("id")) is int:
-                yield entry["id"], str(entry.get("content"))
+        return ((id_, text) for text, id_ in raw.items() if type(id_) is int)
+    if name == "tokenizer_config.json":
+        return _decoded(raw.get("added_tokens_decoder"))
+    return _listed(raw.get("added_tokens"))
+
+
+def _decoded(decoder: Any) -> Iterator[tuple[int, str]]:
+    """Of an object from ids to tokens."""
+    for id_, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if id_.isdecimal() and len(id_) < 10:
+            yield int(id_), str(entry.get("content")) if isinstance(entry, dict) else ""
+
+
+def _listed(entries: Any) -> Iterator[tuple[int, str]]:
+    """Of a list of tokens with their ids."""
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and type(entry.get("id")) is int:
+            yield entry["id"], str(entry.get("content"))

@@ -600,10 +600,15 @@ def _why_not(name: str, shape: tuple[int, ...], projections: Projections) -> str
         return why_not_lora(name, shape)
     if not name.startswith(_PREFIX):
         return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
+    if any(name in tensor_names(-1, each) for each in projections.model if not each.is_rows):
+        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules); mend either"
+    return _why_not_in_layer(name, projections)
+
+
+def _why_not_in_layer(name: str, projections: Projections) -> str:
+    """As `_why_not`, of a tensor that may be LoRA's on a layer."""
     match, num_layers = _LAYER.search(name), projections.num_layers
     layer = int(match[1]) if match else -1
-    if any(name in tensor_names(layer, each) for each in projections.model if not each.is_rows):
-        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules); mend either"
     if layer >= num_layers:
         return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
     module = next((each.name for each in projections if name in tensor_names(layer, each)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -177,10 +177,7 @@ def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, i
     layers_of: dict[str, set[int]] = {}
     with open_weights(path, ModulePaths(usual)) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
-    for projection in usual.model:
-        a, b = (shapes.get(name, ()) for name in tensor_names(0, projection))
-        if len(a) == 2:
-            dims[projection.name] = a[1], _size(b)
+    dims |= _dims_of_model(shapes, usual)
     for end, num_dims in (("lora_A.weight", 2), ("bias", 1)):  # a module without LoRA may have a bias
         for name, shape in shapes.items():
             *parents, module = name.removesuffix(f".{end}").split(".")
@@ -194,6 +191,16 @@ def _own_modules(path: Path, usual: Projections) -> tuple[dict[str, tuple[int, i
 
 def _numbers(parts: Sequence[str]) -> Iterator[int]:
     return (int(part) for part in parts if part.isdecimal() and len(part) <= 6)
+
+
+def _dims_of_model(shapes: Mapping[str, tuple[int, ...]], usual: Projections) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the model's own modules, such as the head, that an adapter changes."""
+    found = {}
+    for projection in usual.model:
+        a, b = (shapes.get(name, ()) for name in tensor_names(0, projection))
+        if len(a) == 2:
+            found[projection.name] = a[1], _size(b)
+    return found
 
 
 def _names(layer: Sequence[Projection]) -> set[str]:

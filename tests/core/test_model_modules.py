@@ -10,6 +10,7 @@ import torch
 
 from chorus.graphs.runner import StepMode
 from chorus.memory.host.images import ThreadReads
+from chorus.ops import native_library
 
 from .merging.test_merged import merge
 from .model_module_forms import FORMS, make_forms
@@ -184,3 +185,26 @@ def test_a_layer_that_comes_late_is_waited_for(forms, drive):
     driver = drive(it, reads=ThreadReads(2), max_num_seqs=8, max_num_batched_tokens=64)
     want = ask_all(it, driver, seed=11)
     assert told(driver, want) == want
+
+
+@pytest.mark.parametrize("isa", ["", "avx512", "avx2"])
+@pytest.mark.parametrize("kernels", ["native"])
+def test_bfloat16_is_float32_within_rounding(forms, drive, monkeypatch, isa):
+    """At every instruction set of this machine."""
+    if isa and isa not in native_library.levels():
+        pytest.skip(f"this machine or build has no {isa}")
+    monkeypatch.setenv(native_library.ISA, isa)
+    it, scored = forms("llama2"), {}
+    for dtype in ("bfloat16", "float32"):
+        driver = drive(it, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64)
+        for name in (None, *FORMS):
+            prompt, _ = it.case(name, 40, seed=12)
+            driver.add(str(name), name, prompt, max_tokens=1, prompt_logprobs=0)
+        answers = driver.drain()
+        scored[dtype] = {
+            name: torch.tensor([entry.logprob for entry in answer.prompt_logprobs or ()])
+            for name, answer in answers.items()
+        }
+    for name, want in scored["float32"].items():
+        error = (scored["bfloat16"][name] - want).norm() / want.norm()
+        assert float(error) < 6e-2, (name, error)

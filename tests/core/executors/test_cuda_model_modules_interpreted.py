@@ -17,6 +17,7 @@ from ...conftest import ModelSpec, Subject, save_model
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..model_module_forms import FORMS, save_form
+from ..test_trained_rows import save_rows
 from .test_cuda_interpreted import ask, check, make_config, merge
 
 SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64, tied=True)
@@ -67,6 +68,21 @@ def test_merged(drive, tiny, merged):
     driver.plans.clear()
     check(driver, ask(driver, tiny, (merged, 5, 3), (None, 3, 2), ("layers", 4, 2)))
     assert {plan.mode for plan in driver.plans} <= {StepMode.MERGED, StepMode.MIXTURE}
+
+
+def test_rows_of_an_adapters_own(tmp_path):
+    """In a tied head too."""
+    save_model(SPEC, tmp_path / "model")
+    rows = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 95, 40, 41, 42, 7]}
+    save_rows(tmp_path / "model", tmp_path / "rows", 9, **rows)
+    it = Subject(tmp_path / "model", {"rows": tmp_path / "rows"})
+    settings = make_config(it, mixed_graph_tokens=12)
+    executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+    engine = Engine(settings, executor, ticking(), InlineReads())
+    engine.store.register("rows", it.adapters["rows"])
+    driver = Driver(engine, executor)
+    check(driver, ask(driver, it, ("rows", 14, 3), (None, 5, 3), ("rows", 2, 4)))
+    engine.close()
 
 
 def test_log_probabilities_of_prompts(drive, tiny):
