@@ -291,6 +291,7 @@ class _PartReader:
 
     def _read_rows(self, rows: torch.Tensor) -> None:
         """Read whole rows; what lies between them in the file is not read."""
+        assert not isinstance(self._file, ComposedWeights), "a composed adapter has no rows of its own"
         _, info = self._file.rows_tensor(module_of(self._part))
         dtype, width = _DTYPES[info.dtype], info.shape[1]
         for first, file_row, count in row_runs(self._part):
@@ -335,7 +336,7 @@ def _not_finite(
     buffer: torch.Tensor,
 ) -> AdapterFormatError:
     """Find the tensor at fault among a layer's."""
-    if part.token_ids:
+    if part.token_ids and not isinstance(file, ComposedWeights):
         name, _ = file.rows_tensor(module_of(part))
         return AdapterFormatError(
             f"{file.path}: tensor {name} holds NaN or infinity, or a value beyond the range of {dtype}, in a trained "
