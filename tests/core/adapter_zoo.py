@@ -17,6 +17,9 @@ BASE = ModelSpec(seed=11, layers=3)
 
 INVOCATION = [7, 9, 7]
 
+#: Tokens whose rows some adapters have of their own.
+ROWS = [20, 3, 31, 14, 15, 0]
+
 #: name → arguments of `LoraConfig`.
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"r": 3, "lora_alpha": 6, "target_modules": ATTENTION + MLP},
@@ -47,6 +50,38 @@ FORMS: dict[str, dict[str, Any]] = {
         "layers_to_transform": [0, 2],
     },
     "bias-of-none": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "bias": "all"},
+    "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},
+    "expression": {"r": 3, "lora_alpha": 6, "target_modules": r".*\.(0|2)\..*(q|down)_proj"},
+    "excluded": {"r": 2, "lora_alpha": 8, "target_modules": ATTENTION + MLP, "exclude_modules": ["k_proj"]},
+    "one-layer": {"r": 6, "lora_alpha": 9, "target_modules": ATTENTION, "layers_to_transform": [1]},
+    "rank-1": {"r": 1, "lora_alpha": 2, "target_modules": ATTENTION + MLP},
+    "rank-33": {"r": 33, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "alora-rank-1": {"r": 1, "lora_alpha": 4, "target_modules": MLP, "alora_invocation_tokens": [8, 8]},
+    "embed": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens"]},
+    "head": {"r": 3, "lora_alpha": 6, "target_modules": ["lm_head"]},
+    "embed-and-head": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["embed_tokens", "lm_head", "o_proj"],
+        "rank_pattern": {"lm_head": 9},
+    },
+    "head-rslora": {"r": 5, "lora_alpha": 4, "target_modules": ["lm_head", "gate_proj"], "use_rslora": True},
+    "tokens": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "trainable_token_indices": ROWS},
+    "tokens-of-each": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["up_proj"],
+        "trainable_token_indices": {"embed_tokens": ROWS[:3], "lm_head": ROWS[2:]},
+    },
+    "whole": {"r": 3, "lora_alpha": 6, "target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "whole-head": {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj"], "modules_to_save": ["lm_head"]},
+    "dora-and-tokens": {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "down_proj"],
+        "use_dora": True,
+        "trainable_token_indices": ROWS[1:4],
+    },
 }
 
 #: The same for a base model with biases.
@@ -96,9 +131,20 @@ def save_zoo(
         config = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **arguments)
         model = get_peft_model(LlamaForCausalLM.from_pretrained(root / "model"), config)
         train_vectors(model)
+        _train_rows(model)
         model.save_pretrained(str(root / "adapters" / name))
         paths[name] = root / "adapters" / name
     return Zoo(root / "model", paths, forms, spec)
+
+
+def _train_rows(model: torch.nn.Module) -> None:
+    """Change trained rows of embeddings and heads, and some rows of whole copies."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.add_(torch.randn_like(parameter))
+            elif "modules_to_save" in name:
+                parameter[ROWS] += torch.randn(len(ROWS), parameter.shape[1])
 
 
 def _add_biases(path: Path) -> None:
