@@ -251,9 +251,12 @@ class LoraState:
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         modules = self._groups[layer][group]
-        scale_outputs(y, self.arena, self.segments, layer, modules, undo=True)
+        has_vectors = bool(self.segments.vectors)
+        if has_vectors:
+            scale_outputs(y, self.arena, self.segments, layer, modules, undo=True)
         sgmv(y, x, self.arena, self.segments, layer, modules)
-        scale_outputs(y, self.arena, self.segments, layer, modules)
+        if has_vectors:
+            scale_outputs(y, self.arena, self.segments, layer, modules)
 
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""

@@ -214,8 +214,7 @@ class _Fields:
         if self.raw.get("peft_type", "LORA") != "LORA":
             raise self.refuse("peft_type", "only LORA is served")
         self._refuse_heads()
-        kept = (*COPIED, *(MODULES if self.has_head else ()))
-        if unserved := [each for each in self.saved_modules() if each not in kept]:
+        if unserved := [each for each in self.saved_modules() if each not in COPIED]:
             raise self.refuse(
                 "modules_to_save",
                 f"fully trained modules are not supported, such as {shown(unserved[0])}, except a score head; train "
@@ -274,11 +273,14 @@ class _Fields:
             )
 
     def saved_modules(self) -> tuple[str, ...]:
-        """The last parts of the names in `modules_to_save`; heads by their usual name."""
+        """The last parts of the names in `modules_to_save`, but for a score head; output projections by their usual
+        name.
+        """
         value = self.names("modules_to_save") or ()
         names = ((value,) if isinstance(value, str) else value) or ()
         found = (name.rpartition(".")[2] for name in names)
-        return tuple(dict.fromkeys("lm_head" if name == "unembed_tokens" else name for name in found))
+        named = dict.fromkeys("lm_head" if name == "unembed_tokens" else name for name in found)
+        return tuple(name for name in named if not (self.has_head and name in MODULES))
 
     def trained_tokens(self) -> dict[str, tuple[int, ...]]:
         """Of each module by its usual name; a list is of the token embeddings."""

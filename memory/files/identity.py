@@ -135,12 +135,12 @@ class _Reader:
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
             self._add(digest, head, a, b)
-        for name in (name for target in manifest.vectors for name in vector_names(target, projections)):
+        others = [name for target in manifest.vectors for name in vector_names(target, projections)]
+        if manifest.head is not None:
+            others += [name for name in TENSORS if name in self._file.tensors]
+        for name in others:
             info = self._file.tensor(name)
             self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
-        for name in TENSORS if manifest.head is not None else ():
-            if (info := self._file.tensors.get(name)) is not None:
-                self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         return digest.hexdigest()
 
     def _add(self, digest: _Digest, head: str, *tensors: TensorInfo) -> None:

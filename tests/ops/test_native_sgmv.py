@@ -81,7 +81,7 @@ class Base:
         for layer in range(LAYERS):
             for name in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
-            for each in self.config.projections:
+            for each in self.config.projections.layers[layer]:
                 weight(f"model.layers.{layer}.{each.path}", each.outputs, each.inputs)
         save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
 
