@@ -135,13 +135,17 @@ class _Reader:
             a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
             head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
             self._add(digest, head, a, b)
-        others = [name for target in manifest.vectors for name in vector_names(target, projections)]
-        if manifest.head is not None:
-            others += [name for name in TENSORS if name in self._file.tensors]
-        for name in others:
+        for name in self._others(manifest):
             info = self._file.tensor(name)
             self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
         return digest.hexdigest()
+
+    def _others(self, manifest: AdapterManifest) -> Iterator[str]:
+        """Names of the tensors of vectors and of a score head."""
+        for target in manifest.vectors:
+            yield from vector_names(target, _modules(manifest).projections)
+        if manifest.head is not None:
+            yield from (name for name in TENSORS if name in self._file.tensors)
 
     def _add(self, digest: _Digest, head: str, *tensors: TensorInfo) -> None:
         digest.update(head.encode())
