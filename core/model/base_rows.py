@@ -10,17 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
-from .open_checkpoint import open_checkpoint
-from .weights import EMBED, LM_HEAD, Source, sources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_PARTS = {"embed_tokens": EMBED, "lm_head": LM_HEAD}
+    import torch
+
+    from .checkpoint import Checkpoint
+    from .weights import Source
 
 
 @dataclass
@@ -45,7 +43,10 @@ class CheckpointRows:
 
     def _tensor(self, module: str) -> str | None:
         """The tensor that has a module's rows, of two tied modules the other's where it has none of its own."""
-        wanted = [_PARTS[module], *(_PARTS.values() if self.config.tie_word_embeddings else ())]
+        from .weights import EMBED, LM_HEAD  # needs torch
+
+        parts = {"embed_tokens": EMBED, "lm_head": LM_HEAD}
+        wanted = [parts[module], *(parts.values() if self.config.tie_word_embeddings else ())]
         try:
             names = [self._sources[part].name for part in wanted]
             found = next((name for name in names if name in self._checkpoint), None)
@@ -55,8 +56,13 @@ class CheckpointRows:
 
     @cached_property
     def _checkpoint(self) -> Checkpoint:
+        from .open_checkpoint import open_checkpoint
+        from .weights import sources
+
         return open_checkpoint(self.directory, {source.name for source in sources(self.config, ()).values()})
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:
+        from .weights import sources
+
         return sources(self.config, self._checkpoint)

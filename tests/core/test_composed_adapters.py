@@ -12,6 +12,7 @@ from chorus.memory.adapters.store import MAX_COMPOSED
 from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.identity import with_content
 
+from ..conftest import quiet
 from .adapter_zoo import save_zoo
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native]
@@ -26,15 +27,39 @@ COMPOSED = {
 NAMES = (None, "plain", "rslora", "patterns", *COMPOSED)
 
 
+@quiet()
+def _with_several(zoo):
+    """A model of PEFT's with the adapters that are composed."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    base = LlamaForCausalLM.from_pretrained(zoo.model)
+    base.generation_config.eos_token_id = None
+    base.generation_config.pad_token_id = 0
+    first, *others = NAMES[1:4]
+    model = PeftModel.from_pretrained(base, zoo.adapters[first], adapter_name=first)
+    for name in others:
+        model.load_adapter(zoo.adapters[name], name)
+    return model.eval()
+
+
 class ComposedZoo:
     """A zoo whose PEFT model also has the composed adapters."""
 
     def __init__(self, zoo):
         self.zoo, self.model = zoo, zoo.model
         self.adapters = {name: zoo.adapters[name] for name in ("plain", "rslora", "patterns", "alora")}
-        peft = zoo._use("plain")  # noqa: SLF001
+        use, peft = zoo._use, _with_several(zoo)  # noqa: SLF001
         for name, (adapters, weights) in COMPOSED.items():
             peft.add_weighted_adapter(adapters, weights, name.replace(".", "_"), combination_type="cat")
+
+        def use_composed(name):
+            if name not in peft.peft_config:
+                return use(name)
+            peft.set_adapter(name)
+            return peft
+
+        zoo._use = use_composed  # noqa: SLF001
 
     def case(self, name, length, count, seed):
         rng = random.Random(f"{name} {length} {seed}")

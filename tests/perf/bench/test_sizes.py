@@ -18,7 +18,7 @@ LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_the_configuration_is_the_geometry(size, tmp_path):
     config = read_model_config(size.write_config(tmp_path, "bfloat16"))
-    assert config.projections == size.geometry.projections
+    assert config.projections.layers == size.geometry.projections.layers
     assert config.dtype == "bfloat16"
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     norms = (2 * config.num_layers + 1) * config.hidden_size
