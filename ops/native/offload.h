@@ -174,7 +174,7 @@ class OffloadWorker final : public AnyOffloadWorker {
             const Arena<T> image{(T*)desc.images[i], desc.page_elems};
             const int32_t own_begin = 0, own_end = end - begin;
             const Adapter* adapters[1] = {&adapter};
-            const Segments one{1, &own_begin, &own_end, adapters, nullptr};
+            const Segments one{1, &own_begin, &own_end, adapters, nullptr, 0, 0};
             const Rows<const X> x = every_x.from(begin);
             const Rows<float> y = every_y.from(begin - desc.first);
             const long ldh = (adapter.rank + 2) & ~1;
