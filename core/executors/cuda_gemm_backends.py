@@ -136,8 +136,9 @@ def compile_ahead(setting: SmallGemm, decoder: DecoderModel, lora: CudaLoraState
 
 
 def combinations_of(asked: Mapping[int, Collection[GemmBackend]]) -> dict[str, GemmBackends]:
-    """Return the combinations of backends to choose from, those of Chorus's kernel first. asked: what each GEMM may use
-    beside the library.
+    """Return the combinations of backends to choose from, those of Chorus's kernel first.
+
+    asked: by GEMM, the backends that it may use instead of the library's.
     """
     library, small, expanded = GemmBackend.LIBRARY, GemmBackend.SMALL, GemmBackend.EXPANDED
 

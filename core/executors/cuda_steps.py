@@ -276,7 +276,7 @@ class CudaSteps:
 
     @torch.inference_mode()
     def _read_kept_states(self, rows: Sequence[ScheduledSequence], read: Callable[[], StepResult]) -> StepResult:
-        """Add what is made of a step's kept states to the result that `read` waits for."""
+        """Add prompt log-probabilities and pooled states to the result that `read` returns."""
         result, asks = read(), self._asks_of(rows)
         if asks.prompt_logprobs:
             vocab = self.decoder.config.vocab_size

@@ -63,7 +63,7 @@ class StepLora(Protocol):
         """
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
-        """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for what lies beside the first layer."""
+        """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
 
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None:
         """Tell which of the step's tokens, in rising order, have logits, and prompt-logprob logits. Without this call,

@@ -26,7 +26,7 @@ _FLAGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
 }
-"""Its older fields, of which those that hold count."""
+"""Older boolean fields of the pooling configuration, and the pooling that each one selects if it is true."""
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -49,7 +49,7 @@ class PoolingConfig:
     labels: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     """Names of the head's labels."""
     problem_type: str | None = None
-    """What the head was trained for, as transformers names it."""
+    """The head's task, by the name that transformers gives it."""
     classifier_tokens: tuple[str, str] | None = None
     """The tokens whose logits score a text: the one of false, and the one of true (`classifier_from_token`)."""
 

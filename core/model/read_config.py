@@ -55,7 +55,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def _family_of(architecture: str) -> tuple[Family | None, str]:
-    """The family of an architecture, and what it has in place of an output projection: `CLASSIFIER`, `BARE` or ""."""
+    """Return the family of an architecture, and what replaces its output projection: `CLASSIFIER`, `BARE` or ""."""
     if (family := FAMILIES.get(architecture)) is not None:
         return family, ""
     for kind in (CLASSIFIER, BARE):

@@ -413,7 +413,7 @@ class WeightLoader(Weights):
         return shapes
 
     def _is_elsewhere(self, name: str) -> bool:
-        """True for a tensor that is no part of the decoder: old checkpoints' frequencies, and a score head."""
+        """True for a tensor that the decoder does not use: rotary frequencies of old checkpoints, and a score head."""
         return _IGNORED.search(name) is not None or (self._config.is_classifier and name in (WEIGHT, BIAS))
 
     def _check_unused(self) -> None:

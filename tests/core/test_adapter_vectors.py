@@ -69,34 +69,32 @@ def test_dora_in_every_family(family, drive, name, ranks, kernels):
     assert answered(driver, want) == want
 
 
-@pytest.mark.parametrize("kernels", ["native"])
-@pytest.mark.parametrize("chunk", [8, 96])
-def test_others_have_the_same_bits_beside_vectors(zoo, drive, chunk):
-    """Of the base model and of a plain adapter, in steps of few tokens and of many."""
-
-    def run(name, beside):
-        driver = drive(zoo, max_num_batched_tokens=chunk, max_num_seqs=8, prefix_cache=False)
-        ask(driver, zoo, seed=2, names=beside, lengths=(20, 60), tokens=24)
-        prompt, _ = zoo.case(name, 30, 12, seed=9)
-        driver.add("it", name, prompt, max_tokens=12, logprobs=4)
-        return driver.drain()["it"].logprobs
-
-    for name in (None, "plain"):
-        assert run(name, ["plain"] * 4) == run(name, ["dora", "bias-all", "dora-bias-all", "lora-bias"])
+def logprobs_beside(driver, zoo, name, beside):
+    """Log-probabilities of an adapter's answer, whose bits are compared, in the company of others."""
+    ask(driver, zoo, seed=2, names=beside, lengths=(20, 60), tokens=24)
+    prompt, _ = zoo.case(name, 30, 12, seed=9)
+    driver.add("it", name, prompt, max_tokens=12, logprobs=4)
+    return driver.drain()["it"].logprobs
 
 
 @pytest.mark.parametrize("kernels", ["native"])
 @pytest.mark.parametrize("chunk", [8, 96])
-def test_bits_of_a_row_do_not_depend_on_its_company(zoo, drive, chunk):
-    def run(name, beside):
-        driver = drive(zoo, max_num_batched_tokens=chunk, max_num_seqs=8, prefix_cache=False)
-        ask(driver, zoo, seed=3, names=beside, lengths=(20, 60), tokens=24)
-        prompt, _ = zoo.case(name, 30, 12, seed=9)
-        driver.add("it", name, prompt, max_tokens=12, logprobs=4)
-        return driver.drain()["it"].logprobs
-
-    for name in ("dora", "both-biases"):
-        assert run(name, []) == run(name, ["dora", None, "bias-all", "plain"])
+@pytest.mark.parametrize(
+    ("name", "beside", "others"),
+    [
+        (None, ["plain"] * 4, ["dora", "bias-all", "dora-bias-all", "lora-bias"]),
+        ("plain", ["plain"] * 4, ["dora", "bias-all", "dora-bias-all", "lora-bias"]),
+        ("dora", [], ["dora", None, "bias-all", "plain"]),
+        ("both-biases", [], ["dora", None, "bias-all", "plain"]),
+    ],
+)
+def test_bits_of_a_row_do_not_depend_on_its_company(zoo, drive, chunk, name, beside, others):
+    """Of the base model, of a plain adapter, and of adapters with vectors, in steps of few tokens and of many."""
+    one, other = (
+        logprobs_beside(drive(zoo, max_num_batched_tokens=chunk, max_num_seqs=8, prefix_cache=False), zoo, name, names)
+        for names in (beside, others)
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

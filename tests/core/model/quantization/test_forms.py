@@ -35,11 +35,12 @@ def test_parts_of_any_number_of_rows_make_the_same_weights(tmp_path, monkeypatch
         assert (found is None and want is None) or torch.equal(found, want)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("hidden", [30, 40])
+#: AWQ packs eight outputs into a word, so 30 of them are no shape of it.
+SHAPES = [(form, hidden) for form in FORMS for hidden in (30, 40) if hidden == 40 or not form.startswith("awq")]
+
+
+@pytest.mark.parametrize(("form", "hidden"), SHAPES)
 def test_shapes_that_groups_and_words_do_not_divide(tmp_path, form, hidden):
-    if hidden == 30 and form.startswith("awq"):
-        pytest.skip("AWQ packs eight outputs")
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 7 // 5, "head_dim": hidden // 5}
     sizes |= {"num_attention_heads": 5, "num_key_value_heads": 1}
     config = replace(FORMS[form], config=sizes)
