@@ -107,8 +107,7 @@ class ServedAdapters:
 
     def versions_with(self, name: str) -> list[Adapter]:
         """The same, and the versions that are composed of any of them."""
-        versions = set(self.versions_of(name))
-        return [one for one in self._store.versions() if not versions.isdisjoint((one, *one.sources))]
+        return [one for one in self._store.versions() if any(each.name == name for each in (one, *one.sources))]
 
     def pin(self, name: str) -> bool:
         """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
@@ -146,7 +145,6 @@ class ServedAdapters:
         """
         store = self._store
         adapter = store.get(name)
-        versions = {adapter} if name != adapter.name else set(self.versions_of(name))
         if name not in store:
             store.unregister_newest(adapter.name)
         for each in (name, *store.kept(name)) if name in store else ():
@@ -159,7 +157,11 @@ class ServedAdapters:
         users = [
             request
             for request in lifecycle.requests.values()
-            if request.adapter is not None and not versions.isdisjoint((request.adapter, *request.adapter.sources))
+            if request.adapter is not None
+            and any(
+                each is adapter or each.name == name  # a name has the versions, too, that only composed ones hold
+                for each in (request.adapter, *request.adapter.sources)
+            )
         ]
         for request in users:
             lifecycle.end(request, f"adapter {name!r} was removed", LoadFailure.REMOVED)

@@ -162,6 +162,18 @@ class TestLife:
         again = driver.run("again", pair, prompt, max_tokens=8)
         assert (again.tokens, again.num_cached_tokens) == (tokens, 0)
 
+    def test_removing_one_by_force_ends_requests_on_its_earlier_versions(self, zoo, drive):
+        """Only the composed adapter holds the version that a reload has replaced."""
+        driver = drive(zoo, block_tokens=8)
+        pair = "plain*0.7+rslora*0.5"
+        prompt, _ = zoo.case(pair, 30, 8, seed=5)
+        driver.add("running", pair, prompt, max_tokens=40)
+        driver.step()
+        driver.engine.store.register("rslora", zoo.adapters["rslora"])
+        assert len(driver.engine.adapters.versions_with("rslora")) == 2
+        assert driver.engine.adapters.remove("rslora", force=True) == 1
+        assert driver.drain()["running"].failure is LoadFailure.REMOVED
+
     def test_a_reload_makes_another_version(self, zoo, drive):
         driver = drive(zoo, block_tokens=8)
         pair = "plain*0.7+rslora*0.5"
