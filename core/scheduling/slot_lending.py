@@ -15,7 +15,7 @@ class SlotLending:
     a descheduled request gets no slot: that request comes first.
     """
 
-    __slots__ = ("_costs", "_counts", "_donor", "_max_num_seqs", "_num_new", "_running", "_service")
+    __slots__ = ("_costs", "_counts", "_donor", "_max_num_seqs", "_num_given", "_num_new", "_running", "_service")
 
     def __init__(
         self, max_num_seqs: int, service: Service, running: Mapping[str, int], counts: Mapping[str, int]
@@ -28,6 +28,7 @@ class SlotLending:
         self._running = running
         self._counts = dict(counts)
         self._num_new: dict[str, int] = {}  # of `_counts`: of requests that were just admitted
+        self._num_given: dict[str, int] = {}  # sequences that gave their slots to admitted requests
         self._costs: dict[str, float] = {}  # served costs, as of this step
         self._donor: tuple[str | None] | None = None  # None: unknown
 
@@ -56,7 +57,16 @@ class SlotLending:
         self._num_new[tenant] = self._num_new.get(tenant, 0) + 1
         self.change(tenant, 1)
         if sum(self._counts.values()) > self._max_num_seqs and (donor := self._find_donor()) is not None:
+            self._num_given[donor] = self._num_given.get(donor, 0) + 1
             self.change(donor, -1)
+
+    def drop(self, tenant: str) -> None:
+        """Count a sequence that is not in the step after all: first one that gave its slot already."""
+        if given := self._num_given.get(tenant, 0):
+            self._num_given[tenant] = given - 1
+            self.change(tenant, 0)
+        else:
+            self.change(tenant, -1)
 
     def retract(self, tenant: str) -> None:
         """Undo `admit` for a request with tokens, whose sequence is descheduled in the same step."""

@@ -138,7 +138,10 @@ class StepBuilder:
         """Preempt a running request for a waiting one; its tenant begins no more requests in this step."""
         self.lifecycle.preempt(victim)
         self.pages.note_victim(victim)
-        self.slots.change(victim.fairness_key, -(self.candidates is self.running or victim in self.candidates))
+        if self.candidates is self.running or victim in self.candidates:
+            self.slots.drop(victim.fairness_key)
+        else:
+            self.slots.change(victim.fairness_key, 0)
 
     def keep_max_num_seqs(self) -> None:
         """Deschedule the running requests that lost their slot to admitted ones."""
@@ -161,6 +164,6 @@ class StepBuilder:
             if is_new and count:
                 self.slots.retract(request.fairness_key)
             if count or (not is_new and request in candidates):
-                self.slots.change(request.fairness_key, -1)
+                self.slots.drop(request.fairness_key)
         if self.num_sequences < num_sequences:  # the new sequence has a slot; no other one is descheduled for it
             tokens.return_borrowed()

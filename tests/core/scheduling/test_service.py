@@ -383,7 +383,7 @@ def builder_of(service):
     limits = EngineConfig(model=Path("fake"), max_num_seqs=service.max_num_seqs)
     builder = StepBuilder(
         limits=limits,
-        lifecycle=SimpleNamespace(service=service),
+        lifecycle=SimpleNamespace(service=service, preempt=running.remove),
         turns=AdapterTurns(limits, running, WaitingQueue()),
         running=running,
         candidates=list(running),
@@ -481,6 +481,31 @@ def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_tenant_one(holders
     assert len(dealt) == len(holders)
     assert {*begun} <= {*dealt}
     assert {request.fairness_key for request in dealt} == builder.running.tenants.keys()
+
+
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=8),
+    st.lists(st.one_of(st.integers(0, 7), st.tuples(st.sampled_from("abcd"), st.integers(1, 9))), max_size=24),
+)
+@example(["a", "a", "a", "b", "b", "b"], [("c", 1), ("c", 1), ("c", 1), 1, ("c", 1), 1, ("c", 1)])
+def test_preempting_who_gave_its_row_makes_no_second_one_free(holders, events):
+    """A number: pages are short, and that one of the requests which ran before is preempted, unless it is its tenant's
+    only one. A request begins in a free slot, or in one that another tenant gives.
+    """
+    service, builder, _ = taken(len(holders), [made(tenant, index, cost=9.0) for index, tenant in enumerate(holders)])
+    begun, running = [], builder.running
+    for index, event in enumerate(events):
+        if isinstance(event, int):
+            left = [each for each in running if running.tenants[each.fairness_key] > 1 and each not in begun]
+            for victim in left[event : event + 1]:
+                builder.preempt(victim)
+        elif len(running) < len(holders) or builder.slots.has_donor_for(event[0]):
+            begun.append(made(event[0], 10 + index, cost=float(event[1])))
+            builder.admit(begun[-1], 1, 0)
+    dealt = service.choose(running, begun)
+    assert {*begun} <= {*dealt}
+    assert len(dealt) <= len(holders)
+    assert {request.fairness_key for request in dealt} == running.tenants.keys()
 
 
 def test_tenants_are_ranked_once_in_a_step_however_many_requests_begin(monkeypatch):
