@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
-from ..tables import LLAMA
+from ..tables import LLAMA, TINY_PATHS
 from .asked import promise
-from .made_up_model import VOCAB, Memory
+from .made_up_model import VOCAB, Memory, content_in
 from .virtual_reads import VirtualClock
 
 
@@ -70,6 +70,17 @@ class Disk:
             self.unlucky.add(content)
         return fate
 
+    def note_slow(self, contents: Sequence[int], seconds: float) -> None:
+        """Note contents that are read together, each layer in so many seconds, if the engine may cancel that."""
+        if seconds > self._patience:
+            self.has_hung = True
+            self.unlucky.update(contents)
+
+
+def contents_read(manifest: AdapterManifest) -> list[int]:
+    """The contents of the files that a read of an adapter needs."""
+    return [source.mtime_ns for source, _ in manifest.sources] or [manifest.mtime_ns]
+
 
 class CheckedAdapters:
     """The adapter backend: reads take virtual time, layers come one by one, copies write to the checked memory.
@@ -100,27 +111,40 @@ class CheckedAdapters:
         part = AdapterPart(self._disk.pages[content], 1.0, (0,), LLAMA)
         is_activated = self._disk.has_activated and content % 3 == 0
         invocation = (2 + content % (VOCAB - 2),) if is_activated else ()
-        return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content), invocation_tokens=invocation)
+        return AdapterManifest(
+            path,
+            (part,),
+            mtime_ns=content,
+            content_hash=str(content),
+            invocation_tokens=invocation,
+            modules=TINY_PATHS,
+        )
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        pages = manifest.rank
-        return AdapterLayout((), num_elems=pages, num_pages=pages, num_layers=self._disk.layers[manifest.mtime_ns])
+        pages, num_layers = manifest.rank, max(self._disk.layers[content] for content in contents_read(manifest))
+        return AdapterLayout((), num_elems=pages, num_pages=pages, num_layers=num_layers)
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        disk, path, content = self._disk, manifest.path, manifest.mtime_ns
-        fate = disk.fate(path, content)
+        """Read layer by layer, each from all files: a composed adapter's are those of its sources."""
+        files = [source for source, _ in manifest.sources] or [manifest]
+        read = [(file.path, file.mtime_ns, self._disk.fate(file.path, file.mtime_ns)) for file in files]
+        self._disk.note_slow(contents_read(manifest), sum(fate.seconds for *_, fate in read) / layout.num_layers)
         for layer in range(layout.num_layers):
-            self._pause(fate.seconds / layout.num_layers)
-            if fate.outcome == "stuck" and layer == fate.hangs_at % layout.num_layers:
-                self._pause(float("inf"))
-            if fate.outcome in ("fails", "short") and layer == layout.num_layers // 2:
-                kind = OSError(5, "Input/output error") if fate.outcome == "fails" else AdapterFormatError("cut short")
-                raise kind
-            if disk.content.get(path) != content:
-                disk.unlucky.add(content)
-                raise AdapterFormatError(f"{path}: it changed on disk")
-            image.data = content
+            for path, content, fate in read:
+                self._read_layer(path, content, fate, layer, layout.num_layers)
+            image.data = content_in(manifest)
             image.publish(layer + 1)
+
+    def _read_layer(self, path: Path, content: int, fate: Fate, layer: int, num_layers: int) -> None:
+        self._pause(fate.seconds / num_layers)
+        if fate.outcome == "stuck" and layer == fate.hangs_at % num_layers:
+            self._pause(float("inf"))
+        if fate.outcome in ("fails", "short") and layer == num_layers // 2:
+            kind = OSError(5, "Input/output error") if fate.outcome == "fails" else AdapterFormatError("cut short")
+            raise kind
+        if self._disk.content.get(path) != content:
+            self._disk.unlucky.add(content)
+            raise AdapterFormatError(f"{path}: it changed on disk")
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         held = [self._memory[page][0] for page in pages]

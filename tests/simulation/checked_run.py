@@ -9,6 +9,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.sampling_params import SamplingParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.adapters.composition import Composition
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.layout import page_groups
@@ -17,7 +18,7 @@ from chorus.memory.pages.prefix import BASE_VERSION, Block
 from chorus.perf.inline_reads import InlineReads
 
 from .asked import Asked, Told, Violation, promise
-from .checked_adapters import CheckedAdapters, Disk
+from .checked_adapters import CheckedAdapters, Disk, contents_read
 from .checked_executor import CheckedExecutor, of_group, state_of
 from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
@@ -49,6 +50,8 @@ class CheckedRun(EngineRun):
         self._state_pages = rng.choice([0, 0, 2, 3])
         config = self._draw_config()
         self.seeds = Seeds(config.seed)
+        self._composing = random.Random(config.seed) if config.seed % 2 else None
+        """What draws composed adapters: a source of its own, so that the other runs stay what they are."""
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
         self.disk.has_activated = True
@@ -152,6 +155,8 @@ class CheckedRun(EngineRun):
         """One request, several with a common prefix, several choices of one request, or one that may not fit."""
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(self.names)
+        if (source := self._composing) is not None and name is not None and source.random() < 0.3:
+            name = self._composed_with(name, source)
         beginning = self._beginning()
         tenant, salt = rng.choice(["", "", "a", "b"]), rng.choice(["", "", "", "salt"])
         longest = rng.choice([12, 12, 12, 60])
@@ -172,6 +177,11 @@ class CheckedRun(EngineRun):
             if not is_one_prompt:
                 own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
             self._submit(name, beginning + own, self.seeds.fill(params), tenant, salt, call)
+
+    def _composed_with(self, name: str, rng: random.Random) -> str | None:
+        """An adapter with a scale, and mostly another one beside it; the first one's name if that is all there is."""
+        others = rng.sample(self.names, rng.choice([0, 1, 1, 1, 2]))
+        return Composition.of((each, rng.choice([0.5, 1.0, -2.0])) for each in (name, *others)).model
 
     def _beginning(self) -> list[int]:
         """A beginning that other prompts share, or an earlier prompt with its answer."""
@@ -248,7 +258,7 @@ class CheckedRun(EngineRun):
         return self.disk.has_hung
 
     def _is_unlucky(self, adapter: Adapter | None) -> bool:
-        return content_of(adapter) in self.disk.unlucky
+        return adapter is not None and not self.disk.unlucky.isdisjoint(contents_read(adapter.manifest))
 
     # -- time
 

@@ -10,7 +10,7 @@ from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.pages.pool import PageKind, PagePool
 
 from .asked import Violation, promise
-from .made_up_model import Memory
+from .made_up_model import Memory, content_of
 from .virtual_reads import VirtualClock
 
 
@@ -47,7 +47,7 @@ class CheckedShadow:
         if self.outweighs(adapter):
             raise CannotMerge("it outweighs the weights")
         for page in self.runs[self.made]:
-            self._memory[page][0] = ("shadow", adapter.manifest.mtime_ns)
+            self._memory[page][0] = ("shadow", content_of(adapter))
         self.made += 1
         return self.made == len(self.runs)
 
@@ -60,7 +60,7 @@ class CheckedShadow:
 
     def outweighs(self, adapter: Adapter) -> bool:
         """True if an adapter can't be merged: it weighs too much."""
-        return adapter.manifest.mtime_ns % 7 == 0
+        return content_of(adapter) % 7 == 0
 
     def check_taken(self, taken: Iterable[range]) -> None:
         """Check the pages that the arena has given: of some runs, and of all of them before anything is merged."""
@@ -71,7 +71,7 @@ class CheckedShadow:
     def check(self, merged: Adapter, pool: PagePool) -> list[int]:
         """Return the shadow's pages; raises Violation unless the whole of an adapter's shadow is in the arena."""
         promise(merged is self.adapter and self.made == len(self.runs), "a step with a shadow that is not whole")
-        want = ("shadow", merged.manifest.mtime_ns)
+        want = ("shadow", content_of(merged))
         pages = list(itertools.chain.from_iterable(self.runs))
         for page in pages:
             if pool.kind(page) is not PageKind.SHADOW or self._memory[page][0] != want:

@@ -19,6 +19,7 @@ from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import CannotMerge, FinishReason, RequestOutput
 from chorus.core.scheduling.overload import Overloaded
 from chorus.memory.adapters.adapter import Adapter, Tier
+from chorus.memory.adapters.composition import read_composition
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.files.identity import with_content
@@ -178,17 +179,27 @@ class EngineRun(ABC):
         promise(is_right, "{} was refused for {}, not for {}", request.id, refused, expected)
         if refused is not None:
             return None
-        adapter = self._invoked(name, prompt)
+        adapter = request.adapter
         self.reached["an adapter that is not invoked"] += name is not None and adapter is None
-        promise(request.adapter is adapter, "a request got another version than the current one")
+        self.reached["a composed adapter"] += adapter is not None and bool(adapter.sources)
+        self._check_bound(adapter, self._invoked(name, prompt))
         scope = ("" if self.engine.config.share_prefix_cache else tenant, salt)
         asked = self.asked[request.id] = self.active[request.id] = Asked(request, adapter, prompt, scope)
         return asked
 
-    def _invoked(self, name: str | None, prompt: list[int]) -> Adapter | None:
-        """The adapter that a prompt is computed with."""
-        adapter = None if name is None else self.current[name]
-        return None if adapter is None or invoked_at(adapter, prompt) is None else adapter
+    def _invoked(self, name: str | None, prompt: list[int]) -> list[tuple[Adapter, float]]:
+        """The adapters that a prompt is computed with, and their scales."""
+        found = [(self.current[part], scale) for part, scale in _terms(name)]
+        return [] if len(found) == 1 and invoked_at(found[0][0], prompt) is None else found
+
+    def _check_bound(self, adapter: Adapter | None, wanted: Sequence[tuple[Adapter, float]]) -> None:
+        """Check that a request got the current versions, with the scales that it named."""
+        sources = () if adapter is None else adapter.sources or (adapter,)
+        promise(list(sources) == [each for each, _ in wanted], "a request got another version than the current one")
+        if adapter is not None and adapter.sources:
+            scales = [scale for _, scale in adapter.manifest.sources]
+            promise(scales == [scale for _, scale in wanted], "a request got other scales than it named")
+            promise(adapter in self.engine.store.versions(), "a request got a composed adapter that is not kept")
 
     def _refusal(self, name: str | None, prompt: list[int], max_tokens: int | None) -> str | None:
         """The field that a request must be refused for."""
@@ -196,18 +207,24 @@ class EngineRun(ABC):
         total = min(most, length + (max_tokens or 1))
         if not 0 < length < most:
             return "prompt"
-        if name is not None and name not in self.current:
+        terms = _terms(name)
+        if not self.current.keys() >= {part for part, _ in terms}:
             return "model"
+        if name is not None and name != terms[0][0]:
+            parts = [self.current[part] for part, _ in terms]
+            num_pages, usable = sum(part.num_pages for part in parts), self.engine.pool.num_usable
+            if any(part.manifest.invocation_tokens for part in parts) or num_pages >= usable:
+                return "adapters"
         if not config.chunked_prefill and total - 1 > config.max_num_batched_tokens:
             return "prompt"
-        fits = self._could_fit(self._invoked(name, prompt), total - 1)
+        parts = [each for each, _ in self._invoked(name, prompt)]
+        is_pinned = name in self.current and self.current[name] in self.pinned  # one with a scale has its own pages
+        fits = self._could_fit(0 if is_pinned else sum(part.num_pages for part in parts), total - 1)
         return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
-    def _could_fit(self, adapter: Adapter | None, num_tokens: int) -> bool:
-        """True if adapter and tokens fit in addition to pinned adapters when nothing else is there."""
-        beside = self._num_pinned
-        if adapter is not None and adapter not in self.pinned:
-            beside += adapter.num_pages
+    def _could_fit(self, num_pages: int, num_tokens: int) -> bool:
+        """True if an adapter's pages and tokens fit in addition to pinned adapters when nothing else is there."""
+        beside = self._num_pinned + num_pages
         layout, chunk = self.engine.executor.layout, self.engine.config.max_num_batched_tokens
         return beside + layout.pages_for_tokens(num_tokens, chunk) <= self.engine.pool.num_usable
 
@@ -265,7 +282,9 @@ class EngineRun(ABC):
         (answer,) = answers
         content = record["content_hash"]
         if isinstance(answer, NotHere):
-            is_here = content in [adapter.manifest.content_hash for adapter in self.current.values()]
+            assert asked.adapter is not None
+            is_here = set(asked.adapter.sources or (asked.adapter,)) <= set(self.current.values())
+            is_here |= content in [adapter.manifest.content_hash for adapter in self.current.values()]
             promise(not is_here, "a request's adapter was not found")
             self.reached["not moved: its adapter is gone"] += 1
             return
@@ -291,7 +310,7 @@ class EngineRun(ABC):
                 return
             raise Violation(f"{name} was removed and was not there")
         held = [self.active[id] for id in self._live]
-        users = [each for each in held if force and each.adapter is not None and each.adapter.name == name]
+        users = [each for each in held if force and name in _names_of(each.adapter)]
         promise(engine.adapters.remove(name, force=force) == len(users), "too few requests were ended, or too many")
         for asked in users:
             asked.was_removed = True
@@ -300,7 +319,7 @@ class EngineRun(ABC):
         if force:
             self.reached["ended by force"] += bool(users)
             promise(
-                all(adapter.name != name for adapter in engine.store.versions()), f"{name} was removed and is there"
+                all(name not in _names_of(each) for each in engine.store.versions()), f"{name} was removed and is there"
             )
 
     def _pin(self) -> None:
@@ -515,12 +534,24 @@ class EngineRun(ABC):
         if id in self.executor.raises_for or id in self.executor.sick or asked.was_removed:
             return
         if "pinned adapters" in text:
-            promise(not self._could_fit(asked.adapter, len(asked.tokens)), f"there was room for {id}")
+            num_pages = 0 if asked.adapter is None or asked.adapter in self.pinned else asked.adapter.num_pages
+            promise(not self._could_fit(num_pages, len(asked.tokens)), f"there was room for {id}")
             self.reached["no room beside pinned"] += 1
             return
         waited = self.has_hung and "could not begin, because all others hang" in text
         promise(waited or self._is_unlucky(asked.adapter), f"{id} failed without a reason: {text}")
         promise("changed on disk" not in text or not asked.was_here, f"{id} lost bytes that were here: {text}")
+
+
+def _terms(name: str | None) -> Sequence[tuple[str, float]]:
+    """The adapters that a model's name means, and their scales."""
+    composition = None if name is None else read_composition(name)
+    return composition.terms if composition is not None else [] if name is None else [(name, 1.0)]
+
+
+def _names_of(adapter: Adapter | None) -> set[str]:
+    """An adapter's name and those of what it is composed of."""
+    return set() if adapter is None else {each.name for each in (adapter, *adapter.sources)}
 
 
 Outcome = tuple[int, str | None, Counter[str]]

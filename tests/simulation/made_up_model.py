@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from chorus.core.requests.types import FinishReason, StepPlan, TokenLogprobs
 from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.files.format import AdapterManifest
 
 from .asked import Asked, Told
 
@@ -19,6 +20,8 @@ Memory = list[list[object]]
 """The content of each position of each page of an arena; an adapter's part, or a shadow's, is at a page's first one."""
 BASE_CONTENT = 0
 """Content of the base model; adapters' contents count from 1."""
+FIRST_COMPOSED = 1 << 20
+"""Contents of composed adapters are these and larger ones."""
 
 
 def empty_memory(num_pages: int, block_tokens: int) -> Memory:
@@ -26,7 +29,15 @@ def empty_memory(num_pages: int, block_tokens: int) -> Memory:
 
 
 def content_of(adapter: Adapter | None) -> int:
-    return BASE_CONTENT if adapter is None else adapter.manifest.mtime_ns
+    return BASE_CONTENT if adapter is None else content_in(adapter.manifest)
+
+
+def content_in(manifest: AdapterManifest) -> int:
+    """The content of an adapter's files; of a composed one a number that its sources' contents and scales make."""
+    if not manifest.sources:
+        return manifest.mtime_ns
+    parts = [(content_in(source), scale) for source, scale in manifest.sources]
+    return FIRST_COMPOSED + zlib.crc32(repr(parts).encode())
 
 
 def next_token(content: int, tokens: Sequence[int], seed: int | None, changed_from: int = 0) -> int:
