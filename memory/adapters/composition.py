@@ -1,6 +1,6 @@
 """Several adapters in one request, each with a scale, written as `A*0.7+B*0.5`.
 
-What they add is summed: PEFT's `add_weighted_adapter` with the combination `cat`.
+All that they add is summed: PEFT's `add_weighted_adapter` with the combination `cat`.
 
 Tests: tests/memory/adapters/test_composition.py.
 """

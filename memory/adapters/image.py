@@ -40,7 +40,7 @@ _LAST_READ_BYTES = 8 << 20
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-_MERGE_BYTES = 64 << 10  # what lies between two spans is read along when it is this little
+_MERGE_BYTES = 64 << 10  # bytes between two spans are read along when they are this few
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class RowsInFile(Protocol):
     """Reads an open file's groups one after another; the first is on its way from the beginning."""
 
     def next(self, out: torch.Tensor) -> object | None:
-        """Lay out the next group's rows in `out`, flat. None when done; else what is wrong, and the group is passed."""
+        """Lay out the next group's rows in `out`, flat. None when done; else the error, and the group is passed."""
         ...
 
     def bytes(self, start: int, end: int) -> bytes:
@@ -190,9 +190,9 @@ def read_image(
 ) -> None:
     """Read the adapter's weights into `image`, cast to the model's dtype.
 
-    Layers are published as they are read; what lies between rows may be anything. open_rows: a faster way than torch's;
-    what it refuses is read again here, to say why. base: what vectors are computed with; None: they are only checked.
-    AdapterFormatError when the file can't be read, is no longer what was inspected, or holds NaN or infinity, before or
+    Layers are published as they are read; bytes between rows may be anything. open_rows: a faster way than torch's;
+    rows that it refuses are read again here, to say why. base: the weights for vectors; None: they are only checked.
+    AdapterFormatError when the file can't be read, is no longer the inspected one, or holds NaN or infinity, before or
     after the cast.
     """
     layout, projections, page_elems, dtype = form
@@ -239,7 +239,7 @@ def _read_by_rows(
             if layers.start == 0 and _is_other_header(rows, places, fault):
                 raise file.changed()
             if fault is not None:
-                deque(_read_by_torch(parts, layers), maxlen=0)  # says what is wrong
+                deque(_read_by_torch(parts, layers), maxlen=0)  # raises the error
             yield layers.stop
 
 
@@ -290,7 +290,7 @@ class _PartReader:
         self.data[first : first + rows.numel()] = rows.view(-1)
 
     def _read_rows(self, rows: torch.Tensor) -> None:
-        """Read whole rows; what lies between them in the file is not read."""
+        """Read whole rows, without the bytes between them."""
         assert not isinstance(self._file, ComposedWeights), "a composed adapter has no rows of its own"
         _, info = self._file.rows_tensor(module_of(self._part))
         dtype, width = _DTYPES[info.dtype], info.shape[1]

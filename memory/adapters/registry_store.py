@@ -1,4 +1,4 @@
-"""The adapter registry's SQLite file: what each name means, and since which generation.
+"""The adapter registry's SQLite file: the meaning of each name, and since which generation.
 
 Generations count the changes of one file, removals included, and never go back. A name that is registered again gets a
 higher generation than before. A change is on disk when the method that made it returns. The file also remembers the

@@ -1,4 +1,4 @@
-"""An adapter made of others with scales: what each adds to the base model is summed.
+"""An adapter made of others with scales: the sum of all that they add to the base model.
 
 Its A and B are those of its sources one after another, A with the factors; its rank is the sum of ranks. So it takes
 pages, is loaded and cached like any adapter. As PEFT's `add_weighted_adapter` with the combination `cat`.

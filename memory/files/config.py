@@ -51,7 +51,7 @@ _UNSERVED = {
     "velora_config": "VeLoRA is not supported; train plain LoRA",
 }
 
-#: Fields that are obeyed, or that change nothing once an adapter is trained. What they change in training is in its
+#: Fields that are obeyed, or that change nothing once an adapter is trained. Their effect on training is in its
 #: weights, and in `init_lora_weights` where it is also in the base model's.
 _SERVED = frozenset(
     [
@@ -103,7 +103,7 @@ _CONVERT = (
     "with init_lora_weights=True in its configuration"
 )
 
-#: Initialisations that also change the base weights, by how their names begin, and what to do: the adapter fits only a
+#: Initialisations that also change the base weights, by how their names begin, and the remedy: the adapter fits only a
 #: base model changed alike.
 _BASE_CHANGING = {
     **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _CONVERT),
@@ -146,7 +146,7 @@ class AdapterConfig:
         self.refuse = fields.refuse
         """Returns the error for a field and a reason."""
         self.ties_weights = fields.flag("ensure_weight_tying")
-        """True if what is trained of the embeddings is also the head's, in a model that ties the two."""
+        """True if trained embeddings are also the head's, in a model that ties the two."""
         self.invocation_tokens = fields.invocation_tokens()
         """Of activated LoRA: it changes a prompt's tokens from the last occurrence of these on; empty: all tokens."""
         self.uses_dora = fields.flag("use_dora")

@@ -1,4 +1,4 @@
-"""The forms in which adapters lie on disk: what a directory has, and how its files say what PEFT's would.
+"""The forms in which adapters lie on disk: the files of each, and how they give PEFT's fields and tensors.
 
 A form names the file with the weights, and reads them under PEFT's names and as PEFT's matrices. All checks, hashes and
 reads are then the same for every form.
@@ -32,7 +32,7 @@ class AdapterForm(Protocol):
 
     @property
     def kind(self) -> str:
-        """What that file is, for messages."""
+        """The kind of that file, for messages."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class AdapterForm(Protocol):
         ...
 
     def config(self, directory: AdapterDirectory, modules: Collection[str]) -> AdapterConfig:
-        """What a file of PEFT would say. modules: names of the modules in the base model that have tensors."""
+        """The fields of a PEFT configuration. modules: names of the modules in the base model that have tensors."""
         ...
 
 

@@ -37,7 +37,7 @@ class GgufHeader:
         data = bytearray(min(file.size, MAX_HEADER_BYTES))
         file.read_into(memoryview(data), 0)
         try:
-            return _Reader(bytes(data), file.size).header()
+            return _HeaderReader(bytes(data), file.size).header()
         except _Broken as error:
             raise AdapterFormatError(f"{file.path}: {error}") from None
 
@@ -46,7 +46,7 @@ class _Broken(ValueError):
     """The reason why a file is refused."""
 
 
-class _Reader:
+class _HeaderReader:
     """Reads values one after another. size: of the whole file."""
 
     def __init__(self, data: bytes, size: int) -> None:

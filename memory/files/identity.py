@@ -174,7 +174,7 @@ class _Reader:
 
 
 def _form_of(info: TensorInfo) -> str:
-    """What a tensor's bytes mean."""
+    """The meaning of a tensor's bytes."""
     arranged = "" if info.arrangement is None else f" arranged {tuple(info.arrangement)}"
     return f"{info.dtype}{info.shape}{arranged}"
 

@@ -58,7 +58,7 @@ class MlxForm:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise refuse("lora_parameters.rank", rank, f"a rank from 1 is needed; {_ELSE}")
         if not isinstance(scale, (int, float)) or isinstance(scale, bool):
-            raise refuse("lora_parameters.scale", scale, f"a number is needed: what A·B is multiplied by; {_ELSE}")
+            raise refuse("lora_parameters.scale", scale, f"a number is needed: the factor of A·B; {_ELSE}")
         if "alpha" in parameters:
             raise refuse(
                 "lora_parameters.alpha",

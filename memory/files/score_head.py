@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_LABELS = 1024
 
 MODULES = frozenset(("score", "classifier"))
-"""What PEFT names in `modules_to_save` of every adapter with task_type SEQ_CLS; decoders have `score` alone."""
+"""The modules that PEFT names in `modules_to_save` for task_type SEQ_CLS; decoders have `score` alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

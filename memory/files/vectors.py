@@ -32,7 +32,7 @@ def vector_targets(
 ) -> tuple[VectorTarget, ...]:
     """The modules with vectors, in the order of layers and projections.
 
-    keys: of every module of a layer, what its tensors' names begin with. Raises AdapterFormatError if a vector is
+    keys: of every module of a layer, the beginning of its tensors' names. Raises AdapterFormatError if a vector is
     missing, has another shape than the module has outputs, or has no place in the base model.
     """
     found = []
@@ -52,7 +52,7 @@ def vector_targets(
 
 
 def vector_names(key: str, target: VectorTarget) -> Iterator[str]:
-    """Names of a module's vectors. key: what its tensors' names begin with."""
+    """Names of a module's vectors. key: the beginning of its tensors' names."""
     ends = ((MAGNITUDE, target.has_magnitude), (BIAS, target.has_bias), (LORA_BIAS, target.has_lora_bias))
     return (f"{key}.{end}" for end, is_there in ends if is_there)
 

@@ -38,7 +38,7 @@ class AdapterPart:
 
 
 class VectorTarget(NamedTuple):
-    """A module of a layer whose outputs an adapter scales and shifts, and what that comes from."""
+    """A module of a layer whose outputs an adapter scales and shifts, and its tensors for that."""
 
     layer: int
     module: str
@@ -157,7 +157,7 @@ class AdapterLayout:
         return self.ranges(range(layer, layer + 1))
 
     def ranges(self, layers: range) -> list[tuple[int, int]]:
-        """As `layer_ranges`, of several layers; what one part has in them is one run."""
+        """As `layer_ranges`, of several layers; a part is one run in them."""
         found = []
         for part in self.parts:
             firsts = [first for first in part.first_elem[layers.start : layers.stop] if first >= 0]

@@ -208,7 +208,7 @@ class PrefixCache:
         return sum(self._pool.kind(page) is PageKind.CACHED for page in pages)
 
     def pages_of(self, blocks: Sequence[Block]) -> list[int]:
-        """The pages that a request takes which begins with `blocks`, block by block; DUMMY behind a window."""
+        """The pages of a request that begins with `blocks`, block by block; DUMMY for one that left a window."""
         if not self._windowed:
             return [page for block in blocks for page in block.pages]
         count, reach = len(blocks), self._reach
@@ -383,7 +383,7 @@ class PrefixCache:
             self._offer(parent)
 
     def evict_page(self, page: int) -> None:
-        """Free an unused page, and what is useless without it: the block's other pages in windows if it is one of
+        """Free an unused page, and all that is useless without it: the block's other pages in windows if it is one of
         them, the checkpoint that it is of, or else its block with all descendants.
         """
         block = self.by_page[page]

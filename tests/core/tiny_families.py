@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.choice import open_executor
 from chorus.core.model.read_config import read_model_config
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.perf.inline_reads import InlineReads
 
 MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
@@ -294,15 +300,52 @@ class Tiny:
                 return prompt, tokens
 
     def greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """The reference's choices, and by how much the closest one leads.
+
+        An engine's answer is the draft: the reference computes it in one pass, and goes on by itself from the first
+        token that is not its own choice.
+        """
         model, tokens, margin, cache, inputs = self.use(adapter), [], float("inf"), None, prompt
+        draft = [] if self._depends_on_length else self._draft(adapter, prompt, count)
         with torch.inference_mode():
-            for _ in range(count):
+            if draft:
+                best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
+                for guess, (first, second), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
+                    tokens.append(choice)
+                    margin = min(margin, first - second)
+                    if guess != choice:
+                        break
+                inputs = prompt + tokens
+            while len(tokens) < count:
                 output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
                 best = output.logits[0, -1].topk(2)
                 margin = min(margin, float(best.values[0] - best.values[1]))
                 inputs, cache = [int(best.indices[0])], output.past_key_values
                 tokens += inputs
         return tokens, margin
+
+    @property
+    def _depends_on_length(self) -> bool:
+        """True if the rotary embedding of a token depends on how long the text is when it is computed."""
+        return any(kind in repr(self.reference.config.rope_parameters) for kind in ("dynamic", "longrope"))
+
+    def _draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+        engine = self._engine
+        if adapter is not None and adapter not in engine.store:
+            engine.store.register(adapter, self.adapters[adapter])
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+        engine.add_request(Request("draft", prompt, params, adapter))
+        tokens = []
+        while engine.has_work():
+            tokens += [token for output in engine.step() for token in output.token_ids]
+        return tokens
+
+    @cached_property
+    def _engine(self) -> Engine:
+        config = EngineConfig(
+            model=self.model, dtype="float32", memory_bytes=8 << 20, threads=1, device="cpu", prefix_cache=False
+        )
+        return Engine(config, open_executor(config), reads=InlineReads())
 
 
 def randomise(model: torch.nn.Module) -> None:
