@@ -138,11 +138,13 @@ def check_zeros_of_both_signs() -> None:
     check(logits, [RowSamplingParams(1.0, 0.9, top_k=1)] * 2, "cpu")
 
 
+@pytest.mark.slow
 def test_tokens_equal_the_torch_path():
     result = run_python("-m", "tests.ops.test_sampling_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_compiles_for_a_gpu_that_is_not_there():
     only = "find_peaks|weigh_blocks|pick_tokens"
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")

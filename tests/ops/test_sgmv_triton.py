@@ -439,6 +439,7 @@ def test_kernels_are_compiled_beside_each_other():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @needs_triton
 def test_compiles_for_a_gpu_that_is_not_there():
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", " o$", "--workers", "1")

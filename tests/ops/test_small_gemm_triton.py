@@ -219,6 +219,7 @@ def test_a_tile_holds_the_rows_from_its_fewest_to_its_own():
     assert [fewest_rows(rows) for rows in (1, 16, 17, 64)] == [1, 1, 17, 17]
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.timeout(1200)
 def test_compiles_for_a_gpu_that_is_not_there():
@@ -253,6 +254,7 @@ def rank_rows_loads() -> None:
         assert replace(job, pointer="arena").compile().loads_before == 2, group
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.timeout(1200)
 def test_rank_rows_wait_for_two_loads():

@@ -49,11 +49,13 @@ def main() -> None:
                 check(case, dtype)
 
 
+@pytest.mark.slow
 def test_values_equal_the_torch_path():
     result = run_python("-m", "tests.ops.test_vectors_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_compiles_for_a_gpu_that_is_not_there():
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", "scale_rows", "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr

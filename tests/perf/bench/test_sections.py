@@ -281,6 +281,7 @@ def test_equality_sees_a_wrong_bit(context, monkeypatch, what):
         equality.run(context)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_sgmv_in_the_interpreter(context):
     """In a process of its own: kernels of a process that interprets can't be compiled."""
@@ -300,6 +301,7 @@ def test_sgmv_in_the_interpreter(context):
     assert all(table.rows for table in tables)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_products_in_the_interpreter(context):
     options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
