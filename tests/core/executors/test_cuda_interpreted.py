@@ -858,6 +858,7 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     assert torch.equal(*first)
 
 
+@pytest.mark.slow
 def test_adapters_in_passes_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
     """With one adapter in the weights, rows of another subtract it and add their own, in one launch after the other
     that follow the GEMM.
