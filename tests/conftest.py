@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -114,8 +115,10 @@ def _unneeded(
 
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
-    time.
+    time. Adapters are saved without PEFT's model card, which takes longer than all the rest.
     """
+    if peft := sys.modules.get("peft"):
+        peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
     gc.collect()
     gc.freeze()
 

@@ -60,7 +60,7 @@ def _quantise(arguments: argparse.Namespace) -> int:
     checkpoint = Checkpoint(source)
     names = matrices(model, checkpoint)
     inputs = {name.removesuffix(".weight"): checkpoint[name].shape[1] for name in names}
-    section = quantization_config(quantiser, inputs)
+    section = quantization_config(quantiser, inputs, _other_linear(checkpoint, names))
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -81,6 +81,12 @@ def _quantise(arguments: argparse.Namespace) -> int:
         shutil.rmtree(part, ignore_errors=True)
     print(f"wrote {out}: {len(names)} matrices as {arguments.quantization}")
     return 0
+
+
+def _other_linear(checkpoint: Checkpoint, names: set[str]) -> list[str]:
+    """Modules with a matrix of their own that stays as it is, such as a score head; embeddings are none."""
+    matrices = [name for name in checkpoint.names() if name.endswith(".weight") and len(checkpoint[name].shape) == 2]
+    return [name.removesuffix(".weight") for name in matrices if name not in names and "embed" not in name]
 
 
 def _write_weights(checkpoint: Checkpoint, names: set[str], quantiser: RoundToNearest, out: Path) -> dict[str, str]:

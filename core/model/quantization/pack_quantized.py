@@ -5,7 +5,7 @@ Tests: tests/server/cli/test_quantize.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..config_json import UnsupportedModel
@@ -36,8 +36,11 @@ def packed_tensors(weight: torch.Tensor, quantiser: RoundToNearest) -> dict[str,
     }
 
 
-def quantization_config(quantiser: RoundToNearest, inputs: Mapping[str, int]) -> dict[str, Any]:
-    """`quantization_config` of config.json. inputs: of each quantised module, by its name.
+def quantization_config(
+    quantiser: RoundToNearest, inputs: Mapping[str, int], ignored: Collection[str] = ()
+) -> dict[str, Any]:
+    """`quantization_config` of config.json. inputs: of each quantised module, by its name. ignored: names of linear
+    modules that are not quantised, beside the output projection.
 
     Raises UnsupportedModel for rows that no group size divides, and for modules of one name with several sizes.
     """
@@ -69,7 +72,7 @@ def quantization_config(quantiser: RoundToNearest, inputs: Mapping[str, int]) ->
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [] if "lm_head" in by_name else ["lm_head"],
+        "ignore": sorted({*ignored, "lm_head"} - inputs.keys()),
         "kv_cache_scheme": None,
     }
 

@@ -70,6 +70,23 @@ def test_the_configuration_describes_them(quantised):
             assert [f"re:.*\\.{each}$" in targets for targets, _ in groups] == [size == it for _, it in groups]
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_linear_weights_that_stay_as_they_are_are_named(model, tmp_path, name):
+    """Others read `Linear` as every linear module: a score head, or those of a vision tower."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_bytes((model / "config.json").read_bytes())
+    more = {
+        "score.weight": torch.ones(3, 128),
+        "vision.blocks.0.fc1.weight": torch.ones(4, 8),
+        "vision.bias": torch.ones(4),
+    }
+    save_file({**load_file(model / "model.safetensors"), **more}, source / "model.safetensors")
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--quantization", name]) == 0
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert section["ignore"] == ["lm_head", "score", "vision.blocks.0.fc1"]
+
+
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 def test_compressed_tensors_reads_the_same_weights(quantised):
     from compressed_tensors.compressors.pack_quantized import unpack_from_int32
