@@ -57,8 +57,8 @@ style-report: ## counts of words, sentences, parameters and positional values
 test: ## the test suite
 	pytest -q
 
-slow: ## the slow tests, which a plain pytest leaves out
-	pytest -q -m slow
+slow: ## the slow tests, which a plain pytest leaves out, and those of GPU kernels, which need triton
+	pytest -q -m "slow or triton"
 
 sanitize: ## the native decoder under ASan and UBSan
 	mkdir -p build/sanitize

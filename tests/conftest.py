@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -147,9 +148,13 @@ def pytest_timeout_set_timer() -> Generator[None, object, object]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used."""
+    """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used. One
+    marked `triton` is skipped where triton is missing.
+    """
     from chorus.ops import native_library
 
+    if item.get_closest_marker("triton") and find_spec("triton") is None:
+        pytest.skip("triton is not installed; pip install chorus-lora[kernels]")
     is_native = item.get_closest_marker("native") or _kernels(item) == "native"
     if is_native and (reason := native_library.why_unavailable(torch.float32)):
         pytest.skip(f"no native library: {reason}")

@@ -1,16 +1,15 @@
 """Runs `test_*_interpreted.py` in processes that interpret Triton's kernels.
 
 A process that interprets can't compile, and the other way round, so these modules are never imported by a process whose
-TRITON_INTERPRET is not 1. There each file is one test, which runs the file in a process of its own, or two: one of
-those that are marked `slow`. `-k` finds it by the names of the tests in it, and that process then runs those alone.
+TRITON_INTERPRET is not 1. There each file is one test, which runs the file in a process of its own. `-k` finds it by
+the names of the tests in it, and that process then runs those alone.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Collection, Iterable, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable
 
 import pytest
 
@@ -28,47 +27,32 @@ class InterpretedFile(pytest.File):
     """A file of tests that another process runs."""
 
     def collect(self) -> Iterable[InterpretedTests]:
-        tree = ast.parse(self.path.read_bytes())
-        tests = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
-        marks, slow = _module_marks(tree), [test for test in tests if _is_slow(test)]
-        quick = [test.name for test in tests if test not in slow]
-        if quick:
-            yield InterpretedTests.from_parent(self, name="interpreted", tests=quick, marks=marks)
-        if slow:
-            names = [test.name for test in slow]
-            yield InterpretedTests.from_parent(self, name="interpreted_slow", tests=names, marks={*marks, "slow"})
+        yield InterpretedTests.from_parent(self, name="interpreted")
 
 
 class InterpretedTests(pytest.Item):
-    """The tests of one file, or those that `-k` selects."""
+    """All tests of one file, or those that `-k` selects."""
 
-    def __init__(self, *, tests: Sequence[str], marks: Collection[str], **options) -> None:
+    def __init__(self, **options) -> None:
         super().__init__(**options)
-        self._tests = tests
-        self.extra_keyword_matches.update(tests)
-        self.add_marker(pytest.mark.long)
-        self.add_marker(pytest.mark.timeout(SECONDS))
-        for name in sorted(marks):
+        tree = ast.parse(self.path.read_bytes())
+        names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
+        self.extra_keyword_matches.update(names)
+        for name in ("long", "slow", "triton"):
             self.add_marker(name)
-
-    def setup(self) -> None:
-        if find_spec("triton") is None:
-            pytest.skip("triton is not installed")
+        self.add_marker(pytest.mark.timeout(SECONDS))
+        for name in _module_marks(tree):
+            self.add_marker(name)
 
     def runtest(self) -> None:
         keyword = str(self.config.getoption("keyword") or "")
-        tests = [f"{self.path}::{name}" for name in self._tests]
-        result = run_python(*PYTEST, *tests, "-k", keyword, TRITON_INTERPRET="1")
+        result = run_python(*PYTEST, str(self.path), "-k", keyword, TRITON_INTERPRET="1")
         if result.returncode == NOTHING_SELECTED and keyword:
             pytest.skip(f"no test of the file matches {keyword!r}")
         assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
     def reportinfo(self) -> tuple[os.PathLike[str], int, str]:
         return self.path, 0, self.name
-
-
-def _is_slow(test: ast.FunctionDef) -> bool:
-    return any(ast.unparse(each) == "pytest.mark.slow" for each in test.decorator_list)
 
 
 def _module_marks(tree: ast.Module) -> set[str]:

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,8 +185,6 @@ CHECKS: dict[str, Callable[[Case, torch.dtype, str], str]] = {
     "broken key": check_broken_key,
 }
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
 
 def interpret(name: str) -> None:
     """Run in a process of its own."""
@@ -201,7 +198,7 @@ def interpret(name: str) -> None:
             assert not problem, f"{case}, {dtype}: {problem}"
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CHECKS)
 def test_in_the_interpreter(name):
@@ -210,7 +207,7 @@ def test_in_the_interpreter(name):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(600)
 def test_compiles_for_a_gpu_that_is_not_there():
     only = r"attend_rows heads\.(128|96)"
@@ -224,7 +221,7 @@ def test_compiles_for_a_gpu_that_is_not_there():
         assert line["loads_before"] <= 2, "keys wait for a row's place in the list and for its pages"
 
 
-@needs_triton
+@pytest.mark.triton
 def test_what_launches_are_given_begins_on_16_bytes():
     """Also where rows are too short to be shared; else Triton's own way would launch, which takes the host 20 µs."""
     from chorus.ops.attention_triton import TritonBackend

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from chorus.ops import dependent_launch
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.triton
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -216,7 +215,7 @@ def _compare(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> Probl
     return error, "" if error <= TOLERANCE[dtype] else f"differs by {error:.1e} of the largest output"
 
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.triton
 
 launches = st.builds(
     Case,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.util import find_spec
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,6 @@ RANKS = ((4, 8, 16), (64, 1, 17), (3, 33, 65), (8, 5, 100))
 PAGE_VECTORS = (1, 5, 64, 301)
 
 MAX_RANK = 128
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 class World:
@@ -220,14 +218,14 @@ def _check_company(world: World, used: Sequence[int], orders: Sequence[list[int]
     assert not broken[[row for row, adapter in enumerate(used) if adapter == 2]].isfinite().all()
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_values_equal_the_definition():
     result = run_python("-m", "tests.ops.test_expanded_product", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
     command = "from tests.ops.test_expanded_product import *; interpret_companies()"
@@ -235,7 +233,7 @@ def test_bits_of_a_row_do_not_depend_on_its_company():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 def test_refuses_modules_that_are_not_the_weights_and_more_rows_than_are_expanded():
     from chorus.ops.sgmv_schedule import ExpandShape
     from chorus.ops.sgmv_triton import Shrunk

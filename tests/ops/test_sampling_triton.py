@@ -5,7 +5,6 @@ a process for each.
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from chorus.ops.sampling import RowSamplingParams, TorchSampling, ban, sampling_
 from ..processes import run_python
 from .test_sampling import make_logits, may_be_drawn, reference
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.triton
 
 VOCABS = [1, 2, 7, 33, 600, 9001]
 

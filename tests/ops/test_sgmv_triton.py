@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import cycle
 
 import pytest
@@ -224,9 +223,6 @@ class Kept(dict):
         return self[key]
 
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> Case:
     """Any ranks, targets, layers and segments; a page holds from one row's first 16 bytes up to many rows."""
@@ -408,7 +404,7 @@ def compile_ahead() -> None:
     assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_values_equal_the_reference():
@@ -416,7 +412,7 @@ def test_values_equal_the_reference():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_what_is_not_finite_stays_in_its_row():
@@ -425,14 +421,14 @@ def test_what_is_not_finite_stays_in_its_row():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
     result = run_python("-c", "from tests.ops.test_sgmv_triton import *; interpret_companies()", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 def test_kernels_are_compiled_beside_each_other():
     """For an absent GPU: the kernels are compiled on the pool's threads, and nothing is launched."""
     result = run_python("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")
@@ -440,7 +436,7 @@ def test_kernels_are_compiled_beside_each_other():
 
 
 @pytest.mark.slow
-@needs_triton
+@pytest.mark.triton
 def test_compiles_for_a_gpu_that_is_not_there():
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", " o$", "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -140,8 +139,6 @@ def _differs(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> str:
     return "" if error <= TOLERANCE[dtype] else f"differs by {error:.1e} of the largest output"
 
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
 launches = st.builds(
     Case,
     seed=st.integers(0, 2**31),
@@ -184,14 +181,14 @@ def interpret_companies() -> None:
         assert not problem, f"{case}: {problem}"
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_values_equal_the_definition():
     result = run_python("-m", "tests.ops.test_small_gemm_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
     command = "from tests.ops.test_small_gemm_triton import *; interpret_companies()"
@@ -220,7 +217,7 @@ def test_a_tile_holds_the_rows_from_its_fewest_to_its_own():
 
 
 @pytest.mark.slow
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_compiles_for_a_gpu_that_is_not_there():
     result = run_python(
@@ -255,14 +252,14 @@ def rank_rows_loads() -> None:
 
 
 @pytest.mark.slow
-@needs_triton
+@pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_rank_rows_wait_for_two_loads():
     result = run_python("-c", "from tests.ops.test_small_gemm_triton import *; rank_rows_loads()")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@needs_triton
+@pytest.mark.triton
 def test_refuses_what_a_tile_does_not_hold():
     from chorus.ops.small_gemm_triton import multiply
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from chorus.ops.vectors_tables import VectorTables
 from ..processes import run_python
 from .vector_cases import LAYERS, MODULES, Case, cases
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -69,7 +68,7 @@ def served(kind: str, size: int) -> Iterator[tuple[subprocess.Popen[str], httpx.
             signal.SIGSTOP,
             True,
             "a collective with the other ranks failed",
-            marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+            marks=pytest.mark.triton,
         ),
     ],
 )

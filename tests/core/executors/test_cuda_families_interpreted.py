@@ -27,8 +27,6 @@ from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.slow
-
 EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
 """Every geometry in every way, as `make families` asks, rather than a choice of them."""
 

@@ -35,6 +35,8 @@ from chorus.ops import small_gemm_triton  # noqa: E402
 from chorus.ops.small_gemm_schedule import MAX_ROWS  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler, idle_kernels  # noqa: E402
 
+pytestmark = pytest.mark.triton
+
 CONFIG = ModelConfig(
     "LlamaForCausalLM",
     vocab_size=80,

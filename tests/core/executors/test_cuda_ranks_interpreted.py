@@ -137,7 +137,6 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):  # noqa: F811
     assert any(plan.sources is not None for plan in plans), "no step was ahead"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["ahead", "lazy", "off"])
 def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa: F811
     driver = drive(mixed_graph_tokens=12, graph_capture=setting, adapters=["r17-all", "r1-qv"], max_num_seqs=2)
@@ -146,7 +145,6 @@ def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa
     assert bool(first.captured) == (setting != "off")
 
 
-@pytest.mark.slow
 def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
     """Sampling by seed, penalties, log-probabilities of answers and of prompts, next to a plain row, and ahead."""
     asked = [
@@ -223,7 +221,6 @@ def load_and_merge(driver: Driver, name: str) -> None:
     merge(driver, name)
 
 
-@pytest.mark.slow
 def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     """Made by both ranks, captured when a step needs it, and switched back."""
     driver = drive(adapters=["r5-o-down", "r1-qv"], max_num_seqs=2, graph_capture="ahead")
@@ -235,7 +232,6 @@ def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     check(driver, ask(driver, tiny, ("r5-o-down", 3, 2)))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 def test_swapped_requests_come_back(drive, tiny):  # noqa: F811
     """KV of all ranks goes to host memory and returns; an adapter's pages are taken and filled again."""

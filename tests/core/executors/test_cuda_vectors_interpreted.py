@@ -62,7 +62,6 @@ def check(driver, zoo, names, seed=1, lengths=(1, 14), tokens=3):
     assert {name: answers[name].tokens for name in want} == want
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["off", "lazy", "pieces"])
 def test_mixed_with_others(drive, zoo, setting):
     """Chunked prompts and decode steps, captured and eager, of vectors and of none; then without any."""
@@ -77,7 +76,6 @@ def test_mixed_with_others(drive, zoo, setting):
         check(driver, zoo, [None, "plain"], seed=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dora", "dora-qo"])
 def test_merged(drive, zoo, name):
     """Merged DoRA is undone for the rows of others; biases can't be merged beside captured steps."""

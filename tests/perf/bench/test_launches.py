@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 from chorus.perf.bench.estimate import RESULTS, estimate, main
 from chorus.perf.bench.launches import decode_launches, prompt_launches
 
+pytestmark = pytest.mark.triton
+
 DOCS = Path(__file__).parents[3] / "perf" / "notebook" / "gpu.md"
 
 

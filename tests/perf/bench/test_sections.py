@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,7 +281,7 @@ def test_equality_sees_a_wrong_bit(context, monkeypatch, what):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.triton
 def test_sgmv_in_the_interpreter(context):
     """In a process of its own: kernels of a process that interprets can't be compiled."""
     options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
@@ -302,7 +301,7 @@ def test_sgmv_in_the_interpreter(context):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.triton
 def test_products_in_the_interpreter(context):
     options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
     done = worker("products", *options)
@@ -318,7 +317,7 @@ def test_products_in_the_interpreter(context):
     assert all(table.rows for table in section("products").tables(values))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.triton
 def test_attention_in_the_interpreter(context):
     options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
     done = worker("attention", *options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -412,7 +411,7 @@ def test_slowed_parts_take_longer_and_give_the_same():
     assert calls == [1000, 3]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.triton
 def test_the_quick_suite_has_every_metric_of_its_list():
     from chorus.perf.gate.cpu_suite import measure
 

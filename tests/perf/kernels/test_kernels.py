@@ -70,8 +70,8 @@ def test_a_product_costs_its_weights_once_and_its_rows():
     assert product_cost(16, 4096, 6144, 2).flops == 2 * 16 * 4096 * 6144
 
 
+@pytest.mark.triton
 def test_signatures_name_the_kernels_arguments():
-    pytest.importorskip("triton")
     for variant in plain_variants():
         module = import_module(f"chorus.ops.{variant.module}")
         given = set(variant.signature()) | set(variant.constants())
@@ -145,8 +145,8 @@ def test_what_is_known_is_not_compiled_again_but_for_one_of_each_kernel(compiled
         compile_all(["sm_90", "sm_80"], 1, chosen, known)
 
 
+@pytest.mark.triton
 def test_a_key_is_of_all_that_decides_on_what_is_compiled():
-    pytest.importorskip("triton")
     from chorus.perf.kernels.variants import job_of
 
     job = job_of(Variant("multiply_rows", "base.o", "bf16", 16), "sm_90")
