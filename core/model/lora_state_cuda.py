@@ -18,7 +18,8 @@ from ...memory.pages.projections import LAYER_GROUPS, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
-from ...ops.sgmv_tables import Copy, SgmvTables, TableSizes
+from ...ops.sgmv_tables import SgmvTables, TableSizes
+from ...ops.table_records import Copy
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
 from .batch import HeadLora, LoraState, RowAdapters, rows_in
@@ -33,6 +34,9 @@ APPLIED = (False,)
 
 #: The most parts of an adapter, which rank and alpha patterns create; each has its own row in the tables.
 MAX_PARTS = 16
+
+#: New adapters with vectors of one copy to the device; few adapters have them.
+_USUAL_VECTORS = 16
 
 #: Mean length of segments up to which a step is bound by reading rank-rows, not by computing with them.
 _SHORT = 8
@@ -123,6 +127,7 @@ class CudaLoraState(LoraState):
         """
         self.offloaded: StepOffload | None = None
         """The offloaded part of the current step."""
+        usual_tiles = self._max_tokens // least_tile + 2 * self._max_rows
         sizes = TableSizes(
             # one more, because a merged adapter is subtracted from the rows of others
             table_rows=(max_adapters + 1) * MAX_PARTS,
@@ -131,7 +136,9 @@ class CudaLoraState(LoraState):
             max_rank=self.max_rank,
             page_elems=layout.page_elems,
             slab_elems=self._widest_slab(),
-            max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
+            max_tiles=MAX_PARTS * usual_tiles,
+            usual_rows=(max_adapters + 1) * self._usual_parts,
+            usual_tiles=usual_tiles * self._usual_parts,
             scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
         )
         self.tables = SgmvTables(sizes, arena.device, make_copy)
@@ -142,8 +149,14 @@ class CudaLoraState(LoraState):
             max(self._max_tokens, self._max_rows, padded),
             arena.device,
             itemsize=self._itemsize,
+            usual_rows=min(max_adapters + 1, _USUAL_VECTORS),
             make_copy=make_copy,
         )
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory of the tables, without the partial sums."""
+        return self.tables.num_bytes + self._vectors.num_bytes
 
     def set_step(
         self,
