@@ -158,15 +158,9 @@ class SgmvTables:
             return self._planned[2]
         self._planned = None, key, 0  # until everything is written
         rank_rows = [(*entry, level) for entry, level in zip(segments, segments.level, strict=True) if entry[2].rank]
-        passes = 1 + max(segments.level, default=-1)
+        count, self.tail_tiles, passes = self.count(segments, tile_tokens, border, tail_tile)
         if passes > len(self.tiles):
             raise TablesFull(f"a token has {passes} entries on one module, the tables hold {len(self.tiles)}")
-        heads, tails = [0] * passes, [0] * passes
-        for begin, end, _, level in rank_rows:
-            middle = min(max(begin, border), end)
-            heads[level] += -(-(middle - begin) // tile_tokens)
-            tails[level] += -(-(end - middle) // tail_tile)
-        count, self.tail_tiles = max(heads, default=0), max(tails, default=0)
         first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
         if (needed := first_tail + self.tail_tiles if self.tail_tiles else count) > self.max_tiles:
             raise TablesFull(f"the step has {needed} tiles, but the tables have room for {self.max_tiles}")
@@ -194,6 +188,20 @@ class SgmvTables:
         self._tiles, self.passes = planned, passes
         self._planned = segments, key, count
         return count
+
+    @staticmethod
+    def count(
+        segments: Segments, tile_tokens: int, border: int = sys.maxsize, tail_tile: int = 1
+    ) -> tuple[int, int, int]:
+        """Tiles of the pass that has the most, before the border and from it on, and passes; see `plan`."""
+        passes = 1 + max(segments.level, default=-1)
+        heads, tails = [0] * passes, [0] * passes
+        for (begin, end, rows), level in zip(segments, segments.level, strict=True):
+            if rows.rank:
+                middle = min(max(begin, border), end)
+                heads[level] += -(-(middle - begin) // tile_tokens)
+                tails[level] += -(-(end - middle) // tail_tile)
+        return max(heads, default=0), max(tails, default=0), passes
 
     def leave_out(self, rows: AdapterRows, layer: int) -> None:
         """Hide a layer of a planned adapter from launches made from now on, as long as it keeps its table row."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ...graphs.runner import EagerReason
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.states import StateShape
@@ -150,6 +151,11 @@ class Executor(Protocol):
         """Counts how prompts start while their adapter is being loaded."""
         ...
 
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        """Steps on a GPU that were not captured, by reason."""
+        ...
+
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Register `on_lost`, which is called, from any thread, when the executor is lost while no step runs."""
         ...
@@ -162,6 +168,7 @@ class ExecutorBase:
 
     def __init__(self) -> None:
         self.cold_starts = ColdStarts()
+        self.eager_steps: Mapping[EagerReason, int] = {}
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Nothing: only a step can fail, and `execute` raises."""

@@ -126,6 +126,7 @@ class CudaExecutor(CudaShapes):
             if self._rank_context is not None:
                 self._decoder.join(self._rank_context.collectives)
             self.steps = self._make_steps(self._decoder)
+            self.eager_steps = self.steps.eager
             with torch.inference_mode():
                 self.steps.warm_up()
                 return self._measure(self._free)
