@@ -55,11 +55,15 @@ from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult, adapter_runs
 from . import cuda_memory
+from .cuda_attention_choice import choose_decode_attention
 from .cuda_gemm_backends import choose_gemm_backends
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
 from .cuda_piecewise import MODES, PiecewiseSteps, token_buckets
 
 logger = logging.getLogger(__name__)
+
+#: Tokens of each sequence in a step that attention is timed with.
+_SAMPLE_TOKENS = 1024
 
 #: Forms of a bucket that are captured when they are needed, for which memory is set aside: with vectors, with room for
 #: more tiles, and layers alone.
@@ -104,7 +108,9 @@ class CudaSteps:
         attention: GroupedBackend,
         device: CudaDevice,
         max_model_len: int,
+        rival: GroupedBackend | None = None,
     ) -> None:
+        """rival: another backend for decode steps, which `choose_attention` compares."""
         self._config = config
         self.decoder = model
         self._device = device
@@ -115,6 +121,8 @@ class CudaSteps:
         self._sizes = sizes = DecodeBuckets(rows).sizes
         self._ragged_attention = attention.ragged()
         self._attention = {size: attention.decode(size) for size in sizes}
+        self._rivals = {} if rival is None else {size: rival.decode(size) for size in sizes}
+        self._attention_names = attention.name, "" if rival is None else rival.name
         self._buffers = DeviceDecodeBuffers(
             sizes,
             layout.table_width(max_model_len),
@@ -482,6 +490,53 @@ class CudaSteps:
         launches = self.lora.sample(bucket) if has_lora else None
         return self._device.seconds(self._step(bucket, launches, backends=backends))
 
+    def choose_attention(self) -> None:
+        """Choose each bucket's decode attention, where there are two; the arena must be the final one, without data,
+        and nothing captured.
+        """
+        if self._rivals and self._captures:
+            with self.lora.samples():
+                self._attention = choose_decode_attention(
+                    dict(self._attention),
+                    self._rivals,
+                    self._attention_names,
+                    self.decoder,
+                    self._device,
+                    plan=self._plan_samples,
+                    seconds=lambda bucket: self._device.seconds(self._step(bucket, None)),
+                )
+
+    def _plan_samples(self, bucket: int, attention: GroupedAttention) -> None:
+        self._attention[bucket] = attention
+        self._fill(bucket, self._sample_rows(bucket))
+
+    def _sample_rows(self, count: int) -> list[ScheduledSequence]:
+        """Decoding sequences whose pages lie all over the arena."""
+        length, num_pages = min(_SAMPLE_TOKENS, self._max_model_len), len(self.lora.arena)
+        width = self._layout.table_width(length)
+        return [
+            self._row(index, [0], length - 1, [(index * width + at) % num_pages for at in range(width)])
+            for index in range(count)
+        ]
+
+    def _row(
+        self, index: int, tokens: list[int], start: int, pages: list[int], params: SamplingParams | None = None
+    ) -> ScheduledSequence:
+        """A sequence of no request, of the base model."""
+        return ScheduledSequence(
+            request_id=str(index),
+            lora_index=BASE_LORA_INDEX,
+            tokens=tokens,
+            start=start,
+            pages=pages,
+            params=params or SamplingParams(),
+            seed=0,
+            samples=True,
+            token_ids=tokens,
+            num_prompt_tokens=start + len(tokens),
+            states=StateSlots([[PagePool.DUMMY] * self._layout.state_pages]) if self._layout.states else None,
+        )
+
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed steps, largest first."""
         if self._config.graph_capture != "ahead":
@@ -544,21 +599,7 @@ class CudaSteps:
         rows = []
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.table_width(length)
-            rows.append(
-                ScheduledSequence(
-                    request_id=str(len(rows)),
-                    lora_index=BASE_LORA_INDEX,
-                    tokens=tokens,
-                    start=0,
-                    pages=pages,
-                    params=params,
-                    seed=0,
-                    samples=True,
-                    token_ids=tokens,
-                    num_prompt_tokens=length,
-                    states=StateSlots([[PagePool.DUMMY] * self._layout.state_pages]) if self._layout.states else None,
-                )
-            )
+            rows.append(self._row(len(rows), tokens, 0, pages, params))
         logits, chosen = self.ragged(rows, ())
         logits = self.whole(logits)
         if self.decoder.ranks is not None and self.decoder.ranks.rank:

@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
+from chorus.ops.attention_xqa import XqaBackend
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
@@ -134,8 +136,8 @@ def check(driver: Driver, want: dict[str, list[int]]) -> None:
 
 
 def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
-    """Chunked prompts, decode rows in larger buckets, one and several parts; every graph is captured once, and ahead but
-    for those with room for several parts.
+    """Chunked prompts, decode rows in larger buckets, one and several parts; every graph is captured once, and ahead
+    unless it has room for several parts.
     """
     driver = drive()
     executor = driver.executor.inner
@@ -401,8 +403,8 @@ def test_an_adapter_of_several_parts_is_taken_off_the_rows_of_others(drive, tiny
 def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):
     """Graphs have the addresses of weights in them: the next shadow of the same matrices lies where the last one did.
 
-    Another set of matrices has graphs of its own; the base model's and unmerged ones stay. Those with more room, for the
-    adapter of several parts, are captured when it comes.
+    Another set of matrices has graphs of its own; the base model's and unmerged ones stay. Those with more room, for
+    the adapter of several parts, are captured when it comes.
     """
     monkeypatch.setattr(sys.modules[__name__], "LateDevice", Addresses)
     monkeypatch.setattr(Addresses, "replays_merged", False)
@@ -549,6 +551,69 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
     driver = drive(adapters=["r1-qv"], max_num_seqs=3)
     check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
     assert fake.fast_plans, "no bucket was planned twice"
+
+
+def test_xqa_is_planned_before_every_replay(drive, tiny, monkeypatch):
+    """Its table is of the step's rows, and prompts are FlashInfer's."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+
+    def choose(setup, wanted):
+        assert wanted == "xqa"
+        eager = FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+        return XqaBackend(setup, 2, eager, module=fake)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    driver = drive(adapters=["r1-qv"], max_num_seqs=3, attention="xqa")
+    check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
+    assert not fake.fast_plans, "decode steps have no plan of FlashInfer's"
+    assert any(name == "xqa_batch_decode_with_kv_cache" for name, *_ in fake.calls)
+
+
+@pytest.mark.parametrize(("factor", "wins"), [(0.9, True), (0.99, False)])
+def test_the_faster_attention_of_whole_steps_serves(drive, tiny, monkeypatch, float32_products, caplog, factor, wins):
+    """Bucket by bucket; and the same tokens either way."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(
+        XqaBackend, "__init__", partialmethod(XqaBackend.__init__, module=(fake := FakeFlashInfer(Stream())))
+    )
+
+    def choose(setup, wanted):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    class Timed(LateDevice):
+        def seconds(self, work, count=5):
+            fake.calls.clear()
+            work()
+            return 1e-3 * (factor if any("xqa" in name for name, *_ in fake.calls) else 1.0)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    monkeypatch.setattr(cuda, "rival_attention", lambda setup, chosen: XqaBackend(setup, 2, chosen))
+    monkeypatch.setattr(sys.modules[__name__], "LateDevice", Timed)
+    with caplog.at_level(logging.INFO, "chorus"):
+        driver = drive(adapters=["r1-qv"], max_num_seqs=2, small_gemm="off")
+    name = "xqa of flashinfer 0.0.fake" if wins else "flashinfer 0.0.fake"
+    assert f"attention of 2 rows by {name} (µs a step: flashinfer 0.0.fake 1000, xqa" in caplog.text
+    fake.calls.clear()
+    check(driver, ask(driver, tiny, (None, 9, 4), ("r1-qv", 2, 3)))
+    assert any("xqa" in name for name, *_ in fake.calls) == wins
+
+
+def test_an_attention_with_other_values_does_not_serve(drive, tiny, monkeypatch, float32_products, caplog):
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+    right = fake.decode.xqa_batch_decode_with_kv_cache
+    fake.decode.xqa_batch_decode_with_kv_cache = lambda **given: right(**given).mul_(1.01)
+    monkeypatch.setattr(XqaBackend, "__init__", partialmethod(XqaBackend.__init__, module=fake))
+
+    def choose(setup, wanted):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    monkeypatch.setattr(cuda, "rival_attention", lambda setup, chosen: XqaBackend(setup, 2, chosen))
+    driver = drive(adapters=[], max_num_seqs=1, small_gemm="off")
+    assert "attention of 1 rows is not by xqa of flashinfer 0.0.fake: it differs by 1.0e-02" in caplog.text
+    check(driver, ask(driver, tiny, (None, 3, 3)))
 
 
 @pytest.mark.parametrize("capture", ["ahead", "off"])
