@@ -7,23 +7,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ...graphs.runner import USUAL_ROOM, EagerReason, Room
 from ...ops.sgmv_schedule import Schedule
+from ...ops.sgmv_tables import SgmvTables
 from .batch import HeadLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk
-    from .lora_state_cuda import CudaLoraState
 
 #: Captured launches have as many tiles as a usual step needs, or four times as many, or sixteen times.
 _FACTORS = 1, 4, 16
 
 #: The most programs of a launch in the dimension of its tiles.
 _MAX_GRID = 65535
+
+
+class StepOffload(Protocol):
+    """The part of a step that other processes compute, chosen while the step is launched."""
+
+    def takes(self, lora_index: int, layer: int, /) -> bool:
+        """True if they compute a layer of an adapter that is not in its pages; from now on the tables leave that layer
+        out.
+        """
+        ...
+
+    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+        """Send them their rows of x."""
+        ...
+
+    def collect(self, group: int, y: torch.Tensor, layer: int, /) -> None:
+        """Add their LoRA terms to y."""
+        ...
+
+
+class LaunchState(Protocol):
+    """What launches read of a step: `CudaLoraState`."""
+
+    tables: SgmvTables
+    product_of: tuple[tuple[int, ...], ...]
+    offloaded: StepOffload | None
+
+    def sgmvs(self, schedule: Schedule, /) -> list[Sgmv]: ...
+
+    def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None: ...
+
+    def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None: ...
+
+    def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None: ...
+
+    def logits(self) -> HeadLora | None: ...
+
+    def prompt_logits(self) -> HeadLora | None: ...
 
 
 class Variant(NamedTuple):
@@ -59,7 +97,7 @@ class LoraLaunches:
 
     def __init__(
         self,
-        state: CudaLoraState,
+        state: LaunchState,
         schedule: Schedule,
         num_tiles: int,
         wait: Callable[[int], None] = lambda layer: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
 from .batch import LoraState, RowAdapters, rows_in
 from .config import ModelConfig
-from .lora_launches import LoraLaunches, Tail, Variant
+from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv
@@ -61,24 +61,6 @@ class StepLimits(NamedTuple):
     tokens: int
     padded: int = 0
     """Tokens of a step with prompts that is padded to a bucket."""
-
-
-class StepOffload(Protocol):
-    """The part of a step that other processes compute, chosen while the step is launched."""
-
-    def takes(self, lora_index: int, layer: int, /) -> bool:
-        """True if they compute a layer of an adapter that is not in its pages; from now on the tables leave that layer
-        out.
-        """
-        ...
-
-    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
-        """Send them their rows of x."""
-        ...
-
-    def collect(self, group: int, y: torch.Tensor, layer: int, /) -> None:
-        """Add their LoRA terms to y."""
-        ...
 
 
 class CudaLoraState(LoraState):
