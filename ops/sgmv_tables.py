@@ -9,11 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .sgmv import AdapterRows, Segments
+from .sgmv import MAX_MODULES, AdapterRows, Segments
 from .table_records import Copy, TableRecords, copy_in_parts
-
-#: The most projections that a model's table may have.
-MAX_MODULES = 16
 
 #: Columns of `SgmvTables.tiles`, 32 bytes: the tile's tokens and table row, and values that are the same in every
 #: layer.

@@ -184,6 +184,7 @@ class ModelExecutor(ExecutorBase):
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
+        from ...ops.sgmv import MAX_MODULES
         from ..model.base_weights import CheckpointWeights  # needs torch
         from ..model.score_head import read_score_head
 
@@ -191,6 +192,12 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
+        names = [each.name for each in model.projections]
+        if len(names) > MAX_MODULES:
+            raise UnsupportedModel(
+                f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
+                f"them, so the model can't be served: {', '.join(names)}"
+            )
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
