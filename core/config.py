@@ -145,11 +145,12 @@ class EngineConfig(BaseModel):
         description="on a GPU of compute capability 9 or later: start small kernels while the previous kernel "
         "ends (programmatic dependent launch), if Triton compiles it; or never",
     )
-    attention: Literal["auto", "flashinfer", "triton", "torch"] = Field(
+    attention: Literal["auto", "flashinfer", "xqa", "triton", "torch"] = Field(
         default="auto",
         description="attention backend on a GPU. auto: the first available of FlashInfer, our Triton decode "
-        "kernel, and PyTorch, which captures no graphs. A named backend that is not available stops "
-        "the start. triton's decode attention is batch-invariant",
+        "kernel, and PyTorch, which captures no graphs; beside FlashInfer, decode steps use its XQA kernel where "
+        "that is built ahead and measured to be faster at the start. xqa: FlashInfer, with XQA for all decode steps. "
+        "A named backend that is not available stops the start. triton's decode attention is batch-invariant",
     )
     small_gemm: Literal["auto", "on", "fused", "off"] = Field(
         default="auto",

@@ -12,12 +12,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from ..graphs.runner import StepMode
+from ..graphs.runner import EagerReason, StepMode
 from ..memory.pages.pool import PageKind
 from .requests.types import StepInfo
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets of tokens per step, as in vLLM; the last bucket has no bound."""
+
+EAGER_REASONS = tuple(EagerReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,8 @@ class EngineStats:
     merged_adapter: str | None = None
     step_sizes: tuple[int, ...] = ()
     """Number of steps in each bucket of `STEP_SIZES`."""
+    eager_steps: tuple[int, ...] = ()
+    """Number of steps on a GPU that were not captured, for each of `EAGER_REASONS`."""
 
     @property
     def kv_usage(self) -> float:
@@ -177,6 +181,7 @@ def stats_of(engine: Any) -> EngineStats:
         num_async_steps=engine.async_steps.num_async if engine.async_steps else 0,
         last_step=scheduler.last_step,
         step_sizes=tuple(scheduler.step_sizes),
+        eager_steps=tuple([engine.executor.eager_steps.get(reason, 0) for reason in EAGER_REASONS]),
     )
     if merging.merged is not None:
         stats.mode, stats.merged_adapter = StepMode.MERGED, merging.merged.name

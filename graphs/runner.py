@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 Output = TypeVar("Output")
 
@@ -48,14 +48,58 @@ class StepMode(StrEnum):
     BASE = "base"
     """No sequence has an adapter: no LoRA work is captured, so base traffic pays nothing for LoRA."""
     LORA = "lora"
-    VECTORS = "vectors"
-    """For captured launches only: a step in which an adapter scales and shifts outputs. A captured `LORA` step then has
-    no launches for that. Captured when the first such step runs.
-    """
     MERGED = "merged"
     """One adapter is merged into a copy of the weights; sequences of other adapters add the difference."""
     MIXTURE = "mixture"
     """For captured launches only: a merged step with such sequences. A captured `MERGED` step then has no LoRA work."""
+
+
+class StepPart(StrEnum):
+    """The part of a step that one key of a `GraphRunner` captures."""
+
+    WHOLE = "whole"
+    """From token ids to logits, of a decode step."""
+    LAYERS = "layers"
+    """The layers alone, of a decode step: an adapter of it changes embeddings or logits, which are computed eagerly."""
+    PIECES = "pieces"
+    """What lies between the layers' mixers, of a step with prompts; its bucket counts tokens."""
+
+
+class Room(NamedTuple):
+    """Size of the captured LoRA launches, beyond the usual one, 0; see `lora_launches`."""
+
+    prompts: int = 0
+    """Of prompts, or of all sequences of a decode step."""
+    tail: int = 0
+    """Of decoding sequences after prompts."""
+
+
+USUAL_ROOM = Room()
+
+
+class StepForm(NamedTuple):
+    """A kind of step that is captured for each bucket. Those with default values may be captured ahead, others are
+    when the first such step runs.
+    """
+
+    mode: StepMode
+    part: StepPart = StepPart.WHOLE
+    scales: tuple[bool, ...] = ()
+    """Launches that scale and shift outputs, for adapters with vectors: True undoes those of a merged adapter."""
+    room: Room = USUAL_ROOM
+
+
+class EagerReason(StrEnum):
+    """Why a step that could be captured runs eagerly: the host launches each kernel."""
+
+    OFF = "off"
+    """`graph_capture` is off, or attention can't be captured."""
+    TOKENS = "tokens"
+    """It has prompts, and more tokens than `mixed_graph_tokens`."""
+    TILES = "tiles"
+    """Its adapters have more parts than the widest captured launches have tiles for."""
+    OFFLOAD = "offload"
+    """Other processes compute a part of its adapters' products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,43 +107,47 @@ class CapturedStep:
     """The cost of capturing a step: seconds, and bytes of device memory."""
 
     bucket: int
-    mode: StepMode
+    form: StepForm
     seconds: float
     num_bytes: int
+
+    @property
+    def mode(self) -> StepMode:
+        return self.form.mode
 
 
 class GraphRunner(Generic[Output]):
     """Captures a step function once per key over static buffers, then replays it.
 
-    `capture(bucket, mode)` returns the replayable step. On a CPU, capturing is a closure over the bucket's buffers and
+    `capture(bucket, form)` returns the replayable step. On a CPU, capturing is a closure over the bucket's buffers and
     a replay is a call. Therefore mistakes of padding and staleness show there as they would with CUDA graphs.
     """
 
     def __init__(
-        self, capture: Callable[[int, StepMode], Callable[[], Output]], free_bytes: Callable[[], int] = lambda: 0
+        self, capture: Callable[[int, StepForm], Callable[[], Output]], free_bytes: Callable[[], int] = lambda: 0
     ) -> None:
         """free_bytes: returns free device memory, to measure the memory of a capture."""
         self._capture = capture
         self._free_bytes = free_bytes
-        self._captured: dict[tuple[int, StepMode], Callable[[], Output]] = {}
+        self._captured: dict[tuple[int, StepForm], Callable[[], Output]] = {}
         self.report: list[CapturedStep] = []
 
     @property
-    def keys(self) -> tuple[tuple[int, StepMode], ...]:
+    def keys(self) -> tuple[tuple[int, StepForm], ...]:
         return tuple(self._captured)
 
-    def capture(self, bucket: int, mode: StepMode) -> CapturedStep:
-        """Capture the step of (bucket, mode) now. Capture the largest buckets first, so smaller ones reuse their
+    def capture(self, bucket: int, form: StepForm) -> CapturedStep:
+        """Capture the step of (bucket, form) now. Capture the largest buckets first, so smaller ones reuse their
         memory.
         """
-        self._new(bucket, mode)
+        self._new(bucket, form)
         return self.report[-1]
 
-    def replay(self, bucket: int, mode: StepMode) -> Output:
-        """Run the step of (bucket, mode), capturing it first if it is new."""
-        step = self._captured.get((bucket, mode))
+    def replay(self, bucket: int, form: StepForm) -> Output:
+        """Run the step of (bucket, form), capturing it first if it is new."""
+        step = self._captured.get((bucket, form))
         if step is None:
-            step = self._new(bucket, mode)
+            step = self._new(bucket, form)
         return step()
 
     def clear(self) -> None:
@@ -114,13 +162,13 @@ class GraphRunner(Generic[Output]):
         self.clear()
         self._capture = _closed
 
-    def _new(self, bucket: int, mode: StepMode) -> Callable[[], Output]:
+    def _new(self, bucket: int, form: StepForm) -> Callable[[], Output]:
         free, begin = self._free_bytes(), time.perf_counter()
-        step = self._captured[bucket, mode] = self._capture(bucket, mode)
+        step = self._captured[bucket, form] = self._capture(bucket, form)
         seconds = time.perf_counter() - begin
-        self.report.append(CapturedStep(bucket, mode, seconds, max(0, free - self._free_bytes())))
+        self.report.append(CapturedStep(bucket, form, seconds, max(0, free - self._free_bytes())))
         return step
 
 
-def _closed(bucket: int, mode: StepMode) -> NoReturn:
-    raise RuntimeError(f"the step of bucket {bucket} ({mode}) was requested after the executor was closed")
+def _closed(bucket: int, form: StepForm) -> NoReturn:
+    raise RuntimeError(f"the step of bucket {bucket} ({form.mode}) was requested after the executor was closed")

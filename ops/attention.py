@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -262,6 +262,34 @@ class PagedAttention(Attention):
         return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
 
 
+class GroupTable(Sequence[int]):
+    """A group's pages in a block table that has a page of each group for every block. Equal to another of the same
+    group if both are of the same list, which only grows.
+    """
+
+    __slots__ = ("_count", "_group", "_pages")
+
+    def __init__(self, pages: Sequence[int], group: int, count: int) -> None:
+        self._pages, self._group, self._count = pages, group, count
+
+    def __len__(self) -> int:
+        return len(self._pages) // self._count
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if isinstance(at, slice):
+            return [self._pages[place * self._count + self._group] for place in range(*at.indices(len(self)))]
+        return self._pages[range(len(self))[at] * self._count + self._group]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupTable) and self._pages is other._pages and self._group == other._group
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class GroupedAttention:
     """Attention of a model whose layers have several page groups: each group has attention of its own."""
 
@@ -287,7 +315,8 @@ class GroupedAttention:
             self._groups[0][0].plan(qo_indptr, page_table, kv_lens, tables)
             return
         for index, (attention, window) in enumerate(self._groups):
-            rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens)
+            own = None if tables is None or window is not None else [GroupTable(each, index, count) for each in tables]
+            rows = PlannedRows(qo_indptr, page_table[:, index::count], kv_lens, own)
             if window is not None:
                 rows = rows.seen(window, self._block_tokens)
             attention.plan(*rows)

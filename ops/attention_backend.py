@@ -1,6 +1,6 @@
 """Chooses the attention backend: FlashInfer if it can serve, else the Triton decode kernel, else PyTorch.
 
-Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_gpu.py.
+Tests: tests/ops/test_attention_flashinfer.py, tests/ops/test_attention_xqa.py, tests/ops/test_attention_gpu.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
 
-#: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve.
-Wanted = Literal["auto", "flashinfer", "triton", "torch"]
+#: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve. xqa:
+#: FlashInfer, with XQA's kernel for decode steps.
+Wanted = Literal["auto", "flashinfer", "xqa", "triton", "torch"]
 
 
 _BUILD = (
@@ -114,8 +115,9 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
-            return FlashInferBackend(setup, _num_sms(device))
-    if wanted != "flashinfer":
+            chosen = FlashInferBackend(setup, _num_sms(device))
+            return _with_xqa(setup, chosen) if wanted == "xqa" else chosen
+    if wanted not in ("flashinfer", "xqa"):
         ours = triton_obstacle(heads.group, heads.head_dim, dtype, device)
         if ours is None:
             from .attention_triton import TritonBackend
@@ -126,6 +128,33 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
         raise AttentionUnavailable(f"attention is {wanted}, but {theirs or ours}")
     reason = "; ".join(obstacle.reason for obstacle in (theirs, ours) if obstacle is not None)
     return TorchBackend(heads, device, reason, fix=theirs.fix if theirs is not None else "")
+
+
+def _with_xqa(setup: AttentionSetup, chosen: AttentionBackend) -> AttentionBackend:
+    """XQA for decode steps, and `chosen` for others. Raises AttentionUnavailable."""
+    from .attention_flashinfer import why_none_is_built
+    from .attention_xqa import XqaBackend, missing_modules, xqa_obstacle
+
+    obstacle = xqa_obstacle(setup, torch.cuda.get_device_capability(setup.device))
+    if obstacle is None and (cause := why_none_is_built()) and (missing := missing_modules(setup)):
+        obstacle = f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}"
+    if obstacle is not None:
+        raise AttentionUnavailable(f"attention is xqa, but {obstacle}")
+    return XqaBackend(setup, _num_sms(setup.device), chosen)
+
+
+def rival_attention(setup: AttentionSetup, chosen: AttentionBackend) -> AttentionBackend | None:
+    """Return another backend for decode steps that may be faster than the chosen one; None if there is none.
+
+    That is XQA beside FlashInfer, if its modules are built ahead: a compiler would take minutes.
+    """
+    if not chosen.name.startswith("flashinfer") or setup.device.type != "cuda":
+        return None
+    from .attention_xqa import XqaBackend, missing_modules, xqa_obstacle
+
+    if xqa_obstacle(setup, torch.cuda.get_device_capability(setup.device)) is not None or missing_modules(setup):
+        return None
+    return XqaBackend(setup, _num_sms(setup.device), chosen)
 
 
 def _num_sms(device: torch.device) -> int:

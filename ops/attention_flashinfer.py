@@ -269,11 +269,7 @@ def unavailable_modules(
     Raises RuntimeError or ImportError if FlashInfer itself reports that it can't serve.
     """
     jit = import_module("flashinfer.jit")
-    if os.environ.get("FLASHINFER_DISABLE_JIT"):
-        cause = "FLASHINFER_DISABLE_JIT is set, so it builds none"
-    elif not _has_nvcc():
-        cause = "there is no CUDA compiler (nvcc) to build it"
-    else:
+    if not (cause := why_none_is_built()):
         return [], ""
     kernel = prefill_kernel(head_dim)
     types = (dtype, dtype, dtype, torch.int32)
@@ -288,6 +284,13 @@ def unavailable_modules(
         else:
             modules.append(jit.gen_batch_decode_module(*shape))
     return list(dict.fromkeys(module.name for module in modules if not module.is_aot)), cause
+
+
+def why_none_is_built() -> str:
+    """Return why FlashInfer can't build modules here; empty if it can."""
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return "FLASHINFER_DISABLE_JIT is set, so it builds none"
+    return "" if _has_nvcc() else "there is no CUDA compiler (nvcc) to build it"
 
 
 def _has_nvcc() -> bool:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MAX_MODULES = 16
-"""The most projections that a model's table may have: kModules in adapters.h."""
+from .sgmv import MAX_MODULES
 
 
 class Element(IntEnum):

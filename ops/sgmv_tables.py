@@ -9,10 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .sgmv import AdapterRows, Segments
-
-#: The most projections that a model's table may have.
-MAX_MODULES = 16
+from .sgmv import MAX_MODULES, AdapterRows, Segments
+from .table_records import Copy, TableRecords, copy_in_parts
 
 #: Columns of `SgmvTables.tiles`, 32 bytes: the tile's tokens and table row, and values that are the same in every
 #: layer.
@@ -31,9 +29,6 @@ _IDLE = 0, 0, -1
 
 #: The most pages in a record; kernels choose among them in registers.
 _PLACE_PAGES = 7
-
-#: Copies host values (second) into a device tensor (first); the values may change once it returns.
-Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class TablesFull(ValueError):
@@ -58,6 +53,10 @@ class TableSizes(NamedTuple):
     """The most of an adapter."""
     max_passes: int = 2
     """The most entries that a token may have on one module."""
+    usual_rows: int | None = None
+    """New table rows of one copy from the host. A step with more makes several copies. None: all of them."""
+    usual_tiles: int | None = None
+    """Tiles of one copy from the host."""
 
 
 class SgmvTables:
@@ -107,11 +106,15 @@ class SgmvTables:
             (table_rows, layers, place_blocks(max_rank), 1 + self.place_pages), -1, dtype=torch.int32, device=device
         )
         self.h = torch.empty(sizes.scratch, dtype=torch.float32, device=device)
-        self._records = _Records(self, device, make_copy)
+        tables = self.first_elem, self.offsets, self.places
+        self._records = TableRecords(tables, sizes.usual_rows or table_rows, make_copy, last=self.pages)
+        self._blocks, self._within = np.arange(self.places.shape[2]), np.arange(self.place_pages)
         self._of_table_row = np.zeros(
             (table_rows + 1, 3), dtype=np.int32
         )  # rank, slab_elems and scale, as tiles have them
-        self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
+        self._usual_tiles = min(room, sizes.usual_tiles or room)
+        per_tile = TILE_WIDTH * self.tiles.itemsize
+        self._copies = [make_copy(self._usual_tiles * per_tile) for _ in self.tiles_of_pass]
         self._table_rows: dict[AdapterRows, int] = {}  # least recently used first
         # the last segments, their key and tiles
         self._planned: tuple[Segments | None, tuple[int | None, ...], int] = None, (), 0
@@ -121,6 +124,12 @@ class SgmvTables:
     def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int) -> int:
         """Elements of h. Its rows hold whole blocks of rank-rows, so a block is read without knowing the rank."""
         return splits * tokens * modules * place_blocks(max_rank) * PLACE_ROWS
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory, without the partial sums."""
+        tables = self.tiles, self.offsets, self.first_elem, self.places, self.pages
+        return sum(table.numel() * table.itemsize for table in tables) + self._records.num_bytes
 
     def plan(
         self,
@@ -146,15 +155,9 @@ class SgmvTables:
             return self._planned[2]
         self._planned = None, key, 0  # until everything is written
         rank_rows = [(*entry, level) for entry, level in zip(segments, segments.level, strict=True) if entry[2].rank]
-        passes = 1 + max(segments.level, default=-1)
+        count, self.tail_tiles, passes = self.count(segments, tile_tokens, border, tail_tile)
         if passes > len(self.tiles):
             raise TablesFull(f"a token has {passes} entries on one module, the tables hold {len(self.tiles)}")
-        heads, tails = [0] * passes, [0] * passes
-        for begin, end, _, level in rank_rows:
-            middle = min(max(begin, border), end)
-            heads[level] += -(-(middle - begin) // tile_tokens)
-            tails[level] += -(-(end - middle) // tail_tile)
-        count, self.tail_tiles = max(heads, default=0), max(tails, default=0)
         first_tail, origin = (count, border) if tail_at is None else (max(count, tail_at), 0)
         if (needed := first_tail + self.tail_tiles if self.tail_tiles else count) > self.max_tiles:
             raise TablesFull(f"the step has {needed} tiles, but the tables have room for {self.max_tiles}")
@@ -177,10 +180,25 @@ class SgmvTables:
                 table = np.zeros((len(tiles) + max(idle, 0), TILE_WIDTH), dtype=np.int32)
                 table[:, :RANK] = tiles + [_IDLE] * idle
                 table[:, RANK : SCALE + 1] = self._of_table_row[table[:, TABLE_ROW]]
-                self._copies[index](self.tiles_of_pass[index][: len(table)], torch.from_numpy(table))
+                target = self.tiles_of_pass[index][: len(table)]
+                copy_in_parts(self._copies[index], target, torch.from_numpy(table), self._usual_tiles)
         self._tiles, self.passes = planned, passes
         self._planned = segments, key, count
         return count
+
+    @staticmethod
+    def count(
+        segments: Segments, tile_tokens: int, border: int = sys.maxsize, tail_tile: int = 1
+    ) -> tuple[int, int, int]:
+        """Tiles of the pass that has the most, before the border and from it on, and passes; see `plan`."""
+        passes = 1 + max(segments.level, default=-1)
+        heads, tails = [0] * passes, [0] * passes
+        for (begin, end, rows), level in zip(segments, segments.level, strict=True):
+            if rows.rank:
+                middle = min(max(begin, border), end)
+                heads[level] += -(-(middle - begin) // tile_tokens)
+                tails[level] += -(-(end - middle) // tail_tile)
+        return max(heads, default=0), max(tails, default=0), passes
 
     def leave_out(self, rows: AdapterRows, layer: int) -> None:
         """Hide a layer of a planned adapter from launches made from now on, as long as it keeps its table row."""
@@ -215,8 +233,23 @@ class SgmvTables:
             self._table_rows[rows] = table_row
             self._of_table_row[table_row, :2] = rows.rank, rows.slab_elems
             self._of_table_row[table_row, 2:].view(np.float32)[0] = rows.scale
-        self._records.write([(self._table_rows[rows], rows) for rows in fresh])
+        self._records.write([self._table_rows[rows] for rows in fresh], [self._entries(rows) for rows in fresh])
         return True
+
+    def _entries(self, rows: AdapterRows) -> tuple[np.ndarray, ...]:
+        """An adapter's rows of `first_elem`, `offsets`, `places` and `pages`."""
+        offsets = np.full(OFFSETS_WIDTH, -1, np.int32)
+        offsets[: len(rows.a_offset)] = rows.a_offset
+        offsets[OFFSETS_B : OFFSETS_B + len(rows.b_offset)] = rows.b_offset
+        pages = np.array(rows.pages, dtype=np.int32)
+        return np.array(rows.first_elem, dtype=np.int64), offsets, self._places(rows, pages), pages
+
+    def _places(self, rows: AdapterRows, pages: np.ndarray) -> np.ndarray:
+        """The adapter's records `[layers, blocks, 1 + pages]`; missing pages are filled with the last page."""
+        begin = np.array(rows.first_elem, dtype=np.int64)[:, None]
+        page, at = np.divmod(begin + self._blocks * (PLACE_ROWS * rows.slab_elems), self.page_elems)
+        near = pages[np.clip(page[:, :, None] + self._within, 0, len(pages) - 1)]
+        return np.concatenate([np.where(begin < 0, -1, at)[:, :, None], near], axis=2).astype(np.int32)
 
     def _check(self, rows: AdapterRows) -> None:
         if len(rows.a_offset) > MAX_MODULES:
@@ -239,46 +272,3 @@ def place_pages(page_elems: int, slab_elems: int) -> int:
     pages = (PLACE_ROWS * slab_elems - 2) // page_elems + 2
     in_reach = page_elems + PLACE_ROWS * slab_elems < 1 << 31  # kernels count elements from the first page in 32 bits
     return pages if pages <= _PLACE_PAGES and in_reach else 0
-
-
-class _Records:
-    """Entries of new table rows: collected on the host, copied to the device at once, and distributed there."""
-
-    def __init__(self, tables: SgmvTables, device: torch.device | str, make_copy: Callable[[int], Copy]) -> None:
-        self._tables = tables
-        table_rows, layers, blocks, width = tables.places.shape
-        # in 32-bit words; the first two are 64-bit values
-        widths = (2, 2 * layers, OFFSETS_WIDTH, layers * blocks * width, tables.pages.shape[1])
-        ends = np.cumsum(widths).tolist()
-        self._parts = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
-        self._device = torch.empty((table_rows, ends[-1] + ends[-1] % 2), dtype=torch.int32, device=device)
-        self._copy = make_copy(self._device.numel() * self._device.itemsize)
-        self._blocks, self._within = np.arange(blocks), np.arange(width - 1)
-
-    def write(self, entries: Sequence[tuple[int, AdapterRows]]) -> None:
-        tables = self._tables
-        table_row, first, offsets, places, pages = self._parts
-        host = np.zeros((len(entries), self._device.shape[1]), dtype=np.int32)
-        for record, (index, rows) in zip(host, entries, strict=True):
-            record[table_row].view(np.int64)[:] = index
-            record[first].view(np.int64)[:] = rows.first_elem
-            record[offsets] = -1
-            record[offsets][: len(rows.a_offset)] = rows.a_offset
-            record[offsets][OFFSETS_B : OFFSETS_B + len(rows.b_offset)] = rows.b_offset
-            record[pages][: len(rows.pages)] = rows.pages
-            record[places] = self._places(rows).reshape(-1)
-        device = self._device[: len(entries)]
-        self._copy(device, torch.from_numpy(host))
-        table_rows = device[:, table_row].view(torch.int64)[:, 0]
-        tables.first_elem.index_copy_(0, table_rows, device[:, first].view(torch.int64))
-        tables.offsets.index_copy_(0, table_rows, device[:, offsets])
-        tables.places.index_copy_(0, table_rows, device[:, places].view(-1, *tables.places.shape[1:]))
-        tables.pages.index_copy_(0, table_rows, device[:, pages])
-
-    def _places(self, rows: AdapterRows) -> np.ndarray:
-        """The adapter's records `[layers, blocks, 1 + pages]`; missing pages are filled with the last page."""
-        begin = np.array(rows.first_elem, dtype=np.int64)[:, None]
-        page, at = np.divmod(begin + self._blocks * (PLACE_ROWS * rows.slab_elems), self._tables.page_elems)
-        last = len(rows.pages) - 1
-        near = np.array(rows.pages, dtype=np.int32)[np.clip(page[:, :, None] + self._within, 0, last)]
-        return np.concatenate([np.where(begin < 0, -1, at)[:, :, None], near], axis=2)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from .sgmv import AdapterRows, Segments
-from .sgmv_tables import MAX_MODULES, Copy, TablesFull
+from .sgmv_tables import MAX_MODULES, TablesFull
+from .table_records import Copy, TableRecords
 
 
 class VectorTables:
@@ -29,9 +30,10 @@ class VectorTables:
         device: torch.device | str = "cpu",
         *,
         itemsize: int,
+        usual_rows: int | None = None,
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
     ) -> None:
-        """itemsize: bytes of an element of an adapter. make_copy: see `SgmvTables`."""
+        """itemsize: bytes of an element of an adapter. usual_rows, make_copy: see `SgmvTables`."""
         self._per_value = 4 // itemsize  # elements
         self.first = torch.full((table_rows, layers, MAX_MODULES), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((table_rows, max_pages), dtype=torch.int32, device=device)
@@ -39,7 +41,15 @@ class VectorTables:
         self.applied, self.undone = self._of_tokens
         self._table_rows: dict[AdapterRows, int] = {}  # least recently used first
         self._planned: tuple[Segments, int] | None = None
-        self._copies = [make_copy(each.numel() * each.itemsize) for each in (self._of_tokens, self.first, self.pages)]
+        self._records = TableRecords((self.first,), usual_rows or table_rows, make_copy, last=self.pages)
+        self._copies = [make_copy(each.numel() * each.itemsize) for each in self._of_tokens]
+        self._used = [0, 0]  # tokens of `applied` and `undone` that the last step wrote
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory."""
+        tables = self.first, self.pages, self._of_tokens
+        return sum(table.numel() * table.itemsize for table in tables) + self._records.num_bytes
 
     def plan(self, segments: Segments) -> None:
         """Write a step's tables; does nothing if they are those of the last step, or there are no vectors."""
@@ -51,11 +61,19 @@ class VectorTables:
         self._planned = None
         used = [segments.rows[index] for index in segments.vectors]
         self._assign(used)
-        of_tokens = np.full(self._of_tokens.shape, -1, np.int32)
-        for index, rows in zip(segments.vectors, used, strict=True):
-            is_undone = int(rows.scale < 0)
-            of_tokens[is_undone, segments.begin[index] : segments.end[index]] = self._table_rows[rows]
-        self._copies[0](self._of_tokens, torch.from_numpy(of_tokens))
+        for is_undone, target in enumerate(self._of_tokens):
+            entries = [
+                (segments.begin[index], segments.end[index], self._table_rows[rows])
+                for index, rows in zip(segments.vectors, used, strict=True)
+                if int(rows.scale < 0) == is_undone
+            ]
+            last = max((end for _, end, _ in entries), default=0)
+            of_tokens = np.full(max(last, self._used[is_undone]), -1, np.int32)
+            for begin, end, table_row in entries:
+                of_tokens[begin:end] = table_row
+            if len(of_tokens):
+                self._copies[is_undone](target[: len(of_tokens)], torch.from_numpy(of_tokens))
+            self._used[is_undone] = last
         self._planned = key
 
     def _assign(self, used: Sequence[AdapterRows]) -> None:
@@ -70,12 +88,14 @@ class VectorTables:
         idle = [rows for rows in self._table_rows if rows not in keep]
         for rows in fresh:
             free = len(self._table_rows)
-            self._table_rows[rows] = at = free if free < most else self._table_rows.pop(idle.pop(0))
-            assert rows.vectors is not None
-            first = np.full(self.first.shape[1:], -1, np.int64)
-            places = np.array(rows.vectors, np.int64)
-            first[:, : places.shape[1]] = np.where(places < 0, -1, places // self._per_value)
-            pages = np.zeros(self.pages.shape[1], np.int32)
-            pages[: len(rows.pages)] = rows.pages
-            self._copies[1](self.first[at], torch.from_numpy(first))
-            self._copies[2](self.pages[at], torch.from_numpy(pages))
+            self._table_rows[rows] = free if free < most else self._table_rows.pop(idle.pop(0))
+        if fresh:
+            self._records.write([self._table_rows[rows] for rows in fresh], [self._entries(rows) for rows in fresh])
+
+    def _entries(self, rows: AdapterRows) -> tuple[np.ndarray, np.ndarray]:
+        """An adapter's rows of `first` and `pages`."""
+        assert rows.vectors is not None
+        first = np.full(self.first.shape[1:], -1, np.int64)
+        places = np.array(rows.vectors, np.int64)
+        first[:, : places.shape[1]] = np.where(places < 0, -1, places // self._per_value)
+        return first, np.array(rows.pages, np.int32)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from ...graphs.runner import EagerReason
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.states import StateShape
@@ -150,6 +151,11 @@ class Executor(Protocol):
         """Counts how prompts start while their adapter is being loaded."""
         ...
 
+    @property
+    def eager_steps(self) -> Mapping[EagerReason, int]:
+        """Steps on a GPU that were not captured, by reason."""
+        ...
+
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Register `on_lost`, which is called, from any thread, when the executor is lost while no step runs."""
         ...
@@ -162,6 +168,7 @@ class ExecutorBase:
 
     def __init__(self) -> None:
         self.cold_starts = ColdStarts()
+        self.eager_steps: Mapping[EagerReason, int] = {}
 
     def watch(self, on_lost: Callable[[ExecutorLost], None]) -> None:
         """Nothing: only a step can fail, and `execute` raises."""
@@ -177,6 +184,7 @@ class ModelExecutor(ExecutorBase):
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
 
+        from ...ops.sgmv import MAX_MODULES
         from ..model.base_weights import CheckpointWeights  # needs torch
         from ..model.score_head import read_score_head
 
@@ -184,6 +192,12 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
+        names = [each.name for each in model.projections]
+        if len(names) > MAX_MODULES:
+            raise UnsupportedModel(
+                f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
+                f"them, so the model can't be served: {', '.join(names)}"
+            )
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from ...graphs.buffers import DecodeBuffers
-from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
+from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
@@ -239,11 +239,11 @@ class CpuSteps(ABC, Generic[A]):
         if self._states is not None:
             self._states.set_step(rows, range(bucket + 1))
         if plan.mode is StepMode.BASE:
-            return self.graphs.replay(bucket, StepMode.BASE)
+            return self.graphs.replay(bucket, StepForm(StepMode.BASE))
         self._lora.set_step(plan.adapters, [row.lora_index for row in rows], [1] * len(rows), plan.merged)
-        return self.graphs.replay(bucket, plan.mode)
+        return self.graphs.replay(bucket, StepForm(plan.mode))
 
-    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:
+    def _capture(self, bucket: int, form: StepForm) -> Callable[[], torch.Tensor]:
         views = self._buffers.views[bucket]
         batch = StepBatch(
             token_ids=views.token_ids,
@@ -251,8 +251,8 @@ class CpuSteps(ABC, Generic[A]):
             page=views.page,
             offset=views.offset,
             attention=self._bucket_attention[bucket],
-            lora=None if mode is StepMode.BASE else self._lora,
-            merged=mode is StepMode.MERGED,
+            lora=None if form.mode is StepMode.BASE else self._lora,
+            merged=form.mode is StepMode.MERGED,
             states=self._states,
         )
         decoder = self._computing

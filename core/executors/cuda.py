@@ -20,7 +20,13 @@ from ...memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import dependent_launch, native_library
 from ...ops.attention import AttentionSetup
-from ...ops.attention_backend import AttentionUnavailable, GroupedBackend, choose_attention, flashinfer_obstacle
+from ...ops.attention_backend import (
+    AttentionUnavailable,
+    GroupedBackend,
+    choose_attention,
+    flashinfer_obstacle,
+    rival_attention,
+)
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of
@@ -81,7 +87,7 @@ class CudaShapes(ModelExecutor):
 
     def _within_window(self, config: EngineConfig) -> bool:
         """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
-        if config.attention not in ("auto", "flashinfer"):
+        if config.attention not in ("auto", "flashinfer", "xqa"):
             return True
         model, limit = self.config, self.config.max_context
         scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
@@ -126,6 +132,7 @@ class CudaExecutor(CudaShapes):
             if self._rank_context is not None:
                 self._decoder.join(self._rank_context.collectives)
             self.steps = self._make_steps(self._decoder)
+            self.eager_steps = self.steps.eager
             with torch.inference_mode():
                 self.steps.warm_up()
                 return self._measure(self._free)
@@ -143,6 +150,7 @@ class CudaExecutor(CudaShapes):
             steps = self.steps
             self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._watched)
             with torch.inference_mode():
+                self.steps.choose_attention()
                 self.steps.capture_ahead()
             self._device.synchronize()
             if self._offload is not None:
@@ -270,14 +278,19 @@ class CudaExecutor(CudaShapes):
             max_rows=config.max_num_seqs,
             max_pages_per_row=layout.blocks_for_tokens(limit),
         )
-        groups = []
+        groups, rivals = [], []
         try:
             for layers, window in layout.groups:
                 of_group = replace(setup, scores=tuple(dict.fromkeys(scores[layer] for layer in layers)))
-                groups.append((choose_attention(of_group, config.attention), window))
+                chosen = choose_attention(of_group, config.attention)
+                groups.append((chosen, window))
+                rivals.append(rival_attention(of_group, chosen) if config.attention == "auto" else None)
         except AttentionUnavailable as error:
             raise DeviceError(str(error)) from error
-        attention = GroupedBackend(groups, layout.block_tokens)
+        attention, rival = GroupedBackend(groups, layout.block_tokens), None
+        if any(each is not None for each in rivals):
+            others = [(other or chosen, window) for other, (chosen, window) in zip(rivals, groups, strict=True)]
+            rival = GroupedBackend(others, layout.block_tokens)
         logger.info("attention by %s: %s", attention.name, attention.reason)
         if attention.fix:
             logger.warning("attention would be faster with FlashInfer; %s: %s", attention.reason, attention.fix)
@@ -286,6 +299,7 @@ class CudaExecutor(CudaShapes):
             decoder,
             arena=decoder.arena,
             attention=attention,
+            rival=rival,
             device=device,
             max_model_len=self.model.max_model_len,
         )

@@ -20,7 +20,8 @@ from ..model.batch import ATTN_O, BY_LIBRARY, DOWN, GATE_UP, QKV, GemmBackend, G
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
 from ..model.layer import HEAD
-from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
+from ..model.lora_launches import LoraLaunches
+from ..model.lora_state_cuda import CudaLoraState
 
 logger = logging.getLogger(__name__)
 

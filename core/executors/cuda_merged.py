@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ...graphs.runner import CapturedStep, GraphRunner, StepMode
+from ...graphs.runner import CapturedStep, GraphRunner, StepForm, StepMode
 from ...memory.pages.arena import Arena
 from ..model.batch import LoraState
 from ..model.decoder import DecoderModel
@@ -31,7 +31,7 @@ class PlacedGraphs:
 
     def __init__(
         self,
-        capture: Callable[[int, StepMode], Callable[[], None]],
+        capture: Callable[[int, StepForm], Callable[[], None]],
         prepare: Callable[[int], None],
         ahead: Sequence[int],
     ) -> None:
@@ -39,10 +39,10 @@ class PlacedGraphs:
         first step needs them, largest first.
         """
         self._capture, self._prepare = capture, prepare
-        self._keys = [(bucket, mode) for bucket in ahead for mode in MERGED_MODES]
+        self._keys = [(bucket, StepForm(mode)) for bucket in ahead for mode in MERGED_MODES]
         self._runners: OrderedDict[Places, GraphRunner[None]] = OrderedDict()  # most recently used last
         self._current: GraphRunner[None] | None = None
-        self._left: list[tuple[int, StepMode]] = []
+        self._left: list[tuple[int, StepForm]] = []
 
     @property
     def places(self) -> Sequence[Places]:
@@ -69,13 +69,13 @@ class PlacedGraphs:
 
     def capture_next(self) -> None:
         """Capture the next of the remaining steps."""
-        bucket, mode = self._left.pop(0)
+        bucket, form = self._left.pop(0)
         self._prepare(bucket)
-        self._of_now().capture(bucket, mode)
+        self._of_now().capture(bucket, form)
 
-    def replay(self, bucket: int, mode: StepMode) -> None:
+    def replay(self, bucket: int, form: StepForm) -> None:
         """Run a step with the weights in the current places."""
-        self._of_now().replay(bucket, mode)
+        self._of_now().replay(bucket, form)
 
     def close(self) -> None:
         """Drop all graphs and the owner's functions, which reference the owner."""

@@ -12,13 +12,15 @@ import torch
 
 from ...graphs.buffers import num_columns, split_columns
 from ...graphs.device import CudaDevice
-from ...graphs.runner import GraphRunner, StepMode
+from ...graphs.runner import USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
 from ..model.batch import StepBatch, StepStates, column_width
 from ..model.decoder import DecoderModel
 from ..model.layer import Residual
-from ..model.lora_state_cuda import APPLIED, CudaLoraState, LoraLaunches
+from ..model.lora_launches import LoraLaunches
+from ..model.lora_state_cuda import CudaLoraState
+from .cuda_merged import MERGED_MODES, PlacedGraphs
 
 #: Tokens of the smallest bucket, below which reading the weights sets a step's time; and between two buckets.
 _LEAST, _STEP = 32, 64
@@ -43,8 +45,9 @@ class PiecewiseSteps:
     the step's own sequences and cover only its tokens, as in any step.
 
     A piece reads only static buffers, so it can be captured. It depends only on its bucket, so captured and eager
-    pieces give the same bits. Padding tokens are token 0 at position 0 of the dummy page, without an adapter and with
-    zeros for a mixer's output. They don't affect the bits of other tokens.
+    pieces give the same bits. The first is not replayed in a step whose adapters change embeddings. Padding tokens are
+    token 0 at position 0 of the dummy page, without an adapter and with zeros for a mixer's output. They don't affect
+    the bits of other tokens.
     """
 
     def __init__(
@@ -67,33 +70,56 @@ class PiecewiseSteps:
         self._num_tokens = 0  # of the current step
         self._states: StepStates | None = None
         self._captures = False
-        self.launches = {size: lora.padded(size) for size in sizes}
-        self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
+        self._launches = {size: lora.padded(size) for size in sizes}
+        self._mixture_launches = {size: lora.padded(size, passes=2) for size in sizes}
+        self._first: Callable[[], None] | None = None  # of the current step, if it is not the captured one
+        self.graphs: GraphRunner[None] = GraphRunner(self.capture, lambda: device.memory()[0])
 
     def bucket(self, tokens: int) -> int:
         """Return the smallest bucket that holds so many tokens; one must exist."""
         return next(size for size in self.sizes if size >= tokens)
 
     def begin(
-        self, bucket: int, adapters: Sequence[Adapter], lora_indices: Sequence[int], lengths: Sequence[int]
+        self,
+        bucket: int,
+        adapters: Sequence[Adapter],
+        lora_indices: Sequence[int],
+        lengths: Sequence[int],
+        merged: Adapter | None = None,
     ) -> Lora:
-        """Write a step's adapter tables; return the launches of its bucket, or others if those have too few tiles."""
-        return self._lora.begin_padded(adapters, lora_indices, lengths, self.launches[bucket]) if adapters else None
+        """Write a step's adapter tables; return its launches. merged: the adapter added to its weights."""
+        if not adapters and merged is None:
+            return None
+        captured = (self._launches if merged is None else self._mixture_launches)[bucket]
+        return self._lora.begin_padded(adapters, lora_indices, lengths, captured, merged)
 
-    def run(self, bucket: int, num_tokens: int, lora: Lora, states: StepStates | None = None) -> Residual:
+    def run(
+        self,
+        bucket: int,
+        num_tokens: int,
+        lora: Lora,
+        states: StepStates | None = None,
+        merged: PlacedGraphs | None = None,
+    ) -> Residual:
         """Compute a step with inputs in `columns`, up to the residual stream after the last layer.
 
-        states: see `StepBatch`.
+        states: see `StepBatch`. merged: graphs for the merged weights, if the step uses them.
         """
-        flow = self._flow.of(bucket)
+        flow, is_merged = self._flow.of(bucket), merged is not None
         for mixed in (flow.attended, flow.delta_out):
             mixed[num_tokens:].zero_()
         self._num_tokens, self._states = num_tokens, states
-        mode = next((mode for mode, launches in self._captured(bucket).items() if lora is launches), None)
-        if self._captures and mode is not None:
-            self.graphs.replay(bucket, mode)
+        if self._captures and (lora is None or lora.eager is None):
+            mode = StepMode.BASE if lora is None else StepMode.LORA
+            if is_merged:
+                mode = StepMode.MERGED if lora is None else StepMode.MIXTURE
+            scales, room = ((), USUAL_ROOM) if lora is None else (lora.scales, lora.room)
+            if lora is not None and self._lora.model_segments.rows:
+                self._first = self._pieces(bucket, lora, merged=is_merged)[0]
+            (self.graphs if merged is None else merged).replay(bucket, StepForm(mode, StepPart.PIECES, scales, room))
+            self._first = None
         else:
-            self._run(self._pieces(bucket, lora), lora is not None)
+            self._run(self._pieces(bucket, lora, merged=is_merged), lora is not None)
         return Residual(flow.rows, self._decoder.config.norm)
 
     def allow_captures(self) -> None:
@@ -105,12 +131,18 @@ class PiecewiseSteps:
         self._columns[: num_columns(self._groups) * column_width(bucket)].zero_()
         self._lora.rest()
 
-    def _pieces(self, bucket: int, lora: Lora) -> list[Callable[[], None]]:
+    def _pieces(self, bucket: int, lora: Lora, *, merged: bool) -> list[Callable[[], None]]:
         count, width = num_columns(self._groups), column_width(bucket)
         columns = self._columns[: count * width].view(count, width)[:, :bucket]
         token_ids, positions, offset, page = split_columns(columns)
         batch = StepBatch(
-            token_ids=token_ids, positions=positions, offset=offset, page=page, attention=self._attention, lora=lora
+            token_ids=token_ids,
+            positions=positions,
+            offset=offset,
+            page=page,
+            attention=self._attention,
+            lora=lora,
+            merged=merged,
         )
         flow = self._flow.of(bucket)
         return [partial(self._decoder.piece, index, batch, flow) for index in range(len(self._decoder.layers) + 1)]
@@ -120,20 +152,18 @@ class PiecewiseSteps:
 
         has_lora: without it, the waits of the last step with adapters don't apply to this step.
         """
-        flow = self._flow.of(self._num_tokens)
+        flow, first = self._flow.of(self._num_tokens), self._first
         for index, piece in enumerate(pieces[:-1]):
             if has_lora:
                 self._lora.wait(index)
-            piece()
+            (piece if index or first is None else first)()
             self._decoder.mix(index, self._attention, self._states, flow)
         pieces[-1]()
 
-    def _captured(self, bucket: int) -> dict[StepMode, Lora]:
-        """The launches of a bucket's graphs."""
-        lora = self.launches[bucket]
-        return {StepMode.BASE: None, StepMode.LORA: lora, StepMode.VECTORS: lora.with_scales(APPLIED)}
-
-    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
-        lora = self._captured(bucket)[mode]
-        pieces = self._pieces(bucket, lora)
-        return partial(self._run, [self._device.capture(piece) for piece in pieces], lora is not None)
+    def capture(self, bucket: int, form: StepForm) -> Callable[[], None]:
+        """Capture a bucket's pieces; see `GraphRunner`."""
+        launches = self._mixture_launches if form.mode is StepMode.MIXTURE else self._launches
+        has_lora = form.mode in (StepMode.LORA, StepMode.MIXTURE)
+        lora = launches[bucket].variant(form.scales, form.room) if has_lora else None
+        pieces = self._pieces(bucket, lora, merged=form.mode in MERGED_MODES)
+        return partial(self._run, [self._device.capture(piece) for piece in pieces], has_lora)

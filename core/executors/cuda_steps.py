@@ -6,6 +6,7 @@ Tests: tests/core/executors/test_cuda_interpreted.py, tests/core/executors/test_
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,15 @@ import torch
 
 from ...graphs.buffers import DeviceDecodeBuffers, num_columns, split_columns
 from ...graphs.device import CudaDevice, DeviceUpload, Download
-from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
+from ...graphs.runner import (
+    CapturedStep,
+    DecodeBuckets,
+    EagerReason,
+    GraphRunner,
+    StepForm,
+    StepMode,
+    StepPart,
+)
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
@@ -29,8 +38,10 @@ from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.batch import BY_LIBRARY, GemmBackends, StepBatch, column_width, ragged_batch
 from ..model.decoder import DecoderModel
+from ..model.layer import Residual
 from ..model.load_progress import progress
-from ..model.lora_state_cuda import APPLIED, CudaLoraState, LoraLaunches, StepLimits
+from ..model.lora_launches import LoraLaunches
+from ..model.lora_state_cuda import CudaLoraState, StepLimits
 from ..model.pooling import add_pooled
 from ..model.sampler import (
     DeviceSampling,
@@ -44,11 +55,19 @@ from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult, adapter_runs
 from . import cuda_memory
+from .cuda_attention_choice import choose_decode_attention
 from .cuda_gemm_backends import choose_gemm_backends
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
 from .cuda_piecewise import MODES, PiecewiseSteps, token_buckets
 
 logger = logging.getLogger(__name__)
+
+#: Tokens of each sequence in a step that attention is timed with.
+_SAMPLE_TOKENS = 1024
+
+#: Forms of a bucket that are captured when they are needed, for which memory is set aside: with vectors, with room for
+#: more tiles, and layers alone.
+_MORE_FORMS = 3
 
 #: A step's logits, at least one row per sequence; and `[2, rows]` int64: the argmax, and 1 if it is defined (no NaN or
 #: +inf). Both are on the device, perhaps still being computed. With several TP ranks, only the first rank's `[2, rows]`
@@ -89,7 +108,9 @@ class CudaSteps:
         attention: GroupedBackend,
         device: CudaDevice,
         max_model_len: int,
+        rival: GroupedBackend | None = None,
     ) -> None:
+        """rival: another backend for decode steps, which `choose_attention` compares."""
         self._config = config
         self.decoder = model
         self._device = device
@@ -100,6 +121,8 @@ class CudaSteps:
         self._sizes = sizes = DecodeBuckets(rows).sizes
         self._ragged_attention = attention.ragged()
         self._attention = {size: attention.decode(size) for size in sizes}
+        self._rivals = {} if rival is None else {size: rival.decode(size) for size in sizes}
+        self._attention_names = attention.name, "" if rival is None else rival.name
         self._buffers = DeviceDecodeBuffers(
             sizes,
             layout.table_width(max_model_len),
@@ -143,6 +166,10 @@ class CudaSteps:
         self.backends: Mapping[int, GemmBackends] = dict.fromkeys(sizes, BY_LIBRARY)
         self._late: set[int] = set()  # buckets of whose base steps no kernel begins before another ends
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
+        # embeddings, residual stream, and what is to be added to it, of layers that are captured alone
+        self._residual = [model.new_rows(rows) for _ in range(3)]
+        self.eager: Counter[EagerReason] = Counter()
+        """Steps that were not captured, since the arena is the final one."""
         self._sampling = TorchSampling()
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
@@ -162,6 +189,7 @@ class CudaSteps:
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
             self.mixed.allow_captures()
+        self.eager.clear()
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
@@ -183,11 +211,17 @@ class CudaSteps:
         lora, is_merged = None, merged is not None
         lora_indices, lengths = adapter_runs(rows)
         num_tokens = sum(lengths)
-        bucket = None if is_merged or num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
+        bucket = None if num_tokens > self._most_padded else self.mixed.bucket(num_tokens)
         if bucket is not None:
-            lora = self.mixed.begin(bucket, adapters, lora_indices, lengths)
+            lora = self.mixed.begin(bucket, adapters, lora_indices, lengths, merged)
         elif adapters or is_merged:
             lora = self.lora.begin_ragged(adapters, lora_indices, lengths, merged)
+        if self._config.graph_capture == "off":
+            self.eager[EagerReason.OFF] += 1
+        elif bucket is None:
+            self.eager[EagerReason.TOKENS] += 1
+        elif lora is not None and lora.eager is not None:
+            self.eager[lora.eager] += 1
         host = ragged_batch(
             rows,
             self._layout,
@@ -209,7 +243,9 @@ class CudaSteps:
         if bucket is None:
             self.decoder.forward(batch, logits)
         else:
-            self.decoder.compute_logits(self.mixed.run(bucket, num_tokens, lora, self._states), batch, logits)
+            graphs = self.merged_graphs if is_merged else None
+            x = self.mixed.run(bucket, num_tokens, lora, self._states, graphs)
+            self.decoder.compute_logits(x, batch, logits)
         self._pick(logits, chosen)
         return logits, chosen
 
@@ -230,25 +266,41 @@ class CudaSteps:
         self._fill(bucket, rows, self._places(rows, sources))
         if sources is not None:
             self._take_sampled(self._buffers.views[bucket].token_ids)
-        mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
+        mode, launches, graphs = StepMode.BASE, None, self.graphs
         if merged is not None:
-            graphs, captured = self.merged_graphs, self.mixture_lora[bucket]
+            graphs = self.merged_graphs
             padding = adapters.index(merged) if merged in adapters else BASE_LORA_INDEX
             lora_indices = [row.lora_index for row in rows] + [padding] * (bucket - len(rows))
-            launches = self.lora.begin_bucket(adapters, lora_indices, captured, merged)
-            mode, captured = (StepMode.MERGED, None) if launches is None else (StepMode.MIXTURE, captured)
+            launches = self.lora.begin_bucket(adapters, lora_indices, self.mixture_lora[bucket], merged)
+            mode = StepMode.MERGED if launches is None else StepMode.MIXTURE
         elif adapters:
-            mode, captured = StepMode.LORA, self.bucket_lora[bucket]
+            mode = StepMode.LORA
             lora_indices = [row.lora_index for row in rows] + [BASE_LORA_INDEX] * (bucket - len(rows))
-            launches = self.lora.begin_bucket(adapters, lora_indices, captured)
-            if launches is captured.with_scales(APPLIED):
-                mode, captured = StepMode.VECTORS, launches
+            launches = self.lora.begin_bucket(adapters, lora_indices, self.bucket_lora[bucket])
         self.decoder.kept_states = None  # a replay does not call `forward`, which resets it
-        if self._captures and launches is captured:
-            graphs.replay(bucket, mode)
-        else:
+        eager = EagerReason.OFF if not self._captures else None if launches is None else launches.eager
+        if eager is not None:
+            self.eager[eager] += 1
             self._step(bucket, launches, merged is not None)()
+        elif launches is None:
+            graphs.replay(bucket, StepForm(mode))
+        elif self.lora.model_segments.rows:
+            batch = self._batch(bucket, launches, merged is not None)
+            form = StepForm(mode, StepPart.LAYERS, launches.scales, launches.room)
+            self._around_layers(batch, partial(graphs.replay, bucket, form))
+        else:
+            graphs.replay(bucket, StepForm(mode, StepPart.WHOLE, launches.scales, launches.room))
         return self._outputs(bucket)
+
+    def _around_layers(self, batch: StepBatch[GroupedAttention, LoraLaunches], layers: Callable[[], None]) -> None:
+        """Run a decode step whose adapters change embeddings or logits, which are computed before and after layers."""
+        bucket = len(batch.token_ids)
+        embedded, rows, added = (each[:bucket] for each in self._residual)
+        self.decoder.embed(batch, embedded)
+        layers()
+        logits, chosen = self._outputs(bucket)
+        self.decoder.compute_logits(Residual(rows, self.decoder.config.norm, added), batch, logits)
+        self._pick(logits, chosen)
 
     def sample(
         self, rows: Sequence[ScheduledSequence], logits: torch.Tensor, chosen: torch.Tensor
@@ -332,12 +384,12 @@ class CudaSteps:
         if self._states is not None:
             self._states.set_step(rows, range(bucket + 1))
 
-    def _step(
+    def _batch(
         self, bucket: int, lora: LoraLaunches | None, merged: bool = False, backends: GemmBackends | None = None
-    ) -> Callable[[], None]:
-        """Make a bucket's step, from static buffers to static buffers. backends: others than the bucket's own."""
+    ) -> StepBatch[GroupedAttention, LoraLaunches]:
+        """A bucket's batch in static buffers. backends: others than the bucket's own."""
         views = self._buffers.views[bucket]
-        batch = StepBatch(
+        return StepBatch(
             token_ids=views.token_ids,
             positions=views.positions,
             offset=views.offset,
@@ -348,6 +400,12 @@ class CudaSteps:
             backends=self.backends[bucket] if backends is None else backends,
             states=self._states,
         )
+
+    def _step(
+        self, bucket: int, lora: LoraLaunches | None, merged: bool = False, backends: GemmBackends | None = None
+    ) -> Callable[[], None]:
+        """Make a bucket's step, from static buffers to static buffers. backends: see `_batch`."""
+        batch = self._batch(bucket, lora, merged, backends)
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
@@ -355,6 +413,19 @@ class CudaSteps:
             self._pick(logits, chosen)
 
         return step
+
+    def _layers(self, bucket: int, lora: LoraLaunches | None, merged: bool) -> Callable[[], None]:
+        """Make the layers of a bucket's step, from static buffers to static buffers."""
+        batch = self._batch(bucket, lora, merged)
+        embedded, rows, added = (each[:bucket] for each in self._residual)
+
+        def layers() -> None:
+            x = Residual(rows.copy_(embedded), self.decoder.config.norm)  # layers may run twice when they are captured
+            self.decoder.run_layers(x, batch)
+            assert x.added is not None
+            added.copy_(x.added)
+
+        return layers
 
     def _pick(self, logits: torch.Tensor, out: torch.Tensor) -> None:
         """Write to out `[2, rows]` int64 the argmax of each row, and 1 if it is defined: no NaN and no +inf."""
@@ -419,16 +490,63 @@ class CudaSteps:
         launches = self.lora.sample(bucket) if has_lora else None
         return self._device.seconds(self._step(bucket, launches, backends=backends))
 
+    def choose_attention(self) -> None:
+        """Choose each bucket's decode attention, where there are two; the arena must be the final one, without data,
+        and nothing captured.
+        """
+        if self._rivals and self._captures:
+            with self.lora.samples():
+                self._attention = choose_decode_attention(
+                    dict(self._attention),
+                    self._rivals,
+                    self._attention_names,
+                    self.decoder,
+                    self._device,
+                    plan=self._plan_samples,
+                    seconds=lambda bucket: self._device.seconds(self._step(bucket, None)),
+                )
+
+    def _plan_samples(self, bucket: int, attention: GroupedAttention) -> None:
+        self._attention[bucket] = attention
+        self._fill(bucket, self._sample_rows(bucket))
+
+    def _sample_rows(self, count: int) -> list[ScheduledSequence]:
+        """Decoding sequences whose pages lie all over the arena."""
+        length, num_pages = min(_SAMPLE_TOKENS, self._max_model_len), len(self.lora.arena)
+        width = self._layout.table_width(length)
+        return [
+            self._row(index, [0], length - 1, [(index * width + at) % num_pages for at in range(width)])
+            for index in range(count)
+        ]
+
+    def _row(
+        self, index: int, tokens: list[int], start: int, pages: list[int], params: SamplingParams | None = None
+    ) -> ScheduledSequence:
+        """A sequence of no request, of the base model."""
+        return ScheduledSequence(
+            request_id=str(index),
+            lora_index=BASE_LORA_INDEX,
+            tokens=tokens,
+            start=start,
+            pages=pages,
+            params=params or SamplingParams(),
+            seed=0,
+            samples=True,
+            token_ids=tokens,
+            num_prompt_tokens=start + len(tokens),
+            states=StateSlots([[PagePool.DUMMY] * self._layout.state_pages]) if self._layout.states else None,
+        )
+
     def capture_ahead(self) -> None:
         """Capture every bucket of decode steps and of mixed steps, largest first."""
         if self._config.graph_capture != "ahead":
             return
-        for what, graphs, prepare, sizes in self._capturable():
-            keys = [(bucket, mode) for bucket in reversed(sizes) for mode in MODES]
+        for what, graphs, prepare, sizes, part in self._capturable():
+            keys = [(bucket, StepForm(mode, part)) for bucket in reversed(sizes) for mode in MODES]
             with progress(f"capturing {what}", len(keys)) as advance:
-                for bucket, mode in keys:
+                for bucket, form in keys:
                     prepare(bucket)
-                    graphs.capture(bucket, mode)
+                    graphs.capture(bucket, form)
                     advance(1)
             seconds, num_bytes = (sum(getattr(it, name) for it in graphs.report) for name in ("seconds", "num_bytes"))
             logger.info("captured %d %s in %.1f s, %s", len(keys), what, seconds, cuda_memory.gib(num_bytes))
@@ -439,27 +557,26 @@ class CudaSteps:
         They are captured and freed again.
         """
         total = 0
-        for _, graphs, prepare, sizes in self._capturable():
+        for _, graphs, prepare, sizes, part in self._capturable():
             for bucket in sizes[:-3:-1]:
                 prepare(bucket)
-                graphs.capture(bucket, StepMode.LORA)
+                graphs.capture(bucket, StepForm(StepMode.LORA, part))
             first, *second = (step.num_bytes for step in graphs.report)
-            merged = KEPT_PLACES * len(MERGED_MODES) if graphs is self.graphs else 0
-            modes = len(MODES) + 1 + merged  # with those of vectors, which are captured when they are needed
-            total += first + (len(sizes) * modes - 1) * sum(second)
+            forms = len(MODES) + _MORE_FORMS + KEPT_PLACES * len(MERGED_MODES)
+            total += first + (len(sizes) * forms - 1) * sum(second)
         self.graphs.clear()
         self.mixed.graphs.clear()
         return total
 
-    def _capturable(self) -> list[tuple[str, GraphRunner[None], Callable[[int], None], Sequence[int]]]:
-        """Return the kinds of graphs: name, graphs, a function that fills a bucket's buffers with an empty step, and
-        buckets.
+    def _capturable(self) -> list[tuple[str, GraphRunner[None], Callable[[int], None], Sequence[int], StepPart]]:
+        """Return the kinds of graphs: name, graphs, a function that fills a bucket's buffers with an empty step,
+        buckets, and the part that is captured.
         """
         found = []
         if self._captures:
-            found.append(("graphs", self.graphs, self._prepare, self._sizes))
+            found.append(("graphs", self.graphs, self._prepare, self._sizes, StepPart.WHOLE))
         if self._config.graph_capture != "off" and self.mixed.sizes:
-            found.append(("mixed steps", self.mixed.graphs, self.mixed.prepare, self.mixed.sizes))
+            found.append(("mixed steps", self.mixed.graphs, self.mixed.prepare, self.mixed.sizes, StepPart.PIECES))
         return found
 
     def largest_step(self) -> None:
@@ -482,21 +599,7 @@ class CudaSteps:
         rows = []
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.table_width(length)
-            rows.append(
-                ScheduledSequence(
-                    request_id=str(len(rows)),
-                    lora_index=BASE_LORA_INDEX,
-                    tokens=tokens,
-                    start=0,
-                    pages=pages,
-                    params=params,
-                    seed=0,
-                    samples=True,
-                    token_ids=tokens,
-                    num_prompt_tokens=length,
-                    states=StateSlots([[PagePool.DUMMY] * self._layout.state_pages]) if self._layout.states else None,
-                )
-            )
+            rows.append(self._row(len(rows), tokens, 0, pages, params))
         logits, chosen = self.ragged(rows, ())
         logits = self.whole(logits)
         if self.decoder.ranks is not None and self.decoder.ranks.rank:
@@ -515,16 +618,16 @@ class CudaSteps:
         self._fill(bucket, [])
         self.lora.rest()
 
-    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
+    def _capture(self, bucket: int, form: StepForm) -> Callable[[], None]:
         """Capture a bucket; its attention must have been planned."""
-        lora = {
-            StepMode.LORA: self.bucket_lora[bucket],
-            StepMode.VECTORS: self.bucket_lora[bucket].with_scales(APPLIED),
-            StepMode.MIXTURE: self.mixture_lora[bucket],
-        }.get(mode)
+        if form.part is StepPart.PIECES:
+            return self.mixed.capture(bucket, form)
+        mode, launches = form.mode, {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}
+        lora = launches[mode][bucket].variant(form.scales, form.room) if mode in launches else None
+        make = self._layers if form.part is StepPart.LAYERS else self._step
         is_late = mode is StepMode.BASE and bucket in self._late
         with dependent_launch.only(False) if is_late else nullcontext():
-            return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
+            return self._device.capture(make(bucket, lora, mode in MERGED_MODES))
 
 
 def _of_all_ranks(

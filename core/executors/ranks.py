@@ -106,6 +106,7 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
     def _serve(self, beside: Callable[..., tuple[Any, list[Any]]]) -> None:
         """Serve plans and merged weights from now on. beside: see `WorkerProcesses.beside`."""
         self._known = KnownAdapters(self._processes)
+        self.eager_steps = self.first.eager_steps
         self.shadow = RankShadow(self.first.shadow, beside, self._known.entry)
         page_bytes = self.shapes.layout.page_bytes
         logger.info("KV and adapters of %.1f MiB on each rank", self.num_pages * page_bytes / _MIB)

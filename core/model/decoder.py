@@ -142,16 +142,23 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given; of several ranks this one's columns, see `gathered`.
         """
-        lora = batch.lora
         x = Residual(self._embedded(batch).to(self._dtype), self.config.norm)
-        rotations = self._rotations(batch)
+        self.run_layers(x, batch)
+        return self.compute_logits(x, batch, logits)
+
+    def embed(self, batch: Batch, out: torch.Tensor) -> None:
+        """Write the embeddings of a step's tokens to out `[tokens, hidden]`, which `run_layers` takes."""
+        out.copy_(self._embedded(batch))
+
+    def run_layers(self, x: Residual, batch: Batch) -> None:
+        """Compute all layers, from the embeddings in x to what `compute_logits` takes."""
+        lora, rotations = batch.lora, self._rotations(batch)
         for index in range(len(self.layers)):
             layer = self._layer(index, batch)
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
                 layer.finish(x, self._mixed(layer, x, index, batch, rotations))
-        return self.compute_logits(x, batch, logits)
 
     def _mixed(
         self, layer: Layer, x: Residual, index: int, batch: Batch, rotations: dict[RopeConfig | None, Rotation | None]
@@ -175,7 +182,7 @@ class DecoderModel:
         if index:
             self._layer(index - 1, batch).finish(x, self._mixed_flow(index - 1, flow))
         else:
-            x.rows.copy_(self._embedded(batch))
+            self.embed(batch, x.rows)
         if index < len(self.layers):
             inputs = self._layer(index, batch).begin(x)
             if self._deltas[index] is not None:
@@ -219,6 +226,10 @@ class DecoderModel:
         with span("attn.run"):
             kv = self._kv_index[index]
             return attention.of(self._page_groups[kv]).run(q, *self._arena.kv_layers[kv], out, self._scores[index])
+
+    def new_rows(self, tokens: int) -> torch.Tensor:
+        """Zeros `[tokens, hidden]` for a residual stream."""
+        return torch.zeros(tokens, self.config.hidden_size, dtype=self._dtype, device=self._arena.pages.device)
 
     def new_flow(self, tokens: int) -> Flow:
         """Zeros for pieces of up to so many tokens."""

@@ -1,15 +1,15 @@
-"""LoRA state of a step on a GPU: the static tables that captured launches read, and the launches."""
+"""LoRA state of a step on a GPU: the static tables that captured launches read, and the launches of each step."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ...graphs.runner import EagerReason
 from ...memory.adapters.adapter import Adapter
 from ...memory.files.whole_copies import MAX_TRAINED_ROWS
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, VectorTarget, uniform_parts
@@ -18,21 +18,23 @@ from ...memory.pages.projections import LAYER_GROUPS, Product
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import Segments
 from ...ops.sgmv_schedule import Schedule, decode, prefill, rank_classes, token_limits
-from ...ops.sgmv_tables import Copy, SgmvTables, TableSizes
+from ...ops.sgmv_tables import SgmvTables, TableSizes
+from ...ops.table_records import Copy
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
-from .batch import HeadLora, LoraState, RowAdapters, rows_in
+from .batch import LoraState, RowAdapters, rows_in
 from .config import ModelConfig
+from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
 
 if TYPE_CHECKING:
-    from ...ops.sgmv_triton import Sgmv, Shrunk
+    from ...ops.sgmv_triton import Sgmv
     from ...ops.vectors_triton import ScaleRows
-
-#: `LoraLaunches.scales` of a step that applies vectors and undoes none.
-APPLIED = (False,)
 
 #: The most parts of an adapter, which rank and alpha patterns create; each has its own row in the tables.
 MAX_PARTS = 16
+
+#: New adapters with vectors of one copy to the device; few adapters have them.
+_USUAL_VECTORS = 16
 
 #: Mean length of segments up to which a step is bound by reading rank-rows, not by computing with them.
 _SHORT = 8
@@ -44,8 +46,8 @@ _SAMPLE_RANK, _SAMPLE_SCALE = 16, 1 / 16
 #: Extra tiles of a captured piece, beyond those for its bucket's tokens: prompts seldom end where tiles end.
 _MORE_TILES = 4
 
-#: The most decoding sequences with adapters after the prompts of a captured piece. With more, launches without work
-#: would take the device longer than the host needs to launch the real ones.
+#: Decoding sequences with adapters after the prompts of a usual captured piece. Launches without work take the device
+#: some time, too, so more of them are for steps that need them.
 _MOST_TAIL = 64
 
 
@@ -59,24 +61,6 @@ class StepLimits(NamedTuple):
     tokens: int
     padded: int = 0
     """Tokens of a step with prompts that is padded to a bucket."""
-
-
-class StepOffload(Protocol):
-    """The part of a step that other processes compute, chosen while the step is launched."""
-
-    def takes(self, lora_index: int, layer: int, /) -> bool:
-        """True if they compute a layer of an adapter that is not in its pages; from now on the tables leave that layer
-        out.
-        """
-        ...
-
-    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
-        """Send them their rows of x."""
-        ...
-
-    def collect(self, group: int, y: torch.Tensor, layer: int, /) -> None:
-        """Add their LoRA terms to y."""
-        ...
 
 
 class CudaLoraState(LoraState):
@@ -123,6 +107,7 @@ class CudaLoraState(LoraState):
         """
         self.offloaded: StepOffload | None = None
         """The offloaded part of the current step."""
+        usual_tiles = self._max_tokens // least_tile + 2 * self._max_rows
         sizes = TableSizes(
             # one more, because a merged adapter is subtracted from the rows of others
             table_rows=(max_adapters + 1) * MAX_PARTS,
@@ -131,7 +116,9 @@ class CudaLoraState(LoraState):
             max_rank=self.max_rank,
             page_elems=layout.page_elems,
             slab_elems=self._widest_slab(),
-            max_tiles=MAX_PARTS * (self._max_tokens // least_tile + 2 * self._max_rows),
+            max_tiles=MAX_PARTS * usual_tiles,
+            usual_rows=(max_adapters + 1) * self._usual_parts,
+            usual_tiles=usual_tiles * self._usual_parts,
             scratch=max(self._scratch(max(tokens, padded), schedule) for schedule, tokens in possible.items()),
         )
         self.tables = SgmvTables(sizes, arena.device, make_copy)
@@ -142,8 +129,14 @@ class CudaLoraState(LoraState):
             max(self._max_tokens, self._max_rows, padded),
             arena.device,
             itemsize=self._itemsize,
+            usual_rows=min(max_adapters + 1, _USUAL_VECTORS),
             make_copy=make_copy,
         )
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory of the tables, without the partial sums."""
+        return self.tables.num_bytes + self._vectors.num_bytes
 
     def set_step(
         self,
@@ -168,12 +161,10 @@ class CudaLoraState(LoraState):
             product.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
-        """Return the launches of a captured step: the same number of tiles for all adapters, with some room for their
-        parts.
-        """
+        """Return the launches of a captured step: a tile for each sequence, if adapters have the usual parts."""
         return LoraLaunches(self, decode(size, self.max_rank), size * self._usual_parts, passes=passes)
 
-    def padded(self, tokens: int) -> LoraLaunches:
+    def padded(self, tokens: int, passes: int = 1) -> LoraLaunches:
         """Return the launches of captured pieces with `tokens` tokens.
 
         Prompts come first, then decoding sequences with the kernels of a decode step; all tiles of these count tokens
@@ -182,7 +173,7 @@ class CudaLoraState(LoraState):
         schedule, last = prefill(tokens, self.max_rank, self._itemsize), min(tokens, self._max_rows, _MOST_TAIL)
         num_tiles = (-(-tokens // schedule.tile_tokens) + _MORE_TILES) * self._usual_parts
         tail = Tail(decode(last, self.max_rank), last * self._usual_parts, 0)
-        return LoraLaunches(self, schedule, num_tiles, tail=tail)
+        return LoraLaunches(self, schedule, num_tiles, passes=passes, tail=tail)
 
     def begin_padded(
         self,
@@ -190,22 +181,25 @@ class CudaLoraState(LoraState):
         lora_indices: Sequence[RowAdapters],
         lengths: Sequence[int],
         captured: LoraLaunches,
+        merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write the tables of a step with prompts; return `captured`, with launches for vectors if there are any, or
-        other launches if it has too few tiles.
+        """Write the tables of a step with prompts; return `captured`, with the launches for vectors and the room that
+        the step needs, or launches of this step alone.
+
+        Returns None if the merged weights contain everything that the sequences need.
         """
-        tail = captured.tail
-        if tail is not None:
-            self._begin(adapters, lora_indices, lengths)
-            scales = self._plan_vectors()
-            captured = captured.with_scales(scales)
-            tiles = captured.schedule.tile_tokens, _border(lengths), tail.schedule.tile_tokens, captured.num_tiles
-            num_tiles, tables = self.tables.plan(self.segments, *tiles), self.tables
-            enough = num_tiles <= captured.num_tiles and tables.tail_tiles <= tail.num_tiles
-            if enough and tables.passes <= captured.passes and self.offloaded is None and not self.model_segments.rows:
-                return captured
-            return self._ragged(lengths)
-        return self.begin_ragged(adapters, lora_indices, lengths)
+        self._begin(adapters, lora_indices, lengths, merged)
+        if self._is_contained(merged):
+            return None
+        assert captured.tail is not None
+        scales, tables = self._plan_vectors(), self.tables
+        tiles = captured.schedule.tile_tokens, _border(lengths), captured.tail.schedule.tile_tokens
+        num_tiles, tail_tiles, passes = tables.count(self.segments, *tiles)
+        found = captured.with_room(num_tiles, tail_tiles, scales) if passes <= captured.passes else None
+        if found is None or self.offloaded is not None:
+            return self._ragged(lengths, EagerReason.TILES if found is None else EagerReason.OFFLOAD)
+        tables.plan(self.segments, *tiles, found.num_tiles)
+        return found
 
     def begin_bucket(
         self,
@@ -214,8 +208,8 @@ class CudaLoraState(LoraState):
         captured: LoraLaunches,
         merged: Adapter | None = None,
     ) -> LoraLaunches | None:
-        """Write a decode step's tables and wait for its adapters; return `captured`, with launches for vectors if there
-        are any, or launches with more tiles if needed.
+        """Write a decode step's tables and wait for its adapters; return `captured`, with the launches for vectors and
+        the room that the step needs, or launches of this step alone.
 
         Returns None if the merged weights contain everything that the sequences need. lora_indices: of every entry,
         including padding. merged: see `set_step`.
@@ -224,13 +218,20 @@ class CudaLoraState(LoraState):
         # an adapter may leave out any layer, even the last
         for layer in range(self._num_layers if self._coming else 0):
             self.wait(layer)
-        if merged is not None and not (self.segments.rows or self.model_segments.rows):
+        if self._is_contained(merged):
             return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
-        passes, captured = self.tables.passes, captured.with_scales(self._plan_vectors())
-        if num_tiles <= captured.num_tiles and passes <= captured.passes and not self.model_segments.rows:
-            return captured
-        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes, scales=captured.scales)
+        scales, passes = self._plan_vectors(), self.tables.passes
+        found = captured.with_room(num_tiles, 0, scales) if passes <= captured.passes else None
+        if found is not None:
+            return found
+        return LoraLaunches(
+            self, captured.schedule, num_tiles, passes=passes, variant=Variant(scales, eager=EagerReason.TILES)
+        )
+
+    def _is_contained(self, merged: Adapter | None) -> bool:
+        """True if merged weights contain everything that a step needs of its adapters."""
+        return merged is not None and not (self.segments.rows or self.model_segments.rows)
 
     def begin_ragged(
         self,
@@ -246,8 +247,7 @@ class CudaLoraState(LoraState):
         as in decode steps.
         """
         self._begin(adapters, lora_indices, lengths, merged)
-        has_work = merged is None or self.segments.rows or self.model_segments.rows
-        return self._ragged(lengths) if has_work else None
+        return None if self._is_contained(merged) else self._ragged(lengths)
 
     def _begin(
         self,
@@ -269,13 +269,14 @@ class CudaLoraState(LoraState):
         undone = [self.segments.rows[index].scale < 0 for index in self.segments.vectors]
         return tuple(undo for undo in (True, False) if undo in undone)
 
-    def _ragged(self, lengths: Sequence[int]) -> LoraLaunches:
+    def _ragged(self, lengths: Sequence[int], eager: EagerReason = EagerReason.TOKENS) -> LoraLaunches:
         segments, tokens, scales = self.segments, sum(lengths), self._plan_vectors()
         lengths_of_rows = [end - begin for begin, end, rows in segments if rows.rank]
         if tokens <= self._max_rows and sum(lengths_of_rows) <= _SHORT * len(lengths_of_rows):
             schedule = self._decode(tokens)
             num_tiles = self.tables.plan(segments, schedule.tile_tokens)
-            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes, scales=scales)
+            passes = self.tables.passes
+            return LoraLaunches(self, schedule, num_tiles, self.wait, passes, variant=Variant(scales, eager=eager))
         border = _border(lengths)
         rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
         schedule = next(each for (most, limit), each in self._prefills.items() if border <= most and rank <= limit)
@@ -288,7 +289,7 @@ class CudaLoraState(LoraState):
             wait=self.wait,
             passes=self.tables.passes,
             tail=Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
-            scales=scales,
+            variant=Variant(scales, eager=eager),
         )
 
     def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
@@ -419,111 +420,3 @@ class CudaLoraState(LoraState):
 def _border(lengths: Sequence[int]) -> int:
     """Number of tokens before the last rows of one token."""
     return sum(lengths) - sum(1 for _ in itertools.takewhile(lambda length: length == 1, reversed(lengths)))
-
-
-class Tail(NamedTuple):
-    """The last tokens of a step, from `border` on, with their own schedule and `num_tiles` tiles after the others.
-
-    Their tiles count tokens from `border`.
-    """
-
-    schedule: Schedule
-    num_tiles: int
-    border: int
-
-
-class LoraLaunches:
-    """A step's launches: one schedule over some of the tables' tiles, and perhaps another one for its last tokens.
-
-    They hold no data of a step. wait: called before every layer. passes: the most entries of a token for one module.
-    scales: launches for vectors, each True if it undoes them.
-    """
-
-    def __init__(
-        self,
-        state: CudaLoraState,
-        schedule: Schedule,
-        num_tiles: int,
-        wait: Callable[[int], None] = lambda layer: None,
-        passes: int = 1,
-        *,
-        tail: Tail | None = None,
-        scales: tuple[bool, ...] = (),
-    ) -> None:
-        self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
-        self.scales = scales
-        self._state, self.tail = state, tail
-        self._with_scales: dict[tuple[bool, ...], LoraLaunches] = {}
-        self._tiles = state.tables.tiles_of_pass[:passes]
-        self._tokens = (tail and tail.border) or None
-        self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
-
-    def with_scales(self, scales: tuple[bool, ...]) -> LoraLaunches:
-        """Return the same launches with those for vectors, made once."""
-        if scales == self.scales:
-            return self
-        if (found := self._with_scales.get(scales)) is None:
-            found = LoraLaunches(
-                self._state, self.schedule, self.num_tiles, self.wait, self.passes, tail=self.tail, scales=scales
-            )
-            self._with_scales[scales] = found
-        return found
-
-    @cached_property
-    def _products(self) -> list[Sgmv]:
-        return self._state.sgmvs(self.schedule)
-
-    @cached_property
-    def _tail_products(self) -> list[Sgmv]:
-        return [] if self.tail is None else self._state.sgmvs(self.tail.schedule)
-
-    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
-        """Add the LoRA terms of the first `num_tiles` tiles of each pass for a group's projections, and those of the
-        tail.
-
-        compile_only: see `sgmv_triton.Sgmv`.
-        """
-        index = self._state.product_of[layer][group]
-        if True in self.scales:
-            self._state.scale(group, y, layer, undo=True)
-        if (tail := self.tail) is not None:
-            last = y[tail.border :], x[tail.border :]
-            self._tail_products[index](*last, layer, self._tail_tiles, tail.num_tiles)
-        self._products[index](
-            y, x, layer, tiles=self._tiles, num_tiles=self.num_tiles, tokens=self._tokens, compile_only=compile_only
-        )
-        if (offloaded := self._state.offloaded) is not None:
-            offloaded.collect(group, y, layer)
-        if False in self.scales:
-            self._state.scale(group, y, layer, undo=False)
-
-    def shrink(self, group: int, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> Shrunk | None:
-        """Multiply with A only; return None if a row's adapters are added in passes or have vectors, or tiles hold more
-        than one token.
-        """
-        if self.passes > 1 or self.tail is not None or self.schedule.tensor_cores or self.scales:
-            return None
-        (tiles,) = self._tiles
-        product = self._products[self._state.product_of[layer][group]]
-        return product.shrink(x, layer, tiles, self.num_tiles, compile_only=compile_only)
-
-    def embed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """See `StepLora.embed`. Steps with such adapters are not captured."""
-        self._state.embed(rows, token_ids)
-
-    def use_logits(self, sampled: Sequence[int], scored: Sequence[int]) -> None:
-        """See `StepLora.use_logits`."""
-        self._state.use_logits(sampled, scored)
-
-    def logits(self) -> HeadLora | None:
-        """See `StepLora.logits`."""
-        return self._state.logits()
-
-    def prompt_logits(self) -> HeadLora | None:
-        """See `StepLora.prompt_logits`."""
-        return self._state.prompt_logits()
-
-    def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
-        """See `StepLora.offload`."""
-        if (offloaded := self._state.offloaded) is not None:
-            offloaded.offload(group, x, layer)

@@ -18,6 +18,8 @@ The number of launches per layer, by kind: for decode steps with the library's G
 fused norms (`fused`), and for prompts, eager or piecewise; left out without triton. Counts and times are the gate's
 suite `host_time`.
 
+`tables`: bytes of the adapter tables for Llama-3.1-8B's shapes, in page-locked host memory and on the device.
+
 FlashInfer's own planning and CUDA's calls are not included. The last line is one JSON object.
 """
 
@@ -40,6 +42,7 @@ from .idle_engine import GEOMETRY, StubDevice, add, decoding, idle_engine
 from .launches import decode_launches, prompt_launches
 from .machine import processor
 from .sections.registry import rows_table
+from .table_bytes import all_table_bytes
 
 
 def host_times(
@@ -159,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             ("launches of a layer", launches),
         ):
             rows_table(title, {name: name for name in rows[0]}, rows).show()
-    result = {"cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
+    tables = all_table_bytes()
+    rows_table("bytes of adapter tables", {name: name for name in tables[0]}, tables).show()
+    result = {"tables": tables, "cases": found, "layer": layer, "layer in pieces": in_pieces, "launches": launches}
     return conclude({"device": processor(), "steps": args.steps, **result}, ok=True)
 
 

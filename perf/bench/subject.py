@@ -18,7 +18,7 @@ from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import RequestOutput
-from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
+from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.adapters.adapter import Tier
 from ..inline_reads import InlineReads
 from .context import Context
@@ -223,10 +223,10 @@ class Subject:
         """
         if not getattr(self._steps, "_captures", True):
             return math.nan
-        bucket, mode = self._buckets.pick(rows), StepMode.LORA if lora else StepMode.BASE
+        bucket, form = self._buckets.pick(rows), StepForm(StepMode.LORA if lora else StepMode.BASE)
         device = getattr(self.executor, "_device", None)
         with nullcontext() if device is None else device.scope(), torch.inference_mode():
-            return self._context.timer.time(lambda: self._graphs.replay(bucket, mode), capture=False).seconds
+            return self._context.timer.time(lambda: self._graphs.replay(bucket, form), capture=False).seconds
 
     def first_token_seconds(self, prompt_tokens: int, adapter: str | None = None) -> float:
         """Time to first token of a request that arrives now."""

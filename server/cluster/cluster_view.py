@@ -47,7 +47,7 @@ def total(stats: Iterable[EngineStats]) -> EngineStats:
 def counted(stats: EngineStats) -> EngineStats:
     """Counts of a replica that is gone: the sum over replicas must not fall."""
     grown = {name: getattr(stats, name) for name, metric in METRICS.items() if metric.grows}
-    return EngineStats(**grown, step_sizes=stats.step_sizes)
+    return EngineStats(**grown, step_sizes=stats.step_sizes, eager_steps=stats.eager_steps)
 
 
 def tenants(links: Iterable[Link]) -> list[TenantStats]:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...core.engine_stats import METRICS, STEP_SIZES
+from ...core.engine_stats import EAGER_REASONS, METRICS, STEP_SIZES
 from ...core.engine_stats import Metric as EngineMetric
 from ...memory.adapters.composition import is_composition
 from .adapter_metrics import adapter_families
@@ -275,6 +275,14 @@ class _EngineCollector(Collector):
         yield with_samples(
             GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=MODEL_LABELS),
             (self._everything, stats.kv_usage),
+        )
+        eager = (
+            "Steps on a GPU that ran eagerly, without CUDA graphs. off: graphs are off, or attention has none; "
+            "tokens: more tokens than mixed_graph_tokens; tiles: adapters of many parts; offload: CPU LoRA offload"
+        )
+        yield with_samples(
+            CounterMetricFamily("chorus_steps_eager", eager, labels=("reason",)),
+            *zip([(reason,) for reason in EAGER_REASONS], stats.eager_steps, strict=False),
         )
         counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
         yield histogram(

@@ -56,6 +56,7 @@ class RecordingExecutor(ExecutorBase):
         )
         self.shadow, self.swaps = inner.shadow, inner.swaps
         self.cold_starts = inner.cold_starts
+        self.eager_steps = inner.eager_steps
         self.start = None if inner.start is None else self._start
         self.before = before
         self.plans: list[StepPlan] = []

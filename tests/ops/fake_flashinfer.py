@@ -225,7 +225,9 @@ class FakeFlashInfer:
         self.stream = stream
         self.wrappers, self.calls = [], []
         self.fast_plans = 0
-        self.decode = SimpleNamespace(fast_decode_plan=self._fast_decode_plan)
+        self.decode = SimpleNamespace(
+            fast_decode_plan=self._fast_decode_plan, xqa_batch_decode_with_kv_cache=self._xqa_decode
+        )
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args, **kwargs):
         return Prefill(self, *args, **kwargs)
@@ -241,3 +243,23 @@ class FakeFlashInfer:
         assert len(indices) == indptr[-1]
         wrapper.take(**kwargs)
         self.fast_plans += 1
+
+    def _xqa_decode(self, **given):
+        """The kernel reads tables and lengths on the device, and strides in heads."""
+        self.calls.append(("xqa_batch_decode_with_kv_cache", None, (), given))
+        query, out, (k, v) = given["query"], given["out"], given["kv_cache"]
+        tables, lens, window = given["block_tables"], given["seq_lens"], given["window_left"]
+        rows, _, head_dim = query.shape
+        assert given["kv_layout"] == "NHD"
+        assert given["bmm2_scale"] == 1.0, "it scales the output"
+        assert given["workspace_buffer"].dtype is torch.uint8
+        assert (tables.dtype, lens.dtype, lens.shape) == (torch.int32, torch.uint32, (rows,))
+        assert all(each.is_contiguous() for each in (tables, query, out))
+        assert given["max_seq_len"] == tables.shape[1] * k.shape[1]
+        assert k.stride() == v.stride(), "it reads K's alone"
+        assert not any(stride % head_dim for stride in k.stride()[:3])
+        lens = lens.view(torch.int32).tolist()
+        assert all(1 <= length <= given["max_seq_len"] for length in lens)
+        pages = [table[: -(-length // k.shape[1])] for table, length in zip(tables.tolist(), lens, strict=True)]
+        scores = Scores(given["bmm1_scale"], None if window < 0 else window + 1)
+        return out.copy_(paged_attention_ref(query, k, v, list(range(rows + 1)), pages, lens, scores))

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from chorus.ops import attention_flashinfer
-from chorus.ops.attention import AttentionSetup, HeadShape, Scores
+from chorus.ops.attention import AttentionSetup, GroupTable, HeadShape, Scores
 from chorus.ops.attention_backend import GroupedBackend, TorchBackend
 from chorus.ops.attention_flashinfer import FlashInferBackend
+from chorus.ops.attention_plan import PlanBuffers
 
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream
@@ -154,3 +155,32 @@ def test_groups_share_scratch_and_nothing_that_a_plan_writes(fake):
 def test_the_log_names_a_backend_of_several_groups_once():
     backend = GroupedBackend([(SimpleNamespace(name="a", reason="r", fix="", captures=True), None)] * 3, 4)
     assert (backend.name, backend.reason, backend.fix) == ("a", "r", "")
+
+
+def test_page_lists_of_groups_without_windows_are_written_once(fake, monkeypatch):
+    """While sequences grow, only their new pages are, as in a model of one group; a window's are written again."""
+    groups = [[Scores()], [Scores(scale=0.5)], [Scores(window=9)]]
+    backend = backends_of(groups, flashinfer(fake))
+    bucket, block, count = backend.decode(2), HEADS.block_tokens, len(groups)
+    grown, plans = [], []
+    grow = PlanBuffers._grow  # noqa: SLF001
+    monkeypatch.setattr(PlanBuffers, "_grow", lambda *args: grown.append(grow(*args)) or grown[-1])
+    keep = PlanBuffers._keep  # noqa: SLF001
+    monkeypatch.setattr(PlanBuffers, "_keep", lambda self, counts: plans.append(self) or keep(self, counts))
+    lists, used = [[], []], itertools.count(1)
+    for length in range(1, 3 * block + 1):
+        for pages in lists:
+            while len(pages) < count * (-(-length // block)):
+                pages.append(next(used))
+        table = torch.zeros(2, count * 4, dtype=torch.long)
+        for row, pages in zip(table, lists, strict=True):
+            row[: len(pages)] = torch.tensor(pages)
+        bucket.plan(range(3), table, [length, length], lists)
+        for index in range(2):
+            buffers = bucket.of(index)._backend.buffers  # noqa: SLF001
+            want = [page for pages in lists for page in pages[index::count]]
+            assert buffers.indices[: buffers.num_indices].tolist() == want
+    assert grown == [True] * 4, "each of both groups got pages twice"
+    assert len(set(map(id, plans))) == count
+    assert GroupTable(lists[0], 1, count)[0] == lists[0][1]
+    assert list(GroupTable(lists[0], 1, count)) == lists[0][1::count]

@@ -12,6 +12,7 @@ from chorus.ops.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.sgmv_tables import (
     MAX_MODULES,
     OFFSETS_B,
+    OFFSETS_WIDTH,
     PLACE_ROWS,
     RANK,
     SCALE,
@@ -277,3 +278,34 @@ def test_between_limits_there_is_one_schedule(rule, most):
     assert limits[-1] == most
     for tokens in range(1, most + 1):
         assert rule(tokens, 64) == rule(next(limit for limit in limits if limit >= tokens), 64)
+
+
+def test_a_step_of_more_adapters_than_usual_is_sent_in_several_copies():
+    """Each copy has the entries of the step's new adapters alone; and a tile's is as long as the step's tiles."""
+    sizes = {"table_rows": 6, "layers": 2, "max_pages": 40, "max_rank": 8, "max_tiles": 12, "scratch": 0}
+    copies, room = [], []
+
+    def make_copy(num_bytes):
+        room.append(num_bytes)
+
+        def copy(target, values):
+            assert values.numel() * values.itemsize <= num_bytes
+            copies.append(values.numel() * values.itemsize)
+            target.copy_(values)
+
+        return copy
+
+    many = SgmvTables(TableSizes(**sizes, page_elems=512, slab_elems=48, usual_rows=2, usual_tiles=4), "cpu", make_copy)
+    assert sum(room) < 6 * 4 * (many.first_elem.shape[1] * 2 + OFFSETS_WIDTH + 40 + many.places[0].numel()) / 2
+    rows = [make_rows(rank=rank, pages=range(rank, 3 * rank)) for rank in (1, 2, 3, 4, 5)]
+    segments = make_segments(*((token, token + 1, rows[token % 5]) for token in range(10)))
+    assert many.plan(segments, tile_tokens=1) == 10
+    assert len(copies) == 2 + 3, "of the records, whose pages are few, and of the tiles"
+    whole = make_tables(**sizes)
+    whole.plan(segments, tile_tokens=1)
+    for name in ("tiles", "offsets", "first_elem", "places", "pages"):
+        assert torch.equal(getattr(many, name), getattr(whole, name)), name
+    copies.clear()
+    many.plan(make_segments((0, 1, make_rows(rank=6, pages=[7]))), tile_tokens=1)
+    record = 2 + 2 * 2 + OFFSETS_WIDTH + many.places[0].numel() + 1
+    assert copies[0] == 4 * (record + record % 2)

@@ -1,5 +1,5 @@
-"""Decode attention alone: our kernel and FlashInfer's decode wrapper, used as in steps, compared with the bytes
-of KV.
+"""Decode attention alone: our kernel, FlashInfer's decode wrapper and its XQA kernel, used as in steps, compared with
+the bytes of KV.
 
 Tests: tests/perf/bench/test_sections.py
 """
@@ -26,7 +26,9 @@ TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
 #: Sequences that are compared with torch's results, and with their own results when alone.
 _CHECKED = 2
 
-BACKENDS: tuple[Literal["triton", "flashinfer"], ...] = ("triton", "flashinfer")
+Compared = Literal["triton", "flashinfer", "xqa"]
+
+BACKENDS: tuple[Compared, ...] = ("triton", "flashinfer", "xqa")
 
 
 class WrongValues(ArithmeticError):
@@ -55,7 +57,7 @@ class _Case:
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(context.seed))
         self.table = (order + 1).view(rows, per_row)
 
-    def backend(self, name: Literal["triton", "flashinfer"]) -> AttentionBackend:
+    def backend(self, name: Compared) -> AttentionBackend:
         """The backend of that name. Raises AttentionUnavailable."""
         device = torch.device("cpu" if self.context.smoke else "cuda:0")
         setup = AttentionSetup(self.shape, self.context.dtype, device, self.rows, self.table.shape[1])

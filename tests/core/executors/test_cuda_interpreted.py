@@ -11,6 +11,7 @@ import logging
 import sys
 import weakref
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,26 +21,28 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.engine_stats import EAGER_REASONS
 from chorus.core.executors import cuda, cuda_gemm_backends, cuda_steps
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_piecewise import token_buckets
 from chorus.core.executors.cuda_steps import CudaSteps
-from chorus.core.model import lora_state_cuda
+from chorus.core.model import lora_launches, lora_state_cuda
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.graphs.device import DeviceError
-from chorus.graphs.runner import StepMode
+from chorus.graphs.runner import USUAL_ROOM, EagerReason, Room, StepForm, StepMode, StepPart
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
+from chorus.ops.attention_xqa import XqaBackend
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
@@ -133,7 +136,9 @@ def check(driver: Driver, want: dict[str, list[int]]) -> None:
 
 
 def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
-    """Chunked prompts, decode rows in larger buckets, one and several parts; every graph is captured ahead and once."""
+    """Chunked prompts, decode rows in larger buckets, one and several parts; every graph is captured once, and ahead
+    unless it has room for several parts.
+    """
     driver = drive()
     executor = driver.executor.inner
     keys = [(bucket, mode) for bucket in (4, 2, 1) for mode in (StepMode.BASE, StepMode.LORA)]
@@ -144,7 +149,9 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
     assert any(plan.bucket == 4 and len(plan.sequences) == 3 for plan in plans), "no padding"
     assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
     assert any(plan.bucket and not plan.adapters for plan in plans)
-    assert len(executor.captured) == len(keys), "nothing was captured again"
+    more = executor.captured[len(keys) :]
+    assert {(step.bucket, step.form.room) for step in more} == {(step.bucket, Room(1)) for step in more}
+    assert len({step.bucket for step in more}) == len(more) > 0, "captured twice"
 
 
 class Launches(LateDevice):
@@ -221,31 +228,72 @@ def test_padding_changes_no_bits_of_other_tokens(drive, tiny, monkeypatch):
     assert torch.isfinite(steps.mixed._flow.rows).all()  # noqa: SLF001
 
 
-def test_a_mixed_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny, monkeypatch):
-    """More decode rows after the prompt than the captured tail has tiles for."""
+def test_a_mixed_step_of_more_tiles_than_captured_is_captured_with_more(drive, tiny, monkeypatch):
+    """More decode rows after the prompt than the usual tail has tiles for, and more prompts than the usual tiles."""
     monkeypatch.setattr(lora_state_cuda, "_MOST_TAIL", 1)
+    monkeypatch.setattr(lora_state_cuda, "_MORE_TILES", 0)
     monkeypatch.setattr(sys.modules[__name__], "LateDevice", Launches)
-    driver = drive(mixed_graph_tokens=12, adapters=["r1-qv"], graph_capture="ahead", async_scheduling=False)
+    driver = drive(mixed_graph_tokens=12, adapters=["r1-qv", "r5-o-down"], async_scheduling=False)
     steps, device = driver.executor.inner.steps, driver.executor.inner._device  # noqa: SLF001
-    want = ask(driver, tiny, ("r1-qv", 2, 6), ("r1-qv", 3, 6))
+    usual = [StepForm(mode, StepPart.PIECES) for mode in (StepMode.BASE, StepMode.LORA)]
+    assert [key[1] for key in steps.mixed.graphs.keys] == usual
+    want = ask(driver, tiny, ("r1-qv", 2, 6), ("r5-o-down", 3, 6))
     driver.step()
     driver.step()
-    device.num_replays = 0
     want |= ask(driver, tiny, ("r1-qv", 4, 1))
+    device.num_replays = 0
     driver.step()
     assert driver.plans[-1].bucket is None
-    assert device.num_replays == 0
+    assert device.num_replays == SPEC.layers + 1
     check(driver, want)
-    assert len(steps.mixed.graphs.keys) == 2
+    rooms = [key[1].room for key in steps.mixed.graphs.keys[2:]]
+    assert rooms == [Room(prompts=1), Room(tail=1)]
+    assert not steps.eager
 
 
-def test_merged_mixed_steps_are_computed_as_they_are(drive, tiny):
-    """The pieces have the model's own weights in them."""
-    driver = drive(mixed_graph_tokens=12, adapters=["r1-qv"], graph_capture="lazy", max_num_seqs=2)
-    merge(driver, "r1-qv")
-    captured = driver.executor.inner.steps.mixed.graphs.keys
-    check(driver, ask(driver, tiny, ("r1-qv", 5, 2), (None, 3, 2)))
-    assert driver.executor.inner.steps.mixed.graphs.keys == captured
+def test_merged_mixed_steps_are_captured(drive, tiny, monkeypatch):
+    """With the merged weights where they lie: of their adapter alone, and with others; in the next one's, too."""
+    monkeypatch.setattr(sys.modules[__name__], "LateDevice", Addresses)
+    monkeypatch.setattr(Addresses, "replays_merged", False)
+    driver = drive(mixed_graph_tokens=12, adapters=["r1-qv", "pattern"], graph_capture="lazy", max_num_seqs=2)
+    steps, device = driver.executor.inner.steps, driver.executor.inner._device  # noqa: SLF001
+    device.steps = steps
+    for name in ("r1-qv", "pattern"):
+        merge(driver, name)
+        device.replays_merged = True
+        driver.plans.clear()
+        check(driver, ask(driver, tiny, (name, 5, 2)))
+        check(driver, ask(driver, tiny, (name, 5, 2), (None, 3, 2), ("r1-qv", 2, 2)))
+        assert [plan for plan in driver.plans if plan.bucket is None]
+        device.replays_merged = False
+        driver.engine.unmerge()
+    pieces = [step.form for step in steps.captured if step.form.part is StepPart.PIECES]
+    assert {form.mode for form in pieces} == {StepMode.MERGED, StepMode.MIXTURE}
+    assert not steps.eager
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"graph_capture": "off", "mixed_graph_tokens": 12}, EagerReason.OFF),
+        ({"mixed_graph_tokens": 4}, EagerReason.TOKENS),
+        ({"mixed_graph_tokens": 12}, None),
+    ],
+)
+def test_eager_steps_are_counted_by_reason(drive, tiny, config, reason):
+    driver = drive(adapters=["r1-qv"], async_scheduling=False, **config)
+    check(driver, ask(driver, tiny, ("r1-qv", 5, 2)))
+    counts = dict(zip(EAGER_REASONS, driver.engine.stats().eager_steps, strict=True))
+    prompts, decodes = (sum((plan.bucket is None) is is_prompt for plan in driver.plans) for is_prompt in (True, False))
+    many = {EagerReason.OFF: prompts + decodes, EagerReason.TOKENS: prompts}
+    assert counts == {**dict.fromkeys(EAGER_REASONS, 0), **({reason: many[reason]} if reason else {})}
+
+
+def test_steps_of_more_parts_than_any_captured_launch_are_eager(drive, tiny, monkeypatch):
+    monkeypatch.setattr(lora_launches, "_FACTORS", (1,))
+    driver = drive(adapters=["pattern"], max_num_seqs=1, mixed_graph_tokens=12)
+    check(driver, ask(driver, tiny, ("pattern", 2, 2)))
+    assert set(driver.executor.inner.steps.eager) == {EagerReason.TILES}
 
 
 @pytest.mark.parametrize(
@@ -288,13 +336,15 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     assert places == [id(executor.steps.lora.tables), executor.steps.lora.tables.pages.data_ptr()]
 
 
-def test_a_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny):
-    """Two tokens of an adapter of several parts in the bucket of two; and the largest tables, which nobody fills."""
+def test_a_step_of_more_tiles_than_captured_is_captured_with_more(drive, tiny):
+    """A token of an adapter of several parts; and the largest tables, which nobody fills."""
     driver = drive(adapters=["pattern"], max_lora_rank=256, max_num_seqs=1)
     steps = driver.executor.inner.steps
     parts = len(driver.engine.store.get("pattern").manifest.parts)
     assert parts > steps.bucket_lora[1].num_tiles
     check(driver, ask(driver, tiny, ("pattern", 2, 2)))
+    assert steps.graphs.keys[-1] == (1, StepForm(StepMode.LORA, room=Room(1)))
+    assert set(steps.eager) == {EagerReason.TOKENS}, "of the prompt"
 
 
 class Addresses(LateDevice):
@@ -353,7 +403,8 @@ def test_an_adapter_of_several_parts_is_taken_off_the_rows_of_others(drive, tiny
 def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):
     """Graphs have the addresses of weights in them: the next shadow of the same matrices lies where the last one did.
 
-    Another set of matrices has graphs of its own; the base model's and unmerged ones stay.
+    Another set of matrices has graphs of its own; the base model's and unmerged ones stay. Those with more room, for
+    the adapter of several parts, are captured when it comes.
     """
     monkeypatch.setattr(sys.modules[__name__], "LateDevice", Addresses)
     monkeypatch.setattr(Addresses, "replays_merged", False)
@@ -368,7 +419,7 @@ def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):
         device.replays_merged = True
         check(driver, ask(driver, tiny, (name, 2, 2), (None, 2, 2)))
         device.replays_merged = False
-        counts.append(len(executor.captured) - unmerged)
+        counts.append(sum(step.form.room == USUAL_ROOM for step in executor.captured) - unmerged)
         driver.engine.unmerge()
     assert counts == [4, 4, 8, 8]
     assert driver.engine.stats().num_merges == 4
@@ -500,6 +551,69 @@ def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
     driver = drive(adapters=["r1-qv"], max_num_seqs=3)
     check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
     assert fake.fast_plans, "no bucket was planned twice"
+
+
+def test_xqa_is_planned_before_every_replay(drive, tiny, monkeypatch):
+    """Its table is of the step's rows, and prompts are FlashInfer's."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+
+    def choose(setup, wanted):
+        assert wanted == "xqa"
+        eager = FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+        return XqaBackend(setup, 2, eager, module=fake)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    driver = drive(adapters=["r1-qv"], max_num_seqs=3, attention="xqa")
+    check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
+    assert not fake.fast_plans, "decode steps have no plan of FlashInfer's"
+    assert any(name == "xqa_batch_decode_with_kv_cache" for name, *_ in fake.calls)
+
+
+@pytest.mark.parametrize(("factor", "wins"), [(0.9, True), (0.99, False)])
+def test_the_faster_attention_of_whole_steps_serves(drive, tiny, monkeypatch, float32_products, caplog, factor, wins):
+    """Bucket by bucket; and the same tokens either way."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(
+        XqaBackend, "__init__", partialmethod(XqaBackend.__init__, module=(fake := FakeFlashInfer(Stream())))
+    )
+
+    def choose(setup, wanted):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    class Timed(LateDevice):
+        def seconds(self, work, count=5):
+            fake.calls.clear()
+            work()
+            return 1e-3 * (factor if any("xqa" in name for name, *_ in fake.calls) else 1.0)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    monkeypatch.setattr(cuda, "rival_attention", lambda setup, chosen: XqaBackend(setup, 2, chosen))
+    monkeypatch.setattr(sys.modules[__name__], "LateDevice", Timed)
+    with caplog.at_level(logging.INFO, "chorus"):
+        driver = drive(adapters=["r1-qv"], max_num_seqs=2, small_gemm="off")
+    name = "xqa of flashinfer 0.0.fake" if wins else "flashinfer 0.0.fake"
+    assert f"attention of 2 rows by {name} (µs a step: flashinfer 0.0.fake 1000, xqa" in caplog.text
+    fake.calls.clear()
+    check(driver, ask(driver, tiny, (None, 9, 4), ("r1-qv", 2, 3)))
+    assert any("xqa" in name for name, *_ in fake.calls) == wins
+
+
+def test_an_attention_with_other_values_does_not_serve(drive, tiny, monkeypatch, float32_products, caplog):
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+    right = fake.decode.xqa_batch_decode_with_kv_cache
+    fake.decode.xqa_batch_decode_with_kv_cache = lambda **given: right(**given).mul_(1.01)
+    monkeypatch.setattr(XqaBackend, "__init__", partialmethod(XqaBackend.__init__, module=fake))
+
+    def choose(setup, wanted):
+        return FlashInferBackend(setup, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    monkeypatch.setattr(cuda, "rival_attention", lambda setup, chosen: XqaBackend(setup, 2, chosen))
+    driver = drive(adapters=[], max_num_seqs=1, small_gemm="off")
+    assert "attention of 1 rows is not by xqa of flashinfer 0.0.fake: it differs by 1.0e-02" in caplog.text
+    check(driver, ask(driver, tiny, (None, 3, 3)))
 
 
 @pytest.mark.parametrize("capture", ["ahead", "off"])
@@ -673,7 +787,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
     with pytest.raises(InvalidRequest, match="has rank 20, above max_lora_rank 16"):
         driver.run("2", "a*1+b*0.5+c*2+d*1", [5, 6], max_tokens=1)
     backend = driver.executor.adapters
-    manifest = SimpleNamespace(rank=4, parts=[None] * (MAX_PARTS + 1))
+    manifest = SimpleNamespace(rank=4, parts=[SimpleNamespace(token_ids=())] * (MAX_PARTS + 1))
     assert isinstance(backend.inspect(tiny.adapters["r1-qv"]).rank, int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chorus.core.executors.adapters.inspect_adapter", lambda *args: manifest)
@@ -730,7 +844,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 23), (True, 38)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 41)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls the captured functions, so the kernels' launches are counted, too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)

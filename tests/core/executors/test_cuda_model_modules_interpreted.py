@@ -5,12 +5,14 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from chorus.core.engine import Engine
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.graphs.runner import StepMode
+from chorus.graphs.runner import EagerReason, StepForm, StepMode, StepPart
 from chorus.perf.inline_reads import InlineReads
 
 from ...conftest import ModelSpec, Subject, save_model
@@ -52,13 +54,28 @@ def drive(tiny):
 
 @pytest.mark.parametrize("mixed", [0, 12])
 def test_all_forms_share_steps_with_the_base_model(drive, tiny, mixed):
-    """Chunks, decoding sequences and padding; steps without these adapters are captured, as before."""
-    driver = drive(mixed_graph_tokens=mixed)
-    captured = len(driver.executor.inner.captured)
+    """Chunks, decoding sequences and padding. Layers of steps with these adapters are captured, others whole."""
+    driver = drive(mixed_graph_tokens=mixed, max_num_batched_tokens=12)
+    steps = driver.executor.inner.steps
+    captured = {step.form for step in steps.captured}
     want = ask(driver, tiny, ("all", 15, 3), (None, 5, 5), ("both", 3, 3), ("layers", 6, 2))
     want |= ask(driver, tiny, ("head", 4, 3), ("embed", 13, 2))
     check(driver, want)
-    assert len(driver.executor.inner.captured) == captured
+    assert {step.form for step in steps.captured} - captured == {StepForm(StepMode.LORA, StepPart.LAYERS)}
+    assert set(steps.eager) == (set() if mixed else {EagerReason.TOKENS})
+
+
+def test_a_sequence_has_the_same_logits_beside_such_an_adapter(drive, tiny):
+    """A step whose layers alone are captured gives a row of the base model the bits of a step captured whole."""
+    driver = drive(adapters=["both"], async_scheduling=False)
+    check(driver, ask(driver, tiny, (None, 4, 3), ("both", 3, 3)))
+    executor = driver.executor.inner
+    beside = next(plan for plan in driver.plans if plan.bucket == 2 and len(plan.sequences) == 2)
+    rows, found = [row for row in beside.sequences if row.lora_index < 0], []
+    for plan in (beside, replace(beside, sequences=rows * 2, adapters=[])):
+        executor.execute(plan)
+        found.append(executor.steps.logits[plan.sequences.index(rows[0])].clone())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)  # products of a CPU depend on the other rows
 
 
 @pytest.mark.parametrize("merged", ["all", "head"])

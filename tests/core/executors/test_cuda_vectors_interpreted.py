@@ -69,8 +69,8 @@ def test_mixed_with_others(drive, zoo, setting):
     driver = drive(mixed_graph_tokens=12 if setting == "pieces" else 0, **config)
     check(driver, zoo, [None, *FORMS])
     check(driver, zoo, ["biases", "dora", "plain", None], seed=2)
-    captured = {step.mode for step in driver.executor.inner.captured}
-    assert (StepMode.VECTORS in captured) == (setting != "off")
+    captured = {step.form.scales for step in driver.executor.inner.captured}
+    assert ((False,) in captured) == (setting != "off")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors_triton.ScaleRows, "__call__", None)
         check(driver, zoo, [None, "plain"], seed=3)

@@ -270,6 +270,13 @@ def test_metrics_keep_their_old_names_for_a_release(start, fake_engine):
     assert "chorus_adapter_given_up_reads_total 2.0" in lines
 
 
+def test_eager_steps_by_reason(start, fake_engine):
+    fake_engine.stats = lambda: EngineStats(eager_steps=(1, 0, 3, 0))
+    lines = start(fake_engine).client.get("/metrics").text.splitlines()
+    for reason, count in (("off", 1.0), ("tokens", 0.0), ("tiles", 3.0), ("offload", 0.0)):
+        assert f'chorus_steps_eager_total{{reason="{reason}"}} {count}' in lines
+
+
 def test_credits_of_adapters(start, fake_engine):
     credits = {"alice": 70_002.5, "bob": 69_997.5}
     fake_engine.store.tiers |= {"alice": Tier.DEVICE, "bob": Tier.DEVICE}
