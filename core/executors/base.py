@@ -173,6 +173,9 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
+    has_experts = False
+    """Whether steps can compute a mixture of experts."""
+
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -184,7 +187,12 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
-        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
+        if model.experts is not None and not self.has_experts:
+            raise UnsupportedModel(
+                f"device is {config.device!r}, and the model has {model.experts.count} experts, which are served on "
+                "CPUs alone; set device to 'cpu'"
+            )
+        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
         """What adapters with DoRA or biases are read with."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..config_json import UnsupportedModel
-from .format import WeightFormat
 from .group_scaled import GroupScaled, row_chunks
 
 if TYPE_CHECKING:
     import torch
+
+    from ..config import ModelConfig
 
 Name = Literal["int8", "int4"]
 
@@ -72,14 +73,18 @@ class RoundToNearest:
         return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
 
 
-def quantiser_of(name: Name | None, lm_head: bool, stored: WeightFormat | None) -> RoundToNearest | None:
-    """The quantiser that settings name; None: none.
-
-    stored: the form of the checkpoint's own weights. Raises UnsupportedModel if they are quantised already.
+def quantiser_of(name: Name | None, lm_head: bool, model: ModelConfig) -> RoundToNearest | None:
+    """The quantiser that settings name; None: none. Raises UnsupportedModel if the model's weights are quantised
+    already, or are of experts.
     """
     if name is None:
         return None
-    if stored is not None:
+    if model.experts is not None:
+        raise UnsupportedModel(
+            f"quantization is {name!r}, but the model has {model.experts.count} experts, whose weights are not "
+            "quantised; leave quantization"
+        )
+    if model.weight_format is not None:
         raise UnsupportedModel(
             f"quantization is {name!r}, but the checkpoint is quantised already; leave quantization, or use the "
             "original checkpoint"
