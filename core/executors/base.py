@@ -192,7 +192,8 @@ class ModelExecutor(ExecutorBase):
                 f"device is {config.device!r}, and the model has {model.experts.count} experts, which are served on "
                 "CPUs alone; set device to 'cpu'"
             )
-        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole)
+        stored = self.whole.weight_format
+        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored, model.num_experts)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
         """What adapters with DoRA or biases are read with."""

@@ -121,6 +121,11 @@ class ModelConfig:
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @property
+    def num_experts(self) -> int:
+        """Experts of each layer that has any; 0 where none has."""
+        return self.experts.count if self.experts else 0
+
+    @property
     def intermediate_size(self) -> int:
         """Width of the feed-forward part of layers without experts; if all have experts, of what a token uses."""
         dense = (layer.feed_forward.size for layer in self.layers if layer.experts is None)

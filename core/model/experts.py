@@ -17,7 +17,6 @@ from ...ops.elementwise import gelu_and_mul, silu_and_mul
 from ...ops.packed_gemm import packed_linear
 from .layers import Activation, Experts, Routing, Scoring
 
-
 #: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
 _LANES = 64
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..config_json import UnsupportedModel
+from .format import WeightFormat
 from .group_scaled import GroupScaled, row_chunks
 
 if TYPE_CHECKING:
     import torch
-
-    from ..config import ModelConfig
 
 Name = Literal["int8", "int4"]
 
@@ -73,18 +72,22 @@ class RoundToNearest:
         return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
 
 
-def quantiser_of(name: Name | None, lm_head: bool, model: ModelConfig) -> RoundToNearest | None:
-    """The quantiser that settings name; None: none. Raises UnsupportedModel if the model's weights are quantised
-    already, or are of experts.
+def quantiser_of(
+    name: Name | None, lm_head: bool, stored: WeightFormat | None, num_experts: int = 0
+) -> RoundToNearest | None:
+    """The quantiser that settings name; None: none.
+
+    stored: the form of the checkpoint's own weights. num_experts: of the model's layers. Raises UnsupportedModel if
+    weights are quantised already, or are of experts.
     """
     if name is None:
         return None
-    if model.experts is not None:
+    if num_experts:
         raise UnsupportedModel(
-            f"quantization is {name!r}, but the model has {model.experts.count} experts, whose weights are not "
+            f"quantization is {name!r}, but the model has {num_experts} experts, whose weights are not "
             "quantised; leave quantization"
         )
-    if model.weight_format is not None:
+    if stored is not None:
         raise UnsupportedModel(
             f"quantization is {name!r}, but the checkpoint is quantised already; leave quantization, or use the "
             "original checkpoint"
