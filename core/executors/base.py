@@ -180,6 +180,9 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
+    has_experts = False
+    """Whether steps can compute a mixture of experts."""
+
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -198,7 +201,13 @@ class ModelExecutor(ExecutorBase):
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
                 f"them, so the model can't be served: {', '.join(names)}"
             )
-        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, self.whole.weight_format)
+        if model.experts is not None and not self.has_experts:
+            raise UnsupportedModel(
+                f"device is {config.device!r}, and the model has {model.experts.count} experts, which are served on "
+                "CPUs alone; set device to 'cpu'"
+            )
+        stored = self.whole.weight_format
+        self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored, model.num_experts)
         self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
         self.base_weights = CheckpointWeights(config, self.whole, self._dtype, self.quantiser)
         """What adapters with DoRA or biases are read with."""

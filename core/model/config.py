@@ -10,7 +10,7 @@ from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Projections, model_projections
 from .config_json import UnsupportedModel
-from .layers import AttentionSpec, GatedDeltaSpec, LayerSpec, NormSpec
+from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
 from .tensor_names import LLAMA_TENSORS, TensorNames
 
@@ -70,7 +70,8 @@ class ModelConfig:
         for shapes in (
             {(it.num_heads, it.num_kv_heads, it.head_dim, it.q_rows) for it in self.attention_layers},
             {replace(layer.delta, eps=1.0) for layer in self.layers if layer.delta},
-            {layer.feed_forward.size for layer in self.layers},
+            {layer.feed_forward.size for layer in self.layers if layer.experts is None},
+            {layer.experts for layer in self.layers if layer.experts},
         ):
             if len(shapes) > 1:
                 raise UnsupportedModel(f"layers of different shapes are not supported: {sorted(map(str, shapes))}")
@@ -115,8 +116,20 @@ class ModelConfig:
         return self.attention.kv_size
 
     @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of layers that have one; all are equal. None where no layer has one."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer that has any; 0 where none has."""
+        return self.experts.count if self.experts else 0
+
+    @property
     def intermediate_size(self) -> int:
-        return self.layers[0].feed_forward.size
+        """Width of the feed-forward part of layers without experts; if all have experts, of what a token uses."""
+        dense = (layer.feed_forward.size for layer in self.layers if layer.experts is None)
+        return next(dense, self.experts.active_size if self.experts else 0)
 
     @property
     def window(self) -> int | None:

@@ -119,6 +119,16 @@ class ConfigJson:
             raise self.refuse(name, "a list of texts is needed")
         return value
 
+    def indices(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers of at least 0; empty when the field is missing or null."""
+        value = self._get(name, None)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(
+            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+        ):
+            raise self.refuse(name, "a list of whole numbers of at least 0 is needed")
+        return tuple(value)
+
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers; empty when the field is missing or null."""
         value = self._get(name, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
@@ -20,6 +20,7 @@ from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, HeadLora, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
+from .experts import ExpertWeights
 from .layer import HEAD, Layer, Residual, multiply
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .nvtx_spans import span
@@ -448,6 +449,8 @@ def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: tor
         part = getattr(layer, field.name)
         if isinstance(part, DeltaWeights):
             layer.delta = _moved_delta(part, device)
+        elif isinstance(part, ExpertWeights):
+            layer.experts = _moved_experts(part, dtype)
         elif part is not None and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
@@ -456,6 +459,21 @@ def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: tor
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
     return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
+
+
+def _moved_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """What chooses among experts stays float32."""
+
+    def moved(weight: torch.Tensor | None) -> torch.Tensor | None:
+        return weight if weight is None or weight.is_mkldnn else weight.to(dtype)
+
+    return replace(
+        experts,
+        gate_up=[weight if weight.is_mkldnn else weight.to(dtype) for weight in experts.gate_up],
+        down=[weight if weight.is_mkldnn else weight.to(dtype) for weight in experts.down],
+        shared_gate_up=moved(experts.shared_gate_up),
+        shared_down=moved(experts.shared_down),
+    )
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

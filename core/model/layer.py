@@ -11,6 +11,7 @@ from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm,
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepLora
+from .experts import mix_experts
 from .layers import Activation, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
 from .weights import LayerWeights
@@ -63,7 +64,8 @@ class Layer:
         x += o(mixer(qkv(x)))
         x += down(gate_up(x))
 
-    qkv and gate_up read the residual stream `x` through a norm; the outputs of o and down are added to it.
+    qkv and gate_up read the residual stream `x` through a norm; the outputs of o and down are added to it. In a layer
+    with experts they take the place of gate_up and down.
     """
 
     __slots__ = ("_backends", "_index", "_lora", "_ranks", "_spec", "_weights")
@@ -88,7 +90,7 @@ class Layer:
         weights = self._weights
         rows = x.normed(weights.attention_norm)
         qkv = self._gemm(QKV, rows, weights.qkv, weights.qkv_bias)
-        x.rows.add_(self._output(self.down(self._gate_up(rows)), x.norm, weights.mlp_out_norm))
+        x.rows.add_(self._output(self._feed_forward(rows), x.norm, weights.mlp_out_norm))
         return qkv
 
     def finish(self, x: Residual, attended: torch.Tensor) -> None:
@@ -97,7 +99,13 @@ class Layer:
         x.added = self._output(self.o(attended), x.norm, weights.attention_out_norm)
         if self._spec.norms is not Norms.PARALLEL:
             with span("mlp"):
-                x.added = self._output(self.down(self.gate_up(x)), x.norm, weights.mlp_out_norm)
+                x.added = self._output(self._feed_forward(x.normed(weights.mlp_norm)), x.norm, weights.mlp_out_norm)
+
+    def _feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: `[tokens, hidden]`, normed."""
+        if (spec := self._spec.experts) is not None and (weights := self._weights.experts) is not None:
+            return mix_experts(rows, weights, spec)
+        return self.down(self._gate_up(rows))
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""

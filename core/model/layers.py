@@ -1,7 +1,7 @@
 """What a model's layers are made of: values alone, read from a checkpoint by its family and obeyed by every decoder.
 
-A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part, each with norms around it, added to
-the residual stream x. With `Norms.BEFORE`:
+A layer is a mixer of tokens (attention or Gated DeltaNet) and a feed-forward part (gated, or a mixture of experts),
+each with norms around it, added to the residual stream x. With `Norms.BEFORE`:
 
     x += residual_multiplier · mixer(norm(x))
     x += residual_multiplier · feed_forward(norm(x))
@@ -227,12 +227,102 @@ class GatedSpec:
         return replace(self, size=self.size // size)
 
 
+class Scoring(StrEnum):
+    """How a router's logits become the scores of experts, float32."""
+
+    SOFTMAX = "softmax"
+    """Over all experts: Mixtral, Qwen3."""
+
+    SOFTMAX_OF_CHOSEN = "softmax of the chosen"
+    """Experts are chosen by their logits, and the softmax is over the chosen ones alone: Granite."""
+
+    SIGMOID = "sigmoid"
+    """Of each by itself: GLM-4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts a token goes to, and their weights in the sum."""
+
+    per_token: int
+    """Experts of a token: those of the highest scores."""
+
+    scoring: Scoring = Scoring.SOFTMAX
+
+    renormalised: bool = False
+    """The chosen experts' weights are divided by their sum."""
+
+    epsilon: float = 0.0
+    """Added to that sum."""
+
+    factor: float = 1.0
+    """Of the weights."""
+
+    corrected: bool = False
+    """A learned bias is added to the scores that choose, not to the weights."""
+
+    groups: int = 1
+    """Equal groups of neighbouring experts."""
+
+    kept_groups: int = 1
+    """Groups that a token may choose from: those with the highest sums of their two best scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
+    router chooses for a token, and of the shared one where there is one.
+
+    Adapters change none of it.
+    """
+
+    count: int
+
+    size: int
+    """Width of an expert's gate and up."""
+
+    routing: Routing
+    activation: Activation = Activation.SILU
+
+    shared_size: int = 0
+    """Width of the gate and up of an expert that every token goes to; 0: there is none."""
+
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a product of x (Qwen3.5)."""
+
+    bias = False
+
+    @property
+    def active_size(self) -> int:
+        """Width of all that a token goes through."""
+        return self.routing.per_token * self.size + self.shared_size
+
+    def weights(self, hidden: int) -> int:
+        """Weights of all experts and of their router."""
+        each = 3 * hidden
+        return self.count * (each * self.size + hidden) + each * self.shared_size + hidden * self.shared_gate
+
+    def active_weights(self, hidden: int, tokens: float = 1) -> float:
+        """Weights that a step of so many tokens reads, on average, where all experts are equally likely."""
+        share = 1 - (1 - self.routing.per_token / self.count) ** tokens
+        idle = 3 * hidden * self.size * self.count * (1 - share)
+        return self.weights(hidden) - idle
+
+    def projections(self, hidden: int) -> tuple[Projection, ...]:
+        """None: see `AttentionSpec.projections`."""
+        return ()
+
+    def share(self, size: int) -> Experts:
+        """ValueError: ranks don't share experts."""
+        raise ValueError(f"experts are not shared among {size} ranks")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer."""
 
     mixer: AttentionSpec | GatedDeltaSpec
-    feed_forward: GatedSpec
+    feed_forward: GatedSpec | Experts
     norms: Norms = Norms.BEFORE
 
     residual_multiplier: float = 1.0
@@ -252,6 +342,11 @@ class LayerSpec:
     def delta(self) -> GatedDeltaSpec | None:
         """The mixer, if it is Gated DeltaNet."""
         return self.mixer if isinstance(self.mixer, GatedDeltaSpec) else None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The feed-forward part, if it is a mixture of experts."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
 
     @property
     def biased(self) -> frozenset[str]:

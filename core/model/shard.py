@@ -78,6 +78,8 @@ class Shard:
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
+    if size > 1 and whole.experts is not None:
+        return f"{whole.experts.count} experts are not shared among ranks"
     kv_heads, shared = whole.num_kv_heads, {"num_attention_heads": whole.num_heads}
     if whole.delta is not None:
         shared["linear_num_key_heads"] = whole.delta.num_k_heads

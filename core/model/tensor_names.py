@@ -24,6 +24,10 @@ FUSED_QKV = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "sel
 FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
 
+#: Tensors of all experts as transformers keeps them, and some checkpoints do.
+STACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Where a checkpoint has the parts of a model."""
@@ -36,10 +40,15 @@ class TensorNames:
     """Names of the output projection, likewise."""
 
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(LLAMA_NORMS))
-    """A part of a layer → its name there, where the two differ."""
+    """A part of a layer → its name there, where the two differ; `{}` stands for an expert's number. A checkpoint that
+    has the part under its own name has it there."""
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """A name in a layer → the parts whose rows are stacked in that tensor, in order."""
+
+    stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType(STACKED_EXPERTS))
+    """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
+    used where the checkpoint has it instead of a tensor for each expert."""
 
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ops.gated_delta import DeltaWeights
+from ...ops.packed_gemm import pack as pack_on_cpu
 from .config import ModelConfig, UnsupportedModel
-from .layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .experts import ExpertWeights
+from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
@@ -24,6 +26,7 @@ from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
 from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Part, Shard
+from .tensor_names import TensorNames
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +38,14 @@ Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, _LAYER = "model.", "model.layers.{}."
-_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|dt_bias|A_log)$")
+_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|dt_bias|A_log|e_score_correction_bias)$")
+_EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+
+#: Parts of a layer with experts.
+_ROUTER, _CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
+_SHARED, _SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 #: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
@@ -63,10 +72,10 @@ class LayerWeights:
     """`[hidden, in]`: the mixer's output."""
 
     gate_up: torch.Tensor
-    """`[2·ffn, hidden]`."""
+    """`[2·ffn, hidden]`; no elements where the layer has experts."""
 
     down: torch.Tensor
-    """`[hidden, ffn]`."""
+    """`[hidden, ffn]`, likewise."""
 
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
@@ -87,6 +96,9 @@ class LayerWeights:
 
     delta: DeltaWeights | None = None
     """The rest of a layer with Gated DeltaNet."""
+
+    experts: ExpertWeights | None = None
+    """The feed-forward part of a layer that has experts."""
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -111,9 +123,26 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
+    if layer.experts is not None:
+        shapes |= _expert_shapes(layer.experts, hidden)
     if isinstance(layer.mixer, AttentionSpec):
         return shapes | _head_norm_shapes(layer.mixer)
     return shapes | _delta_shapes(layer.mixer)
+
+
+def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{_ROUTER}.weight": (experts.count, hidden)}
+    if experts.routing.corrected:
+        shapes[_CORRECTION] = (experts.count,)
+    sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
+    if experts.shared_size:
+        sizes[_SHARED] = experts.shared_size
+    if experts.shared_gate:
+        shapes[f"{_SHARED_GATE}.weight"] = (1, hidden)
+    for path, size in sizes.items():
+        shapes |= dict.fromkeys((f"{path}.gate_proj.weight", f"{path}.up_proj.weight"), (size, hidden))
+        shapes[f"{path}.down_proj.weight"] = (hidden, size)
+    return shapes
 
 
 def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
@@ -141,6 +170,9 @@ class Source(NamedTuple):
     name: str
     first: int = 0
 
+    expert: int | None = None
+    """Of a tensor of all experts' matrices: whose rows they are."""
+
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
@@ -155,11 +187,29 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
             found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
             continue
         layer, path, kind = match.groups()
+        if (expert := _EXPERT.match(path)) is not None:
+            own = {matrix: shapes[f"{_MODEL}{layer}{expert[1]}{expert[2]}.{matrix}.weight"][0] for matrix in _MATRICES}
+            found[part] = _expert_source(tensors, f"{prefix}{layer}", int(expert[2]), expert[3], own, names)
+            continue
         name, stacked = fused.get(path, (tensors.names.get(path, path), (path,)))
+        if name != path and f"{prefix}{layer}{name}.{kind}" not in names and f"{prefix}{layer}{path}.{kind}" in names:
+            name, stacked = path, (path,)
         before = stacked[: stacked.index(path)]
         first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in before)
         found[part] = Source(f"{prefix}{layer}{name}.{kind}", first)
     return found
+
+
+def _expert_source(
+    tensors: TensorNames, at: str, number: int, matrix: str, rows: Mapping[str, int], names: Container[str]
+) -> Source:
+    """Where a checkpoint has a matrix of an expert. at: what names in the layer begin with. rows: of each matrix."""
+    for name, order in tensors.stacked_experts.items():
+        if matrix in order and at + name in names:
+            return Source(at + name, sum(rows[each] for each in order[: order.index(matrix)]), number)
+    path = f"mlp.experts.{{}}.{matrix}"
+    own, given = (f"{at}{each.format(number)}.weight" for each in (path, tensors.names.get(path, path)))
+    return Source(own if given not in names and own in names else given)
 
 
 def matrices(config: ModelConfig, names: Container[str]) -> set[str]:
@@ -290,7 +340,7 @@ class Weights(ABC):
             return self._first_rank(f"{at}{name}.bias") if f"{at}{name}.bias" in self._shapes else None
 
         *inputs, output = (each.path for each in spec.mixer.projections(self._config.hidden_size))
-        gate_up = ("mlp.gate_proj", "mlp.up_proj")
+        gate_up, nothing = ("mlp.gate_proj", "mlp.up_proj"), torch.empty(0, dtype=self._dtype)
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=projection(*inputs),
@@ -302,11 +352,29 @@ class Weights(ABC):
             o_bias=first_rank_bias(output),
             attention_out_norm=norm("attention_out_norm"),
             mlp_norm=norm("mlp_norm"),
-            gate_up=projection(*gate_up),
+            gate_up=projection(*gate_up) if spec.experts is None else nothing,
             gate_up_bias=bias(*gate_up),
-            down=projection("mlp.down_proj"),
+            down=projection("mlp.down_proj") if spec.experts is None else nothing,
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
+            experts=None if spec.experts is None else self._experts(at, spec.experts, pack),
+        )
+
+    def _experts(self, at: str, spec: Experts, pack: Pack | None) -> ExpertWeights:
+        """A layer's experts; what chooses among them is float32 whatever the model's dtype."""
+
+        def matrix(path: str, *names: str) -> Any:
+            return self._projection([f"{at}{path}.{name}.weight" for name in names], pack)
+
+        paths = [f"mlp.experts.{number}" for number in range(spec.count)]
+        return ExpertWeights(
+            router=pack_on_cpu(self._read(f"{at}{_ROUTER}.weight", dtype=torch.float32)),
+            gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
+            down=[matrix(path, "down_proj") for path in paths],
+            correction=self._read(at + _CORRECTION, dtype=torch.float32) if spec.routing.corrected else None,
+            shared_gate_up=matrix(_SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
+            shared_down=matrix(_SHARED, "down_proj") if spec.shared_size else None,
+            shared_gate=self._read(f"{at}{_SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
         )
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
@@ -406,10 +474,16 @@ class WeightLoader(Weights):
     def _stored_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
         shapes: dict[str, tuple[int, ...]] = {}
+        experts: dict[str, set[int]] = {}
         for part, (rows, *others) in self._shapes.items():
-            name = self._sources[part].name
+            name, _, expert = self._sources[part]
             before = shapes.get(name, (0,))[0]
             shapes[name] = (before + rows, *others)
+            if expert is not None:
+                experts.setdefault(name, set()).add(expert)
+        for name, numbers in experts.items():
+            rows, *others = shapes[name]
+            shapes[name] = (len(numbers), rows // len(numbers), *others)
         return shapes
 
     def _is_elsewhere(self, name: str) -> bool:
@@ -469,8 +543,9 @@ class WeightLoader(Weights):
             source, parts = self._sources[name], ((),) if whole else self._parts(name)
             places = share.split([_part_shape(self._shapes[name], part)[0] for part in parts])
             for part, place in zip(parts, places, strict=True):
-                self._read_part(place, source.name, self._rows(name, source, part))
-            self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
+                rows = self._rows(name, source, part)
+                self._read_part(place if source.expert is None else place[None], source.name, rows)
+            self._advance(name)
         return target
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
@@ -494,9 +569,14 @@ class WeightLoader(Weights):
         if len({matrix.bits for matrix in found}) > 1:
             return None
         for name in names:
-            source = self._sources[name]
-            self.advance(self._num_bytes[source.name] * self._shapes[name][0] // self._stored[source.name][0])
+            self._advance(name)
         return stacked(found)
+
+    def _advance(self, name: str) -> None:
+        """Tell that a part was read: its share of the tensor that it is in."""
+        source = self._sources[name].name
+        share = math.prod(self._shapes[name]), math.prod(self._stored[source])
+        self.advance(self._num_bytes[source] * share[0] // share[1])
 
     def _read_part(self, target: torch.Tensor, name: str, part: Part) -> None:
         how = self._config.weight_format
@@ -511,7 +591,8 @@ class WeightLoader(Weights):
     def _rows(self, name: str, source: Source, share: Part) -> Part:
         """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
         rows = self._shapes[name][0]
-        if rows == self._stored[source.name][0]:
+        if source.expert is None and rows == self._stored[source.name][0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
-        return slice(source.first + start, source.first + stop), *share[1:]
+        part = slice(source.first + start, source.first + stop), *share[1:]
+        return part if source.expert is None else (slice(source.expert, source.expert + 1), *part)

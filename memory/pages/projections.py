@@ -40,6 +40,9 @@ class Group(IntEnum):
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
 
+#: Those of a gated feed-forward part. A layer with experts has neither.
+_FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
+
 
 @dataclass(frozen=True, slots=True)
 class Projection:
@@ -245,6 +248,8 @@ class Projections:
 
     def _product(self, layer: Sequence[Projection], group: Group) -> Product:
         own = [projection for projection in layer if projection.group is group]
+        if not own and _FEED_FORWARD.isdisjoint(projection.group for projection in layer) and group in _FEED_FORWARD:
+            return Product(group, 0, ())  # the layer has experts
         if not own:
             raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
         if len({projection.inputs for projection in own}) > 1:

@@ -55,7 +55,7 @@ def _quantise(arguments: argparse.Namespace) -> int:
     if out.exists():
         raise CommandError(f"{out} exists already; name a new directory")
     model = read_model_config(source)
-    quantiser = quantiser_of(arguments.quantization, False, model.weight_format)
+    quantiser = quantiser_of(arguments.quantization, False, model.weight_format, model.num_experts)
     assert quantiser is not None
     checkpoint = Checkpoint(source)
     names = matrices(model, checkpoint)

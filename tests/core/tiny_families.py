@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.choice import open_executor
+from chorus.core.model.config import ModelConfig
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -19,6 +21,9 @@ from chorus.perf.inline_reads import InlineReads
 
 MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
+
+MIN_ROUTER_MARGIN = 1e-4
+"""Likewise, between the last expert that a token goes to and the first that it does not."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -263,6 +268,35 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 
+QWEN3_MOE = {
+    "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True,
+}  # fmt: skip
+
+#: Families with a mixture of experts, likewise.
+EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}, "50GB"),
+    "mixtral-window": (
+        "MixtralConfig",
+        {"num_local_experts": 12, "num_experts_per_tok": 3, "sliding_window": 24, "head_dim": 32,
+         "tie_word_embeddings": True, "hidden_size": 48, "intermediate_size": 40},
+        "20KB",
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", QWEN3_MOE, "50GB"),
+    "qwen3-moe-mixed": (
+        "Qwen3MoeConfig",
+        {**QWEN3_MOE, "norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+         "attention_bias": True, "num_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        "20KB",
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 16, "num_experts_per_tok": 4, "pad_token_id": 0}, "50GB"),
+    "olmoe-renormalised": (
+        "OlmoeConfig",
+        {"num_experts": 8, "num_experts_per_tok": 8, "pad_token_id": 0, "norm_topk_prob": True, "hidden_size": 48,
+         "num_key_value_heads": 4, "attention_bias": True},
+        "20KB",
+    ),
+}  # fmt: skip
+
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 #: name → (rank, alpha, targets), of which a model has some
@@ -281,6 +315,20 @@ class Tiny:
     adapters: dict[str, Path]
     reference: Any
 
+    router_margins: list[float] = field(default_factory=list)
+    """Of all choices of experts so far, empty for a model without experts."""
+
+    def __post_init__(self) -> None:
+        for module in self.reference.modules():
+            if type(module).__name__.endswith("Router"):
+                module.register_forward_hook(self._note_router)
+
+    def _note_router(self, router: Any, _: Any, output: Any) -> None:
+        logits = output[0].float()
+        if (most := router.top_k) < logits.shape[-1]:
+            best = logits.topk(most + 1).values
+            self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
+
     def use(self, adapter: str | None) -> Any:
         if adapter is None:
             self.reference.base_model.disable_adapter_layers()
@@ -295,8 +343,9 @@ class Tiny:
         generator = torch.Generator().manual_seed(seed)
         while True:
             prompt = torch.randint(3, 150, (length,), generator=generator).tolist()
+            self.router_margins.clear()
             tokens, margin = self.greedy(adapter, prompt, count)
-            if margin >= MIN_MARGIN:
+            if margin >= MIN_MARGIN and min(self.router_margins, default=1.0) >= MIN_ROUTER_MARGIN:
                 return prompt, tokens
 
     def greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
@@ -361,7 +410,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
     import transformers
 
-    config_class, arguments, shard = {**FAMILIES, **HYBRIDS}[name]
+    config_class, arguments, shard = {**FAMILIES, **HYBRIDS, **EXPERTS}[name]
     arguments = {
         "vocab_size": 150,
         "hidden_size": 64,
@@ -397,18 +446,32 @@ def train_vectors(model: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
+def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
+    """Paths of some projections in a layer."""
+    return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
+
+
 def make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
     """A family's model with ADAPTERS, below `root`. arguments: further ones of `LoraConfig`."""
+    conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
+    with patch(conversion, lambda *_: None):  # PEFT would take gate_proj of a dense layer for that of experts
+        return _make_tiny(name, root, **arguments)
+
+
+def _make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
     save_family(name, root / "model")
     adapters = {adapter: root / adapter for adapter in ADAPTERS}
-    paths = read_model_config(root / "model").module_paths.by_path
+    config = read_model_config(root / "model")
+    paths = config.module_paths.by_path
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         here = [path.rpartition(".")[2] for path, modules in paths.items() if set(modules) & set(targets)]
-        config = LoraConfig(
+        if config.experts is not None:
+            here = [f"{layer}.{path}" for layer in range(config.num_layers) for path in _paths(config, layer, targets)]
+        lora = LoraConfig(
             r=rank,
             lora_alpha=alpha,
             target_modules=here,
@@ -416,7 +479,7 @@ def make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
             task_type="CAUSAL_LM",
             **arguments,
         )
-        trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), config)
+        trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
         train_vectors(trained)
         trained.save_pretrained(adapters[adapter])
     model: Any = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)

@@ -14,10 +14,13 @@ from . import (
     internlm,
     llama,
     mistral,
+    mixtral,
     olmo,
+    olmoe,
     phi,
     qwen,
     qwen3_5,
+    qwen3_moe,
     seed_oss,
     smollm3,
 )
@@ -49,6 +52,9 @@ ALL: tuple[Family, ...] = (
     cohere.COHERE_2,
     internlm.INTERNLM_3,
     seed_oss.SEED_OSS,
+    mixtral.MIXTRAL,
+    qwen3_moe.QWEN3_MOE,
+    olmoe.OLMOE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

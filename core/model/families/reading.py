@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson, UnsupportedModel
-from ..layers import Activation, GatedSpec, LayerSpec, NormSpec
+from ..layers import Activation, Experts, GatedSpec, LayerSpec, NormSpec, Routing
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+EXPERTS_NOTE = "on CPUs, by PyTorch's operators; adapters on attention and dense layers"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -39,10 +41,33 @@ def gated(
     fields: ConfigJson, name: str = "hidden_act", *, bias: bool = False, size: str = "intermediate_size"
 ) -> GatedSpec:
     """name: the field of the activation."""
+    return GatedSpec(fields.integer(size), _activation(fields, name), bias)
+
+
+def _activation(fields: ConfigJson, name: str) -> Activation:
     activation = fields.text(name, None if fields.has(name) else "silu")
     if activation not in list(Activation):
         raise fields.refuse(name, f"not supported; supported: {', '.join(Activation)}")
-    return GatedSpec(fields.integer(size), Activation(activation), bias)
+    return Activation(activation)
+
+
+#: Names of the number of experts; transformers writes any of them.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def experts(
+    fields: ConfigJson, routing: Routing, *, size: str = "moe_intermediate_size", shared_size: int = 0, **options: Any
+) -> Experts:
+    """routing: its `per_token` is replaced by the field's. options: further fields of `Experts`."""
+    name = next((each for each in _COUNTS if each in fields.raw), None)
+    name = name or next((each for each in _COUNTS if fields.has(each)), _COUNTS[0])
+    count, per_token = fields.integer(name), fields.integer("num_experts_per_tok")
+    if per_token > count:
+        raise fields.refuse("num_experts_per_tok", f"{name} is {count}; it can't be more than that")
+    if count % routing.groups:
+        raise fields.refuse("n_group", f"{name} {count} is no multiple of it")
+    routing, activation = replace(routing, per_token=per_token), _activation(fields, "hidden_act")
+    return Experts(count, fields.integer(size), routing, activation, shared_size, **options)
 
 
 def rms_norm(fields: ConfigJson, *, one_plus: bool = False, wide: bool = False) -> NormSpec:

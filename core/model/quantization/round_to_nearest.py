@@ -72,13 +72,21 @@ class RoundToNearest:
         return outputs * (-(-inputs * self.bits // 8) + 4 * -(-inputs // self.group_of(inputs)))
 
 
-def quantiser_of(name: Name | None, lm_head: bool, stored: WeightFormat | None) -> RoundToNearest | None:
+def quantiser_of(
+    name: Name | None, lm_head: bool, stored: WeightFormat | None, num_experts: int = 0
+) -> RoundToNearest | None:
     """The quantiser that settings name; None: none.
 
-    stored: the form of the checkpoint's own weights. Raises UnsupportedModel if they are quantised already.
+    stored: the form of the checkpoint's own weights. num_experts: of the model's layers. Raises UnsupportedModel if
+    weights are quantised already, or are of experts.
     """
     if name is None:
         return None
+    if num_experts:
+        raise UnsupportedModel(
+            f"quantization is {name!r}, but the model has {num_experts} experts, whose weights are not "
+            "quantised; leave quantization"
+        )
     if stored is not None:
         raise UnsupportedModel(
             f"quantization is {name!r}, but the checkpoint is quantised already; leave quantization, or use the "

@@ -1,0 +1,124 @@
+"""A mixture of experts in one step: rows are routed, gathered by expert, multiplied, and added up in a fixed order.
+
+A row's result depends on no other row: its router's logits and its experts' products are of two rows at least, which
+have the same kernel as more rows have, and its experts are added up from the best to the worst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from ...ops.elementwise import gelu_and_mul, silu_and_mul
+from ...ops.packed_gemm import packed_linear
+from .layers import Activation, Experts, Routing, Scoring
+
+#: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
+_LANES = 64
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """A layer's experts and their router."""
+
+    router: torch.Tensor
+    """`[experts, hidden]`, float32."""
+
+    gate_up: Sequence[torch.Tensor]
+    """Of each expert `[2·size, hidden]`."""
+
+    down: Sequence[torch.Tensor]
+    """Of each expert `[hidden, size]`."""
+
+    correction: torch.Tensor | None = None
+    """`[experts]`, float32: see `Routing.corrected`."""
+
+    shared_gate_up: torch.Tensor | None = None
+    """`[2·shared_size, hidden]`."""
+
+    shared_down: torch.Tensor | None = None
+    """`[hidden, shared_size]`."""
+
+    shared_gate: torch.Tensor | None = None
+    """`[1, hidden]`, float32: see `Experts.shared_gate`."""
+
+
+class Choice(NamedTuple):
+    """Where tokens go."""
+
+    experts: torch.Tensor
+    """`[tokens, per_token]` int64, the best first."""
+
+    weights: torch.Tensor
+    """Likewise, float32."""
+
+
+def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None) -> Choice:
+    """Choose experts by a router's logits `[tokens, experts]` float32. Of equal scores the same come first as of
+    `torch.topk`.
+    """
+    if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        best = logits.topk(routing.per_token, dim=-1)
+        return Choice(best.indices, best.values.softmax(-1) * routing.factor)
+    scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
+    ranked = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        ranked = _within_groups(ranked, routing)
+    chosen = ranked.topk(routing.per_token, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.renormalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
+    return Choice(chosen, weights * routing.factor)
+
+
+def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The scores, with -inf for experts outside the groups that each token may choose from."""
+    groups = ranked.view(len(ranked), routing.groups, -1)
+    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
+
+
+def mix_experts(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
+    """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read."""
+    choice = choose(_product(x.float(), weights.router), spec.routing, weights.correction)
+    outputs = _outputs(x, choice.experts, weights, spec)
+    mixed = outputs[:, 0].float() * choice.weights[:, :1]
+    for place in range(1, spec.routing.per_token):
+        mixed += outputs[:, place].float() * choice.weights[:, place : place + 1]
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        shared = _expert(x, weights.shared_gate_up, weights.shared_down, spec.activation).float()
+        if weights.shared_gate is not None:
+            gates = (x.float() * weights.shared_gate).sum(-1, keepdim=True)
+            shared = shared * gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
+        mixed += shared
+    return mixed.to(x.dtype)
+
+
+def _outputs(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
+    """What each row's experts give `[rows, per_token, hidden]`."""
+    rows, per_token = chosen.shape
+    by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
+    found, begin = x.new_empty(rows * per_token, x.shape[1]), 0
+    for expert, count in enumerate(chosen.flatten().bincount(minlength=spec.count).tolist()):
+        if count:
+            places = by_expert[begin : begin + count]
+            gathered = x[places // per_token]
+            found[places] = _expert(gathered, weights.gate_up[expert], weights.down[expert], spec.activation)
+            begin += count
+    return found.view(rows, per_token, -1)
+
+
+def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> torch.Tensor:
+    activate = silu_and_mul if activation is Activation.SILU else gelu_and_mul
+    return _product(activate(_product(x, gate_up)), down)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weightᵀ`. Of one row alone, oneDNN may take another kernel, which adds up in another order."""
+    rows = x if len(x) > 1 else x.repeat(2, 1)
+    return (packed_linear if weight.is_mkldnn else linear)(rows, weight)[: len(x)]

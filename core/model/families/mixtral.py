@@ -1,0 +1,48 @@
+"""Mixtral: Mistral with a mixture of experts."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, LayerSpec, Routing
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads = reading.heads(fields)
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        window=fields.optional("sliding_window"),
+    )
+    experts = reading.experts(fields, Routing(1, renormalised=True), size="intermediate_size")
+    layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+MIXTRAL = Family(
+    "Mixtral",
+    ("MixtralForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    TensorNames(
+        names={
+            **LLAMA_NORMS,
+            "mlp.gate": "block_sparse_moe.gate",
+            "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
+            "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
+            "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+        }
+    ),
+    notes=reading.EXPERTS_NOTE,
+)

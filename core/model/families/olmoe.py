@@ -1,0 +1,42 @@
+"""OLMoE: a mixture of experts, and one norm over all heads of queries and of keys."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing
+from . import reading
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    if fields.has("clip_qkv"):
+        raise fields.refuse("clip_qkv", "queries, keys and values are not clipped; only null is supported")
+    heads, bias = reading.heads(fields), fields.boolean("attention_bias")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        head_norm=HeadNorm.ALL,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    routing = Routing(1, renormalised=fields.boolean("norm_topk_prob"))
+    experts = reading.experts(fields, routing, size="intermediate_size")
+    layers = [LayerSpec(attention, experts)] * fields.integer("num_hidden_layers")
+    return reading.dense(fields, layers, reading.rms_norm(fields))
+
+
+OLMOE = Family(
+    "OLMoE",
+    ("OlmoeForCausalLM",),
+    _read,
+    {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 2048,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    notes=reading.EXPERTS_NOTE,
+)

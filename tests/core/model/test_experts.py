@@ -1,0 +1,137 @@
+"""Routers choose as transformers' own, ties included; a row's bits don't depend on the other rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chorus.core.model.experts import ExpertWeights, choose, mix_experts
+from chorus.core.model.layers import Activation, Experts, Routing, Scoring
+from chorus.ops.packed_gemm import pack
+
+HIDDEN = 32
+
+
+def router_of(module: str, name: str, **config):
+    """A router of transformers whose logits are its input."""
+    import importlib
+
+    modelling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    count = config["count"]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    router = getattr(modelling, name)(SimpleNamespace(hidden_size=count, **dict.fromkeys(names, count), **config))
+    torch.nn.init.eye_(router.weight.data)
+    return router
+
+
+ROUTERS = {
+    "mixtral": (("mixtral", "MixtralTopKRouter"), {}, {"renormalised": True}),
+    "qwen3": (("qwen3_moe", "Qwen3MoeTopKRouter"), {"norm_topk_prob": True}, {"renormalised": True}),
+    "olmoe": (("olmoe", "OlmoeTopKRouter"), {"norm_topk_prob": False}, {}),
+    "granite": (("granitemoe", "GraniteMoeTopKRouter"), {}, {"scoring": Scoring.SOFTMAX_OF_CHOSEN}),
+    "glm-4": (
+        ("glm4_moe", "Glm4MoeTopkRouter"),
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
+        {
+            "scoring": Scoring.SIGMOID, "renormalised": True, "epsilon": 1e-20, "factor": 2.5, "corrected": True,
+            "groups": 4, "kept_groups": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_choose_as_transformers_own(name, ties):
+    """With ties, logits are one of four values."""
+    where, config, fields = ROUTERS[name]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 16, generator=generator)
+    logits = logits.mul(1.5).round().clamp(-2, 1) if ties else logits
+    routing, correction = Routing(4, **fields), None
+    router = router_of(*where, count=16, num_experts_per_tok=4, **config)
+    if routing.corrected:
+        correction = torch.randn(16, generator=generator).mul(2).round() / 2 if ties else torch.randn(16)
+        router.e_score_correction_bias.copy_(correction)
+    with torch.inference_mode():
+        _, weights, experts = router(logits)
+        found = choose(logits, routing, correction)
+    order, own = experts.argsort(-1), found.experts.argsort(-1)
+    assert torch.equal(experts.gather(1, order), found.experts.gather(1, own))
+    torch.testing.assert_close(weights.gather(1, order), found.weights.gather(1, own), rtol=1e-6, atol=1e-7)
+
+
+SPEC = Experts(16, 40, Routing(3, renormalised=True))
+
+
+def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        made = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return pack(made) if dtype == torch.float32 else made.to(dtype)
+
+    shared = spec.shared_size
+    return ExpertWeights(
+        pack(torch.randn(spec.count, HIDDEN, generator=generator)),
+        [matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
+        [matrix(HIDDEN, spec.size) for _ in range(spec.count)],
+        torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
+        matrix(2 * shared, HIDDEN) if shared else None,
+        matrix(HIDDEN, shared) if shared else None,
+        torch.randn(1, HIDDEN, generator=generator) if spec.shared_gate else None,
+    )
+
+
+SPECS = {
+    "softmax": SPEC,
+    "shared, gated": replace(SPEC, shared_size=24, shared_gate=True, activation=Activation.GELU_TANH),
+    "sigmoid": replace(SPEC, shared_size=24, routing=Routing(4, Scoring.SIGMOID, True, groups=4, kept_groups=2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SPECS)
+def test_bits_of_a_row_do_not_depend_on_its_company(name, dtype):
+    """Alone, among few, in any order, among so many that all go to one expert: 10,000 rows in all."""
+    spec = SPECS[name]
+    weights, generator = weights_of(spec, dtype), torch.Generator().manual_seed(1)
+    rows = torch.randn(400, HIDDEN, generator=generator).to(dtype)
+    want = mix_experts(rows, weights, spec)
+    for count in [1] * 50 + [2, 3, 5, 8, 33] * 20 + [150] * 53:
+        own = torch.randperm(len(rows), generator=generator)[:count]
+        assert torch.equal(mix_experts(rows[own], weights, spec), want[own])
+    crowd = torch.cat([rows[:1].expand(300, -1), rows])
+    assert torch.equal(mix_experts(crowd, weights, spec)[300:], want)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_are_the_weighted_sums_of_their_experts(name):
+    """Against float64, expert by expert."""
+    spec = SPECS[name]
+    weights = weights_of(spec)
+    rows = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
+    activate = (
+        torch.nn.functional.silu
+        if spec.activation is Activation.SILU
+        else lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    )
+
+    def expert(row: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gate, up = (gate_up.to_dense().double() @ row.double()).chunk(2)
+        return down.to_dense().double() @ (activate(gate) * up)
+
+    choice = choose(rows @ weights.router.to_dense().T, spec.routing, weights.correction)
+    for row, chosen, factors, found in zip(rows, *choice, mix_experts(rows, weights, spec), strict=True):
+        want = sum(
+            factor * expert(row, weights.gate_up[index], weights.down[index])
+            for index, factor in zip(chosen.tolist(), factors.double(), strict=True)
+        )
+        if weights.shared_gate_up is not None:
+            shared = expert(row, weights.shared_gate_up, weights.shared_down)
+            gate = 1.0 if weights.shared_gate is None else (weights.shared_gate @ row).sigmoid().double()
+            want = want + gate * shared
+        torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,275 @@
+"""Models with a mixture of experts answer as transformers + peft do, over every path that serves them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from chorus.core.config import EngineConfig
+from chorus.core.executors.base import ModelExecutor
+from chorus.core.model import experts as mixture
+from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.open_weights import open_weights
+from chorus.core.model.read_config import read_model_config
+from chorus.graphs.runner import StepMode
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
+
+from .merging.test_merged import merge
+from .test_families import executor_of, logits_of
+from .test_family_paths import answers, told
+from .tiny_families import ADAPTERS, EXPERTS, save_family
+
+pytestmark = pytest.mark.numerics
+
+BF16_ERROR = 8e-2
+"""Relative L2 error of bfloat16 logits that is taken for rounding, which may change a router's choice; measured: at
+most 5.9e-2.
+"""
+
+every_family = pytest.mark.parametrize("family", EXPERTS)
+
+
+@pytest.fixture
+def kernels() -> str:
+    """The native decoder has no experts."""
+    return "torch"
+
+
+@every_family
+def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    want = answers(it, driver, 8, seed=1)
+    assert told(driver, want) == want
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+    chunks = [row for plan in driver.plans for row in plan.sequences if row.start > 0 and len(row.tokens) > 1]
+    assert chunks, "no prompt was cut"
+
+
+@every_family
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_any_size(tiny, drive, family, chunk):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
+    want = answers(it, driver, 5, seed=1)
+    assert told(driver, want) == want
+
+
+@every_family
+def test_prefixes_from_the_cache(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=2)
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@pytest.mark.usefixtures("crowded")
+@every_family
+def test_preempted_requests_swap_and_go_on(tiny, drive, family):
+    it = tiny(family)
+    limits = {
+        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
+        "prefix_cache": False, "max_model_len": 128,
+    }  # fmt: skip
+    probe = drive(it, **limits).engine
+    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
+    driver = drive(it, num_pages=adapters + probe.executor.layout.pages_for_tokens(80, chunk=64), **limits)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+@every_family
+def test_merged_weights_beside_other_adapters(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
+    merge(driver, "r3-all")
+    want = answers(it, driver, 8, seed=5)
+    assert told(driver, want) == want
+    assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
+
+
+@every_family
+@pytest.mark.parametrize("is_async", [True])
+def test_steps_that_are_launched_ahead(tiny, drive, family, is_async):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=is_async)
+    want = answers(it, driver, 6, seed=6)
+    assert told(driver, want) == want
+
+
+@every_family
+def test_comparisons_mean_something(tiny, family):
+    """Answers vary, adapters change them, and tokens go to most experts."""
+    it = tiny(family)
+    cases = [it.case(None, 20, seed) for seed in range(99, 102)]
+    outputs = {None: tuple(tuple(base) for _, base in cases)}
+    outputs |= {name: tuple(tuple(it.greedy(name, prompt, 8)[0]) for prompt, _ in cases) for name in ADAPTERS}
+    assert len(set(outputs.values())) == 4
+    assert len({token for base in outputs[None] for token in base}) >= 4
+
+
+def logprobs_of(driver, prompt: list[int], beside: list[tuple[str | None, list[int]]]) -> Any:
+    """A request of the base model, in steps with others: of which adapters, and their prompts."""
+    driver.add("it", None, prompt, max_tokens=12, logprobs=4)
+    for index, (adapter, other) in enumerate(beside):
+        driver.add(f"{index}", adapter, other, max_tokens=12)
+    return driver.drain()["it"].logprobs
+
+
+@every_family
+def test_bits_of_base_rows_do_not_change_beside_adapters(tiny, drive, family):
+    it, rng = tiny(family), random.Random(family)
+    prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
+    names = [None, *ADAPTERS, *ADAPTERS][:5]
+    with_adapters, with_base = (
+        logprobs_of(
+            drive(it, max_num_seqs=8, max_num_batched_tokens=48),
+            prompts[0],
+            list(zip(adapters, prompts[1:], strict=True)),
+        )
+        for adapters in (names, [None] * 5)
+    )
+    assert with_adapters == with_base
+
+
+@every_family
+def test_bfloat16_is_float32_within_rounding(tmp_path, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+    want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
+    executor = executor_of(tmp_path, cpu_kernels="torch")
+    assert executor.layout.itemsize == 2, "dtype auto is the checkpoint's"
+    errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_ERROR
+
+
+@every_family
+def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatch):
+    it, seen, counts = tiny(family), [], []
+    driver = drive(it, max_num_seqs=1, prefix_cache=False)
+    expert, choose = mixture._expert, mixture.choose  # noqa: SLF001
+
+    def noted(*inputs: Any) -> mixture.Choice:
+        choice = choose(*inputs)
+        counts.append(len(choice.experts.unique()))
+        return choice
+
+    monkeypatch.setattr(mixture, "_expert", lambda *inputs: seen.append(1) or expert(*inputs))
+    monkeypatch.setattr(mixture, "choose", noted)
+    driver.run("it", None, [5, 6, 7], max_tokens=4)
+    spec = driver.executor.rank.config.experts
+    assert len(seen) == sum(counts) + len(counts) * bool(spec.shared_size)
+    if spec.routing.per_token < spec.count:
+        assert min(counts) == spec.routing.per_token < spec.count
+
+
+# -- checkpoints
+
+
+def stack_experts(directory: Path) -> None:
+    """Rewrite a checkpoint with one tensor for all experts' matrices, as transformers has them in memory."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
+        file.unlink()
+    save_file(tensors, directory / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+
+
+@every_family
+def test_stacked_experts_are_read_as_the_same(tmp_path, family):
+    save_family(family, tmp_path)
+    config = read_model_config(tmp_path)
+
+    def weights() -> tuple[Any, int]:
+        with open_weights(tmp_path, config, torch.float32) as found:
+            return list(found.layers()), found.num_bytes
+
+    each, num_bytes = weights()
+    stack_experts(tmp_path)
+    stacked, stacked_bytes = weights()
+    assert num_bytes == stacked_bytes
+    for one, other in zip(each, stacked, strict=True):
+        assert (one.experts is None) == (other.experts is None)
+        if one.experts is None:
+            continue
+        assert torch.equal(one.experts.router.to_dense(), other.experts.router.to_dense())
+        for name in ("gate_up", "down"):
+            pairs = zip(getattr(one.experts, name), getattr(other.experts, name), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+
+
+# -- what is refused
+
+
+def settings(model: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(model=model, memory_bytes=4 << 20, threads=1, **{"device": "cpu", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cpu_kernels": "native"}, "cpu_kernels is 'native', but .*mixture of experts"),
+        ({"quantization": "int4"}, "quantization is 'int4', but the model has 16 experts"),
+    ],
+)
+def test_settings_that_experts_are_not_served_with(tiny, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        executor_of(tiny("qwen3-moe").model, **changes)
+
+
+def test_ranks_do_not_share_experts(tiny, drive):
+    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size is 2, and the model's 16 experts .*one of 1"):
+        drive(tiny("qwen3-moe"), tensor_parallel_size=2)
+
+
+def test_gpus_refuse_experts(tiny):
+    with pytest.raises(UnsupportedModel, match=r"device is 'cuda:0', and the model has 16 experts, .*CPUs alone"):
+        ModelExecutor(settings(tiny("qwen3-moe").model, device="cuda:0"))
+
+
+def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> Path:
+    """An adapter on one module of layer 0, [rank 2] of 64 inputs and 16 outputs."""
+    name = f"base_model.model.model.layers.0.{tensor}"
+    tensors = {f"{name}.lora_A.weight": torch.zeros(2, 64), f"{name}.lora_B.weight": torch.zeros(16, 2)}
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": targets, **fields}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("targets", "tensor", "fields", "message"),
+    [
+        (["gate"], "mlp.gate", {}, "match none of q_proj"),
+        (["q_proj", "gate"], "mlp.gate", {}, r"layers\.0\.mlp\.gate\.lora_A\.weight' is not .* of one of q_proj"),
+        (
+            ["q_proj", "gate_proj"],
+            "mlp.experts.0.gate_proj",
+            {},
+            r"layers\.0\.mlp\.experts\.0\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
+        ),
+        (["q_proj"], "mlp.experts.base_layer", {"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+    ],
+)
+def test_adapters_on_experts_and_routers_are_refused(tiny, tmp_path, targets, tensor, fields, message):
+    path = qwen_adapter(tmp_path / "it", targets, tensor, **fields)
+    with pytest.raises(AdapterFormatError, match=message):
+        inspect_adapter(path, read_model_config(tiny("qwen3-moe").model).module_paths)
