@@ -9,6 +9,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 
 from ...graphs.runner import DecodeBuckets
@@ -233,11 +234,17 @@ def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
 
 
 def plan_step(
-    step_id: int, groups: RequestsByAdapter, counts: Mapping[Request, int], buckets: DecodeBuckets
+    step_id: int,
+    groups: RequestsByAdapter,
+    counts: Mapping[Request, int],
+    buckets: DecodeBuckets,
+    drafts: Mapping[Request, list[int]] | None = None,
 ) -> StepPlan:
-    """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default.
+    """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default, and
+    `drafts[request]` after them.
 
-    Prefills come first. Within prefills and within decodes, sequences of one adapter are adjacent (Punica §6).
+    Prefills, and sequences with drafts, come first. Within these and within decodes, sequences of one adapter are
+    adjacent (Punica §6).
     """
     if None in groups:
         groups = {None: groups[None], **groups}  # base-model sequences come first
@@ -248,7 +255,11 @@ def plan_step(
     for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
             sequence = request.sequence
-            if sequence is None:
+            if drafts and request in drafts:
+                sequence = _with_drafts(sequence or _new_sequence(request, 1), drafts[request])
+                is_ragged = True
+                prefills.append(sequence)
+            elif sequence is None:
                 sequence = _new_sequence(request, counts.get(request, 1))
                 is_ragged = is_ragged or sequence.is_ragged
                 (decodes if len(sequence.tokens) == 1 else prefills).append(sequence)
@@ -330,6 +341,11 @@ def continue_from(plan: StepPlan, following: StepPlan) -> None:
             before = sequences[position]
             sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
             sequence.state_step = before.state_step + 1
+
+
+def _with_drafts(sequence: ScheduledSequence, drafts: list[int]) -> ScheduledSequence:
+    """A decoding sequence with proposed tokens after its last one."""
+    return replace(sequence, tokens=sequence.tokens + drafts, drafts=len(drafts))
 
 
 def _new_sequence(request: Request, count: int) -> ScheduledSequence:
