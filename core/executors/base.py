@@ -199,8 +199,8 @@ class ModelExecutor(ExecutorBase):
         self.layout = self._page_layout(config.block_tokens, limit)
         if config.speculation != "off" and self.layout.states is not None:
             raise UnsupportedModel(
-                f"speculation is {config.speculation!r}, but this model has recurrent states, which can't go back to the "
-                "token before a rejected one; set it to 'off'"
+                f"speculation is {config.speculation!r}, but this model has recurrent states, which can't go back "
+                "to the token before a rejected one; set it to 'off'"
             )
 
     def _page_layout(self, block_tokens: int, max_model_len: int) -> PageLayout:
