@@ -47,7 +47,8 @@ class NgramIndex:
     """The request's; its owner appends to it."""
     most_tokens: int
     """Tokens that it can get."""
-    _tables: list[array[int]] = field(init=False, repr=False)
+    tables: list[array[int]] = field(init=False, repr=False)
+    """For each of `LENGTHS`: by hash of an n-gram, the position after its last occurrence; 0: none."""
     _mask: int = field(init=False)
     _num_indexed: int = 0
     """N-grams that end before this position are in the tables."""
@@ -59,7 +60,7 @@ class NgramIndex:
         while slots < min(self.most_tokens, MOST_SLOTS):
             slots *= 2
         self._mask = slots - 1
-        self._tables = [array("i", bytes(4 * slots)) for _ in LENGTHS]
+        self.tables = [array("i", bytes(4 * slots)) for _ in LENGTHS]
 
     def propose(self, count: int) -> list[int]:
         """Return the tokens that followed the match of the last tokens, at most `count`; none without a match.
@@ -91,7 +92,7 @@ class NgramIndex:
     def _look_up(self, end: int) -> int:
         """Return the distance to the last earlier occurrence of the longest n-gram that ends at `end`; 0: none."""
         tokens = self.tokens
-        for length, table in zip(LENGTHS, self._tables, strict=True):
+        for length, table in zip(LENGTHS, self.tables, strict=True):
             if length >= end:
                 continue
             gram = tokens[end - length : end]
@@ -103,7 +104,7 @@ class NgramIndex:
     def _insert(self, end: int) -> None:
         """Insert the n-grams that end before `end`."""
         tokens, mask = self.tokens, self._mask
-        for length, table in zip(LENGTHS, self._tables, strict=True):
+        for length, table in zip(LENGTHS, self.tables, strict=True):
             for stop in range(max(length, self._num_indexed), end):
                 table[hash(tuple(tokens[stop - length : stop])) & mask] = stop
         self._num_indexed = end
