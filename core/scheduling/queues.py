@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
+from types import MappingProxyType
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -238,7 +239,7 @@ def plan_step(
     groups: RequestsByAdapter,
     counts: Mapping[Request, int],
     buckets: DecodeBuckets,
-    drafts: Mapping[Request, list[int]] | None = None,
+    drafts: Mapping[Request, list[int]] = MappingProxyType({}),
 ) -> StepPlan:
     """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default, and
     `drafts[request]` after them.
@@ -254,13 +255,8 @@ def plan_step(
     is_ragged = False
     for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
-            sequence = request.sequence
-            if drafts and request in drafts:
-                sequence = _with_drafts(sequence or _new_sequence(request, 1), drafts[request])
-                is_ragged = True
-                prefills.append(sequence)
-            elif sequence is None:
-                sequence = _new_sequence(request, counts.get(request, 1))
+            reused, sequence = request.sequence, _sequence_of(request, counts, drafts)
+            if sequence is not reused:
                 is_ragged = is_ragged or sequence.is_ragged
                 (decodes if len(sequence.tokens) == 1 else prefills).append(sequence)
                 unchanged += [sequence] * (sequence.kv_len <= sequence.lora_from)
@@ -343,9 +339,14 @@ def continue_from(plan: StepPlan, following: StepPlan) -> None:
             sequence.state_step = before.state_step + 1
 
 
-def _with_drafts(sequence: ScheduledSequence, drafts: list[int]) -> ScheduledSequence:
-    """A decoding sequence with proposed tokens after its last one."""
-    return replace(sequence, tokens=sequence.tokens + drafts, drafts=len(drafts))
+def _sequence_of(
+    request: Request, counts: Mapping[Request, int], drafts: Mapping[Request, list[int]]
+) -> ScheduledSequence:
+    """Return a request's decoding sequence, or a new one: for its first steps, and for a step with drafts."""
+    sequence = request.sequence or _new_sequence(request, counts.get(request, 1))
+    if proposed := drafts.get(request):
+        return replace(sequence, tokens=sequence.tokens + proposed, drafts=len(proposed))
+    return sequence
 
 
 def _new_sequence(request: Request, count: int) -> ScheduledSequence:

@@ -242,7 +242,7 @@ class Scheduler:
     def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
         running = self.running
-        drafts = None if self._speculation is None else self._drafts(self._speculation, counts, all_decode=all_decode)
+        drafts = self._drafts(counts, all_decode=all_decode) if self._speculation is not None else {}
         last = running.plan if all_decode and not drafts else None
         if last is not None:
             return StepPlan(step_id, last.sequences, last.adapters, last.bucket)
@@ -259,13 +259,12 @@ class Scheduler:
             self._shares.ignore()
         return plan
 
-    def _drafts(
-        self, speculation: Speculation, counts: dict[Request, int], *, all_decode: bool
-    ) -> dict[Request, list[int]]:
+    def _drafts(self, counts: dict[Request, int], *, all_decode: bool) -> dict[Request, list[int]]:
         """Return proposed tokens for requests of a step that is otherwise planned; see `_plan`."""
+        assert self._speculation is not None
         requests = self.running if all_decode else [*counts]
         num_tokens = sum(counts.values()) + len(requests) - len(counts)
-        return speculation.drafts(requests, self._max_tokens - num_tokens, self._memory.grow)
+        return self._speculation.drafts(requests, self._max_tokens - num_tokens, self._memory.grow)
 
     def _find(self, sequence: ScheduledSequence) -> Request | None:
         """Return the request of a sequence; None if it has ended, or was preempted, since the plan was made."""
@@ -300,17 +299,17 @@ class Scheduler:
                 continue
             if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
-            output = self._advance(request, sequence, result, info, len(sequence.tokens) - sequence.drafts)
-            if output is not None:
+            if sequence.drafts:
+                new = self._advance_drafted(request, sequence, result, info)
+                outputs += new
+                num_generated += len(new)
+            elif (output := self._advance(request, sequence, result, info, len(sequence.tokens))) is not None:
                 outputs.append(output)
                 num_generated += 1
-            if sequence.drafts and self._speculation is not None:
-                num_generated += self._apply_drafts(self._speculation, request, sequence, result, info, outputs)
         self.num_generated_tokens += num_generated - (self.num_pooled - num_pooled)
         if result.unready:
             self._send_back_late(result)
-        if result.grammar_seconds or self.grammars.heavy:
-            self._note_grammars(result)
+        self._note_grammars(result)
         return outputs
 
     def _adapters_of(self, plan: StepPlan) -> dict[Adapter, None]:
@@ -320,6 +319,8 @@ class Scheduler:
         return dict.fromkeys(plan.adapters) | dict.fromkeys(early)
 
     def _note_grammars(self, result: StepResult) -> None:
+        if not (result.grammar_seconds or self.grammars.heavy):
+            return
         spent = result.grammar_seconds.items()
         self.grammars.note({self._requests[name]: seconds for name, seconds in spent if name in self._requests})
 
@@ -467,35 +468,29 @@ class Scheduler:
         self.num_step_tokens += steps * tokens
         self.step_sizes[bisect_left(STEP_SIZES, tokens)] += steps
 
-    def _apply_drafts(
-        self,
-        speculation: Speculation,
-        request: Request,
-        sequence: ScheduledSequence,
-        result: StepResult,
-        info: StepInfo,
-        outputs: list[RequestOutput],
-    ) -> int:
-        """Apply the tokens after a sequence's accepted drafts, as if each came from a step of its own.
+    def _advance_drafted(
+        self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo
+    ) -> list[RequestOutput]:
+        """Apply a sequence with drafts as if each of its sampled tokens came from a step of its own.
 
-        It stops at a token that ends the request. Returns the number of tokens. The last of `outputs` has the token
-        before them.
+        Tokens after one that ends the request are dropped.
         """
-        new, drafts = [outputs.pop()], sequence.tokens[-sequence.drafts :]
-        for after in result.after_drafts:
-            if request.finished or sequence.request_id not in after.tokens:
+        drafts = sequence.tokens[-sequence.drafts :]
+        outputs: list[RequestOutput] = []
+        for each in (result, *result.after_drafts):
+            if request.finished or sequence.request_id not in each.tokens:
                 break
-            output = self._advance(request, sequence, after, info, 1)
+            output = self._advance(request, sequence, each, info, 1)
             assert output is not None
-            new.append(output)
-        accepted = sum(output.token_ids[0] == draft for output, draft in zip(new, drafts, strict=False))
-        speculation.note(request, len(drafts), accepted)
+            outputs.append(output)
+        accepted = sum(output.token_ids[0] == draft for output, draft in zip(outputs, drafts, strict=False))
         self.num_proposed_tokens += len(drafts)
         self.num_accepted_tokens += accepted
-        new[:accepted] = [output._replace(was_draft=True) for output in new[:accepted]]
-        new[-1] = new[-1]._replace(num_rejected_drafts=len(drafts) - accepted)
-        outputs += new
-        return len(new) - 1
+        if self._speculation is not None:
+            self._speculation.note(request, len(drafts), accepted)
+        outputs[:accepted] = [output._replace(was_draft=True) for output in outputs[:accepted]]
+        outputs[-1] = outputs[-1]._replace(num_rejected_drafts=len(drafts) - accepted)
+        return outputs
 
     def _advance(
         self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo, count: int

@@ -31,16 +31,9 @@ class Speculation:
         requests: in the step, with pages for their next token. left: tokens that the step may still take. grow: makes
         a request's pages cover so many tokens, or returns False.
         """
-        wanted: dict[Request, int] = {}
-        for request in requests:
-            most = request.max_length - len(request.token_ids) - 1  # another token follows the accepted ones
-            if most > 0 and _decodes(request) and not looks_back(request.params):
-                if request.draft_length is None:
-                    request.draft_length = DraftLength()
-                if count := request.draft_length.take():
-                    wanted[request] = min(count, most)
+        wanted = {request: count for request in requests if (count := _wanted(request))} if left > 0 else {}
         drafts: dict[Request, list[int]] = {}
-        for request, proposal in self._proposer.propose(wanted).items() if wanted and left > 0 else ():
+        for request, proposal in self._proposer.propose(wanted).items() if wanted else ():
             count = min(len(proposal), wanted[request], left)
             known = len(request.token_ids)
             if not grow(request, known + count):
@@ -54,6 +47,16 @@ class Speculation:
         """Learn from a verified proposal."""
         if request.draft_length is not None:
             request.draft_length.note(proposed, accepted)
+
+
+def _wanted(request: Request) -> int:
+    """The most tokens to propose for a request of the step."""
+    most = request.max_length - len(request.token_ids) - 1  # another token follows the accepted ones
+    if most <= 0 or not _decodes(request) or looks_back(request.params):
+        return 0
+    if request.draft_length is None:
+        request.draft_length = DraftLength()
+    return min(most, request.draft_length.take())
 
 
 def _decodes(request: Request) -> bool:
