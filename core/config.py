@@ -178,6 +178,12 @@ class EngineConfig(BaseModel):
         default=True,
         description="on a GPU: launch the next step before the tokens of the current one are read",
     )
+    speculation: Literal["off", "ngram"] = Field(
+        default="off",
+        description="propose tokens and verify several per step; the output stays the same. ngram: what followed the "
+        "last tokens earlier in the prompt or the answer. Only on a CPU with one TP rank, for models without "
+        "linear attention",
+    )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
         description="what happens to the KV cache of a preempted request: swap: it moves to host memory and "

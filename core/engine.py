@@ -41,6 +41,8 @@ from .scheduling.request_memory import RequestMemory, swaps
 from .scheduling.scheduler import Scheduler
 from .servable import Servable
 from .served_adapters import ServedAdapters
+from .speculation.ngrams import NgramProposer
+from .speculation.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +121,14 @@ class Engine:
         self.starts = executor.cold_starts
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
         policies = policies or Policies()
-        self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, queue=policies.queue)
+        speculates = config.speculation != "off"
+        speculation = Speculation(policies.proposer or NgramProposer()) if speculates else None
+        self.scheduler = self.scheduler_type(
+            config, self.store, memory, loads, clock, queue=policies.queue, speculation=speculation
+        )
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
-        start = executor.start if config.async_scheduling else None
+        start = executor.start if config.async_scheduling and not speculates else None  # drafts need the tokens
         self.async_steps = (
             None if start is None else AsyncSteps(start, executor, self._plan_ahead, self.scheduler.rollback)
         )
@@ -273,7 +279,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached page from the time of a prefill step."""
-        if plan.num_tokens >= self.block_tokens * len(plan.sequences):
+        if plan.num_tokens - plan.num_drafts >= self.block_tokens * len(plan.sequences):
             self.last_prefill = plan, seconds
             self.costs.observe("prefix_page", seconds / plan.num_tokens / self.pages_per_token)
 

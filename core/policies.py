@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .merging.mode_policy import ModePolicy
 from .scheduling.service import QueuePolicy
+from .speculation.proposer import Proposer
 
 
 @dataclass(frozen=True)
@@ -14,3 +15,5 @@ class Policies:
 
     queue: QueuePolicy | None = None
     mode: ModePolicy | None = None
+    proposer: Proposer | None = None
+    """Has an effect only where the configuration speculates."""

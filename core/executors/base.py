@@ -220,6 +220,11 @@ class ModelExecutor(ExecutorBase):
             model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
         )
         self.layout = self._page_layout(config.block_tokens, limit)
+        if config.speculation != "off" and self.layout.states is not None:
+            raise UnsupportedModel(
+                f"speculation is {config.speculation!r}, but this model has recurrent states, which can't go back "
+                "to the token before a rejected one; set it to 'off'"
+            )
 
     def _page_layout(self, block_tokens: int, max_model_len: int) -> PageLayout:
         """Raises UnsupportedModel."""

@@ -39,8 +39,9 @@ from ..model.sampler import (
 )
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
+from ..model.verification import accept_drafts, positions_of
 from ..model.weights import kept_bytes
-from ..requests.types import StepPlan, StepResult, adapter_runs
+from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
 from .base import ModelExecutor
 from .cpu_setup import cpu_pages, cpu_threads, torch_gemms, use_native
@@ -134,11 +135,11 @@ class CpuExecutor(ModelExecutor):
     def _sample(
         self,
         plan: StepPlan,
+        rows: Sequence[ScheduledSequence],
         argmax: Sequence[int],
         logits: RowLogits,
         chosen: Collection[int] = (),
     ) -> StepResult:
-        rows = plan.sequences
         ends, grammars = self.model.eos_token_ids, self.model.grammars
         result = sample_tokens(
             rows, argmax, logits, sampling=self.steps.sampling, eos_token_ids=ends, chosen=chosen, grammars=grammars
@@ -147,8 +148,10 @@ class CpuExecutor(ModelExecutor):
             add_prompt_logprobs(rows, self.decoder.prompt_logits, self.steps.sampling, self.model.vocab_size, result)
         if any(row.params.pooling is not None for row in rows):
             add_pooled(rows, self.decoder.hidden_states, result)
+        if plan.num_drafts:
+            accept_drafts(plan, rows, result)
         if plan.adapters:
-            for request_id in self._lora.late_requests(rows):
+            for request_id in self._lora.late_requests(plan.sequences):
                 result.retract(request_id)
         return result
 
@@ -160,10 +163,15 @@ class CpuExecutor(ModelExecutor):
 
 
 class Sample(Protocol):
-    """Samples the tokens of a step; see `sample_tokens`."""
+    """Samples the tokens of a step; see `sample_tokens`. rows: see `CpuSteps.rows`."""
 
     def __call__(
-        self, plan: StepPlan, argmax: Sequence[int], logits: RowLogits, chosen: Collection[int] = ()
+        self,
+        plan: StepPlan,
+        rows: Sequence[ScheduledSequence],
+        argmax: Sequence[int],
+        logits: RowLogits,
+        chosen: Collection[int] = (),
     ) -> StepResult: ...
 
 
@@ -211,6 +219,10 @@ class CpuSteps(ABC, Generic[A]):
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits of a step's entries."""
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
+
+    def rows(self, plan: StepPlan) -> list[ScheduledSequence]:
+        """The sequences of which `forward` gives logits, in order: of drafts, each position is one of its own."""
+        return positions_of(plan) if plan.num_drafts else plan.sequences
 
     def close(self) -> None:
         self.graphs.close()
@@ -271,10 +283,11 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         self._decoder, self.sampling = decoder, TorchSampling()
 
     def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
-        asking = [index for index, row in enumerate(plan.sequences) if needs_logits(row)]
+        rows = self.rows(plan)
+        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
-            return sample(plan, greedy(logits), RowLogits(logits, {index: index for index in asking}))
+            return sample(plan, rows, greedy(logits), RowLogits(logits, {index: index for index in asking}))
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
         self._decoder.gathered(self.forward(plan))
@@ -304,7 +317,7 @@ class NativeSteps(CpuSteps[NativeRows]):
             decoder.offload(offload)
 
     def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
-        rows = plan.sequences
+        rows = self.rows(plan)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         plain = asking if self._samples else []
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
@@ -316,7 +329,7 @@ class NativeSteps(CpuSteps[NativeRows]):
         self._decoder.keep_logits(kept, sampled)
         logits = self.forward(plan) if self._offload is None else self._offload.run(self.forward, plan)
         at = {index: place for place, index in enumerate(kept)}
-        return sample(plan, self._decoder.best, RowLogits(logits, at), sampled)
+        return sample(plan, rows, self._decoder.best, RowLogits(logits, at), sampled)
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
         self._decoder.keep_logits(kept)

@@ -15,6 +15,7 @@ from ..cpus import available_cpus, has_fast_products
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.native_decoder import why_unsupported
 from ..model.weights import num_weights
+from ..requests.draft_length import most_logits
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
 
@@ -32,7 +33,8 @@ def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, w
     if config.num_pages is not None:
         return config.num_pages
     if (num_bytes := config.memory_bytes) is None:
-        logits = config.max_num_seqs * shapes.model.vocab_size
+        rows = config.max_num_seqs if config.speculation == "off" else most_logits(config.max_num_seqs)
+        logits = rows * shapes.model.vocab_size
         num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
         logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
     return max(2, num_bytes // layout.page_bytes)

@@ -477,6 +477,14 @@ def _kept_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> tu
     return scored, pooled
 
 
+def _logit_tokens(rows: Sequence[ScheduledSequence], begins: Sequence[int]) -> list[int]:
+    """Tokens with logits: each row's last known one, and its drafts. begins: as in `_kept_tokens`, and the end."""
+    ends = [end - 1 for end in begins[1:]]
+    if not any(row.drafts for row in rows):
+        return ends
+    return [token for row, end in zip(rows, ends, strict=True) for token in range(end - row.drafts, end + 1)]
+
+
 def _tell_logits(lora: StepLora | None, sampled: Sequence[int], scored: Sequence[int]) -> None:
     if lora is not None:
         lora.use_logits(sampled, scored)
@@ -503,7 +511,7 @@ def ragged_batch(
             column += [row.pages[position // block_tokens * groups + group] for position in span]
         qo_indptr.append(len(token_ids))
     prompt_tokens, pooled_tokens = _kept_tokens(rows, qo_indptr)
-    kept, logit_tokens = prompt_tokens + pooled_tokens, [end - 1 for end in qo_indptr[1:]]
+    kept, logit_tokens = prompt_tokens + pooled_tokens, _logit_tokens(rows, qo_indptr)
     _tell_logits(lora, logit_tokens, prompt_tokens)
     offset = [position % block_tokens for position in positions]
     columns = torch.tensor((token_ids, positions, offset, *page), dtype=torch.long)

@@ -12,7 +12,7 @@ from .grammar import Grammar
 from .sampling_params import SamplingParams
 from .types import ScheduledSequence, StepPlan
 
-VERSION = 9
+VERSION = 10
 
 _PARAMS = tuple(one.name for one in fields(SamplingParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -64,6 +64,7 @@ def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
         "start": sequence.start,
         "pages": list(sequence.pages),
         "samples": sequence.samples,
+        "drafts": sequence.drafts,
         "states": _states_to_wire(sequence),
     }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...memory.pages.prefix import Block
     from ...memory.transfers.swapped_kv import KvImage
     from ...memory.transfers.transfer import Transfer
+    from .draft_length import DraftLength
     from .pooling import PooledSum
     from .types import ScheduledSequence
 
@@ -134,6 +135,10 @@ class Request:
     num_known_blocks: int = 0
     """Its blocks in the prefix cache."""
     last_block: Block | None = None
+    draft_length: DraftLength | None = None
+    """None until tokens are first proposed for it."""
+    proposing: object = None
+    """State of the proposer, if it keeps any."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

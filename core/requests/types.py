@@ -83,6 +83,9 @@ class ScheduledSequence:
     """The step says which slot it reads, and which it writes."""
     lora_from: int = 0
     """Position of the first token that its adapter changes; before it, tokens are the base model's."""
+    drafts: int = 0
+    """The last so many of `tokens` are proposed: they are not among `token_ids`. A token is sampled after each of them,
+    too; the scheduler takes those that follow accepted drafts. KV of rejected ones is overwritten."""
 
     @property
     def kv_len(self) -> int:
@@ -119,14 +122,18 @@ class ScheduledSequence:
     @property
     def looks_back(self) -> bool:
         """True if the tokens generated so far change which ones may be sampled next."""
-        params = self.params
-        penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))
+        return looks_back(self.params)
 
     @property
     def is_ragged(self) -> bool:
         """True if no captured step can compute it: it has several tokens, asks for prompt logprobs, or is pooled."""
         return len(self.tokens) != 1 or self.wants_states
+
+
+def looks_back(params: SamplingParams) -> bool:
+    """True if the tokens generated so far change which ones may be sampled next."""
+    penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))
 
 
 def adapter_runs(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:
@@ -146,7 +153,8 @@ def adapter_runs(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], lis
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: prefills first, then decodes; sequences of one adapter are adjacent within each (Punica §6).
+    """One step: sequences of several tokens first, then those of one; sequences of one adapter are adjacent within each
+    (Punica §6).
 
     `plan_wire` has its form for another process.
     """
@@ -165,12 +173,16 @@ class StepPlan:
     the sequence of the step before whose token replaces `PENDING`, or -1 if its tokens are known. None if all tokens
     are known."""
     num_tokens: int = field(init=False)
+    num_drafts: int = field(init=False, default=0)
+    """Tokens that are proposed."""
 
     def __post_init__(self) -> None:
         sequences = self.sequences
-        self.num_tokens = (
-            len(sequences) if self.bucket is not None else sum([len(sequence.tokens) for sequence in sequences])
-        )
+        if self.bucket is not None:
+            self.num_tokens = len(sequences)
+            return
+        self.num_tokens = sum([len(sequence.tokens) for sequence in sequences])
+        self.num_drafts = sum([sequence.drafts for sequence in sequences])
 
     @property
     def mode(self) -> StepMode:
@@ -209,6 +221,8 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
     """Requests without a result: their adapter missed its deadline."""
+    after_drafts: list[StepResult] = field(default_factory=list)
+    """Tokens and logprobs after accepted drafts: item i is of the sequences whose first i + 1 drafts were accepted."""
     grammar_seconds: dict[str, float] = field(default_factory=dict)
     """CPU seconds for the last token of requests with heavy grammars (`GrammarState`); 0 for requests whose grammar is
     no longer heavy."""
@@ -217,6 +231,8 @@ class StepResult:
         """Discard a request's results, because its adapter did not arrive in time."""
         for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.pooled, self.errors):
             found.pop(request_id, None)
+        for after in self.after_drafts:
+            after.tokens.pop(request_id, None)
         self.unready.add(request_id)
 
     def merge(self, other: StepResult) -> None:
@@ -227,6 +243,11 @@ class StepResult:
         self.errors.update(other.errors)
         self.unready |= other.unready
         self.grammar_seconds.update(other.grammar_seconds)
+        for index, after in enumerate(other.after_drafts):
+            if index < len(self.after_drafts):
+                self.after_drafts[index].merge(after)
+            else:
+                self.after_drafts.append(after)
 
 
 class CannotMerge(RuntimeError):
@@ -272,6 +293,10 @@ class RequestOutput(NamedTuple):
     """The part of its adapter, or of pinned adapters, in the error."""
     queue_seconds: float | None = None
     """From its arrival to its first admission; with the first output."""
+    was_draft: bool = False
+    """True if the token was proposed and accepted."""
+    num_rejected_drafts: int = 0
+    """Proposed tokens that were computed in vain; with the last token of their step."""
     num_preemptions: int = 0
     """Of the request so far; with the first and the last output."""
     pooled: bytes | None = None

@@ -9,7 +9,9 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
+from types import MappingProxyType
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -233,11 +235,17 @@ def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
 
 
 def plan_step(
-    step_id: int, groups: RequestsByAdapter, counts: Mapping[Request, int], buckets: DecodeBuckets
+    step_id: int,
+    groups: RequestsByAdapter,
+    counts: Mapping[Request, int],
+    buckets: DecodeBuckets,
+    drafts: Mapping[Request, list[int]] = MappingProxyType({}),
 ) -> StepPlan:
-    """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default.
+    """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default, and
+    `drafts[request]` after them.
 
-    Prefills come first. Within prefills and within decodes, sequences of one adapter are adjacent (Punica §6).
+    Prefills, and sequences with drafts, come first. Within these and within decodes, sequences of one adapter are
+    adjacent (Punica §6).
     """
     if None in groups:
         groups = {None: groups[None], **groups}  # base-model sequences come first
@@ -247,9 +255,8 @@ def plan_step(
     is_ragged = False
     for lora_index, group in enumerate(groups.values(), BASE_LORA_INDEX if None in groups else 0):
         for request in group:
-            sequence = request.sequence
-            if sequence is None:
-                sequence = _new_sequence(request, counts.get(request, 1))
+            reused, sequence = request.sequence, _sequence_of(request, counts, drafts)
+            if sequence is not reused:
                 is_ragged = is_ragged or sequence.is_ragged
                 (decodes if len(sequence.tokens) == 1 else prefills).append(sequence)
                 unchanged += [sequence] * (sequence.kv_len <= sequence.lora_from)
@@ -330,6 +337,16 @@ def continue_from(plan: StepPlan, following: StepPlan) -> None:
             before = sequences[position]
             sequence.start, sequence.tokens = before.start + len(before.tokens), PENDING
             sequence.state_step = before.state_step + 1
+
+
+def _sequence_of(
+    request: Request, counts: Mapping[Request, int], drafts: Mapping[Request, list[int]]
+) -> ScheduledSequence:
+    """Return a request's decoding sequence, or a new one: for its first steps, and for a step with drafts."""
+    sequence = request.sequence or _new_sequence(request, counts.get(request, 1))
+    if proposed := drafts.get(request):
+        return replace(sequence, tokens=sequence.tokens + proposed, drafts=len(proposed))
+    return sequence
 
 
 def _new_sequence(request: Request, count: int) -> ScheduledSequence:

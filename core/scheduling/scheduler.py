@@ -26,6 +26,7 @@ from ..requests.pooling import to_bytes
 from ..requests.request import Request, RequestState
 from ..requests.sampling_params import InvalidRequest
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
+from ..speculation.speculation import Speculation
 from .adapter_turns import AdapterTurns
 from .admission import Admission, is_loading
 from .grammar_budget import GrammarBudget
@@ -57,6 +58,7 @@ class Scheduler:
         loads: LoadPolicy,
         clock: Callable[[], float],
         queue: QueuePolicy | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._limits = limits
         self._max_tokens = limits.max_num_batched_tokens  # read in every step; a pydantic attribute is slow
@@ -91,6 +93,7 @@ class Scheduler:
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._turns = AdapterTurns(limits, self.running, self.waiting)
         self.grammars = GrammarBudget(clock)
+        self._speculation = speculation
         self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.eligible_adapters: Collection[Adapter | None] | None = None
         """Adapters (None: the base model) whose requests may run; other requests keep their pages. None: all.
@@ -102,6 +105,8 @@ class Scheduler:
         self.num_step_tokens = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
+        """Numbers of verified and of accepted proposed tokens."""
         self.num_pooled = 0
         """Number of pooling requests that have returned their vector."""
 
@@ -237,14 +242,15 @@ class Scheduler:
     def _plan(self, step_id: int, counts: dict[Request, int], all_decode: bool) -> StepPlan | None:
         """Return the plan of a step of `counts` and, if `all_decode`, of all other running requests; None if empty."""
         running = self.running
-        last = running.plan if all_decode else None
+        drafts = self._drafts(counts, all_decode=all_decode) if self._speculation is not None else {}
+        last = running.plan if all_decode and not drafts else None
         if last is not None:
             return StepPlan(step_id, last.sequences, last.adapters, last.bucket)
         groups = running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
             return None
-        plan = plan_step(step_id, groups, counts, self._buckets)
-        running.plan = plan if all_decode and not counts else None
+        plan = plan_step(step_id, groups, counts, self._buckets, drafts)
+        running.plan = plan if all_decode and not counts and not drafts else None
         if (
             running.choice_groups
             and plan.bucket is None
@@ -252,6 +258,13 @@ class Scheduler:
         ):
             self._shares.ignore()
         return plan
+
+    def _drafts(self, counts: dict[Request, int], *, all_decode: bool) -> dict[Request, list[int]]:
+        """Return proposed tokens for requests of a step that is otherwise planned; see `_plan`."""
+        assert self._speculation is not None
+        requests = self.running if all_decode else [*counts]
+        num_tokens = sum(counts.values()) + len(requests) - len(counts)
+        return self._speculation.drafts(requests, self._max_tokens - num_tokens, self._memory.grow)
 
     def _find(self, sequence: ScheduledSequence) -> Request | None:
         """Return the request of a sequence; None if it has ended, or was preempted, since the plan was made."""
@@ -286,15 +299,17 @@ class Scheduler:
                 continue
             if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
-            output = self._advance(request, sequence, result, info)
-            if output is not None:
+            if sequence.drafts:
+                new = self._advance_drafted(request, sequence, result, info)
+                outputs += new
+                num_generated += len(new)
+            elif (output := self._advance(request, sequence, result, info, len(sequence.tokens))) is not None:
                 outputs.append(output)
                 num_generated += 1
         self.num_generated_tokens += num_generated - (self.num_pooled - num_pooled)
         if result.unready:
             self._send_back_late(result)
-        if result.grammar_seconds or self.grammars.heavy:
-            self._note_grammars(result)
+        self._note_grammars(result)
         return outputs
 
     def _adapters_of(self, plan: StepPlan) -> dict[Adapter, None]:
@@ -304,6 +319,8 @@ class Scheduler:
         return dict.fromkeys(plan.adapters) | dict.fromkeys(early)
 
     def _note_grammars(self, result: StepResult) -> None:
+        if not (result.grammar_seconds or self.grammars.heavy):
+            return
         spent = result.grammar_seconds.items()
         self.grammars.note({self._requests[name]: seconds for name, seconds in spent if name in self._requests})
 
@@ -451,11 +468,37 @@ class Scheduler:
         self.num_step_tokens += steps * tokens
         self.step_sizes[bisect_left(STEP_SIZES, tokens)] += steps
 
-    def _advance(
+    def _advance_drafted(
         self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo
+    ) -> list[RequestOutput]:
+        """Apply a sequence with drafts as if each of its sampled tokens came from a step of its own.
+
+        Tokens after one that ends the request are dropped.
+        """
+        drafts = sequence.tokens[-sequence.drafts :]
+        outputs: list[RequestOutput] = []
+        for each in (result, *result.after_drafts):
+            if request.finished or sequence.request_id not in each.tokens:
+                break
+            output = self._advance(request, sequence, each, info, 1)
+            assert output is not None
+            outputs.append(output)
+        accepted = sum(output.token_ids[0] == draft for output, draft in zip(outputs, drafts, strict=False))
+        self.num_proposed_tokens += len(drafts)
+        self.num_accepted_tokens += accepted
+        if self._speculation is not None:
+            self._speculation.note(request, len(drafts), accepted)
+        outputs[:accepted] = [output._replace(was_draft=True) for output in outputs[:accepted]]
+        outputs[-1] = outputs[-1]._replace(num_rejected_drafts=len(drafts) - accepted)
+        return outputs
+
+    def _advance(
+        self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo, count: int
     ) -> RequestOutput | None:
-        """Apply a sequence to its request: append the sampled token, end the request if done, return its output."""
-        computed = request.num_computed_tokens = request.num_computed_tokens + len(sequence.tokens)
+        """Apply `count` computed tokens to a request: append the sampled token, end the request if done, return its
+        output.
+        """
+        computed = request.num_computed_tokens = request.num_computed_tokens + count
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
         if computed >= request.leaves_at or sequence.states is not None:

@@ -90,12 +90,17 @@ class BodyFormat(ABC):
 
     def usage(self, to_come: int = 0) -> Body:
         """The token counts so far. to_come: generated tokens reserved for a later chunk."""
-        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
+        generation = self._generation
+        prompt, generated = generation.num_prompt_tokens, generation.num_generated_tokens - to_come
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": generation.num_accepted_drafts,
+                "rejected_prediction_tokens": generation.num_rejected_drafts,
+            },
         }
 
 
@@ -268,8 +273,9 @@ class ChatFormat(ChoiceFormat):
     more = {"service_tier": None}
 
     def usage(self, to_come: int = 0) -> Body:
-        details = {"reasoning_tokens": self._generation.num_reasoning_tokens}
-        return {**super().usage(to_come), "completion_tokens_details": details}
+        usage = super().usage(to_come)
+        usage["completion_tokens_details"]["reasoning_tokens"] = self._generation.num_reasoning_tokens
+        return usage
 
     def answer(self) -> Body:
         return {**super().answer(), **NOTHING_OF_PROMPT, **self._about_prompt(self._generation.choices[0])}

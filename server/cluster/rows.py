@@ -13,7 +13,7 @@ from ...memory.files.error import LoadFailure
 from .wire import Malformed
 
 _INT = frozenset((int,))
-_ENDS, _MORE = (_PLAIN := RequestOutput("", ()))[2:5], _PLAIN[6:11]
+_ENDS, _MORE = (_PLAIN := RequestOutput("", ()))[2:5], _PLAIN[6:13]
 """An output with nothing but a token, before and after the fields of its step, which the frame has; the number of
 preemptions is sent with the end.
 """
@@ -21,7 +21,7 @@ preemptions is sent with the end.
 
 def to_row(output: RequestOutput, attempt: int) -> list[Any]:
     """An output as a row, without fields that have their usual values."""
-    if output[2:5] == _ENDS and output[6:11] == _MORE:  # like most rows
+    if output[2:5] == _ENDS and output[6:13] == _MORE:  # like most rows
         return [output.request_id, attempt, output.token_ids]
     values = ((key, getattr(output, name), getattr(_PLAIN, name), write) for key, name, write, _ in _REST)
     rest = {key: write(value) for key, value, usual, write in values if value != usual}
@@ -80,6 +80,8 @@ _REST: tuple[tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]], ...] =
     ("queued", "queue_seconds", float, float),
     ("logprobs", "logprobs", _scores, _read_logprobs),
     ("prompt", "prompt_logprobs", _scores, _read_logprobs),
+    ("draft", "was_draft", bool, bool),
+    ("rejected", "num_rejected_drafts", int, int),
     ("preempted", "num_preemptions", int, int),
     ("pooled", "pooled", bytes, _read_bytes),
 )

@@ -88,6 +88,8 @@ class Choice:
         """Log-probabilities of a discarded token."""
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_accepted_drafts = self.num_rejected_drafts = 0
+        """Proposed tokens that became part of the output, and those that were computed in vain."""
         self.num_reasoning_tokens = 0
         """Tokens between the marks of reasoning, including the closing mark."""
         self.queue_seconds: float | None = None
@@ -112,6 +114,8 @@ class Choice:
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
             self.queue_seconds = output.queue_seconds
+        self.num_accepted_drafts += output.was_draft
+        self.num_rejected_drafts += output.num_rejected_drafts
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
@@ -227,6 +231,14 @@ class Generation:
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        return sum(choice.num_accepted_drafts for choice in self.choices)
+
+    @property
+    def num_rejected_drafts(self) -> int:
+        return sum(choice.num_rejected_drafts for choice in self.choices)
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -63,7 +63,7 @@ INSTEAD = {
     "--rope-scaling": "change rope_scaling in the model's config.json; --max-model-len may then be more",
     "--rope-theta": "change rope_theta in the model's config.json",
     "--scheduling-policy": "use --fair-by and --weights",
-    "--speculative-config": "drafts are not served",
+    "--speculative-config": "use --speculation ngram; draft models are not served",
     **dict.fromkeys(
         ("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile"),
         "let a proxy in front end TLS; see docs/how-to/deploy.md",

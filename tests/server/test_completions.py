@@ -19,6 +19,7 @@ def test_completion_of_the_base_and_of_an_adapter(shared):
         "completion_tokens": 6,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     assert shared.post(model="alice", prompt="hello").json()["choices"][0]["text"] == "olleh"
 
@@ -72,6 +73,7 @@ def test_streamed_completion_ends_with_usage_when_asked(shared, read_events):
         "completion_tokens": 4,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert "usage" not in read_events(shared.post(model="base", prompt="abc", stream=True))[-1]

@@ -207,7 +207,7 @@ class CheckedExecutor(ExecutorBase):
                 result.retract(row.request_id)
                 continue
             content = content_of(adapter)
-            want = kv_of(content, row.token_ids[: row.kv_len], row.lora_from if content else 0)
+            want = kv_of(content, known_and_drafts(row)[: row.kv_len], row.lora_from if content else 0)
             self._check_state(row, want)
             self._write(row, want)
             self._check_seen(row, want)
@@ -254,8 +254,12 @@ class CheckedExecutor(ExecutorBase):
         promise(adapter is wanted, "{} runs on {}, not on {}", id, adapter, wanted)
         promise(tokens[: len(known)] == known, "{} runs on other tokens than its own", id)
         promise(len(tokens) <= len(known) + is_async, "a token of {} was not returned", id)
+        tokens, end = known_and_drafts(row), row.kv_len - row.drafts
         promise(row.tokens == tokens[row.start : row.kv_len], "{} computes tokens of another position", id)
-        promise(row.samples == (row.kv_len == len(tokens)), "{} draws a token at the wrong position", id)
+        promise(row.samples == (end == len(row.token_ids)), "{} draws a token at the wrong position", id)
+        decodes = row.samples and end - row.start == 1 and row.start >= row.num_prompt_tokens
+        promise(not row.drafts or decodes, "{} has drafts and does not decode", id)
+        promise(not row.drafts or row.kv_len < asked.request.max_length, "{} has drafts beyond its last token", id)
         promise(row.params == asked.request.params, "{} runs with other parameters than its own", id)
         promise(row.num_prompt_tokens == len(asked.prompt), "{} has another prompt's length", id)
 
@@ -286,6 +290,28 @@ class CheckedExecutor(ExecutorBase):
         token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed, row.lora_from)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
+        self._answer_drafts(row, content, seed, result)
+
+    def _answer_drafts(self, row: ScheduledSequence, content: int, seed: int | None, result: StepResult) -> None:
+        drafts = known_and_drafts(row)[len(row.token_ids) :]
+        token = result.tokens[row.request_id]
+        self._reached["drafts"] += len(drafts)
+        for index, draft in enumerate(drafts):
+            if token != draft:
+                return
+            self._reached["accepted draft"] += 1
+            if index == len(result.after_drafts):
+                result.after_drafts.append(StepResult())
+            after = result.after_drafts[index]
+            token = next_token(content, row.token_ids + drafts[: index + 1], seed, row.lora_from)
+            after.tokens[row.request_id] = token
+            if row.params.logprobs is not None:
+                after.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
+
+
+def known_and_drafts(row: ScheduledSequence) -> list[int]:
+    """The known tokens of a row's request, and its drafts."""
+    return row.token_ids + row.tokens[len(row.tokens) - row.drafts :]
 
 
 def state_of(kv: object, num_pages: int) -> list[object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.policies import Policies
 from chorus.core.requests.sampling_params import SamplingParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
@@ -17,6 +18,7 @@ from chorus.memory.pages.pool import PageKind
 from chorus.memory.pages.prefix import BASE_VERSION, Block
 from chorus.perf.inline_reads import InlineReads
 
+from ..core.speculation.stand_ins import Drawn
 from .asked import Asked, Told, Violation, promise
 from .checked_adapters import CheckedAdapters, Disk, contents_read
 from .checked_executor import CheckedExecutor, of_group, state_of
@@ -45,10 +47,13 @@ class CheckedRun(EngineRun):
         super().__init__(rng)
         self.clock = VirtualClock()
         own = random.Random(rng.getrandbits(32))  # of events between the acts, on threads that read
+        apart = random.Random(repr(own.getstate()))  # of speculation; it changes no other draw
         self.prompts = [[own.randrange(2, VOCAB) for _ in range(own.randint(1, 30))] for _ in range(3)]
         self._windows = rng.choice([(None,), (None,), (3,), (None, 1), (None, 5, 5), (7, None, 7, 2), (9, None)])
         self._state_pages = rng.choice([0, 0, 2, 3])
         config = self._draw_config()
+        if not self._state_pages and apart.random() < 0.4:
+            config = config.model_copy(update={"speculation": "ngram"})
         self.seeds = Seeds(config.seed)
         self._composing = random.Random(config.seed) if config.seed % 2 else None
         """What draws composed adapters: a source of its own, so that the other runs stay what they are."""
@@ -77,7 +82,8 @@ class CheckedRun(EngineRun):
             self._windows,
             self._state_pages,
         )
-        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads)
+        policies = Policies(proposer=Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart))
+        self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies)
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.invariants = Invariants(self.engine, self.reached)
         self.order = CheckedOrder(self.engine, self.clock, self.asked, self.reached)

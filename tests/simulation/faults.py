@@ -22,6 +22,7 @@ from chorus.core.scheduling.scheduler import Scheduler
 from chorus.core.scheduling.service import Turns
 from chorus.core.scheduling.step_builder import StepBuilder
 from chorus.core.served_adapters import ServedAdapters
+from chorus.core.speculation.speculation import Speculation
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages
 from chorus.memory.pages.pool import PageKind, PagePool
@@ -292,6 +293,35 @@ def turns_forgotten(patch):
     patch.setattr(Turns, "_is_overdue", lambda self, tenant: False)
 
 
+# -- speculation
+
+
+def rejected_drafts_computed(patch):
+    """The KV of rejected drafts counts as that of the tokens that were sampled instead."""
+    advance = vars(Scheduler)["_advance"]
+
+    def over(self, request, sequence, result, info, count):
+        if sequence.drafts and len(sequence.tokens) - sequence.drafts == count and not result.after_drafts:
+            count = min(len(sequence.tokens), count + 1)
+        return advance(self, request, sequence, result, info, count)
+
+    patch.setattr(Scheduler, "_advance", over)
+
+
+def drafts_without_pages(patch):
+    """Proposed tokens are added to a step whether or not there are pages for them."""
+    drafts = Speculation.drafts
+    patch.setattr(
+        Speculation, "drafts", lambda self, requests, left, grow: drafts(self, requests, left, lambda *_: True)
+    )
+
+
+def drafts_beyond_the_budget(patch):
+    """Proposed tokens are added to a step that has no tokens left for them."""
+    drafts = Speculation.drafts
+    patch.setattr(Speculation, "drafts", lambda self, requests, left, grow: drafts(self, requests, left + 3, grow))
+
+
 FAULTS: tuple[Fault, ...] = (
     page_freed_twice,
     page_lost,
@@ -320,6 +350,9 @@ FAULTS: tuple[Fault, ...] = (
     rows_out_of_order,
     overtaken_for_good,
     turns_forgotten,
+    rejected_drafts_computed,
+    drafts_without_pages,
+    drafts_beyond_the_budget,
 )
 
 

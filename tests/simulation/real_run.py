@@ -30,6 +30,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import StepPlan, StepResult
@@ -41,6 +42,7 @@ from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 
 from ..attacks.slow_reads import hold_up
 from ..core.executors.slow_link import slow_down
+from ..core.speculation.stand_ins import Drawn
 from .asked import Asked, Told, Violation, promise
 from .engine_run import Campaign, EngineRun, Outcome, run_seed
 from .invariants import Invariants
@@ -149,10 +151,14 @@ class RealRun(EngineRun):
         self.names = [name for name in calm.prompts if name is not None]
         self.broken: set[Path] = set()
         self._has_hung = False
+        apart = random.Random(str(rng.getstate()))  # of speculation; it changes no other draw
         config = self._draw_config()
+        if ranks == 1 and apart.random() < 0.5:
+            config = config.model_copy(update={"speculation": "ngram"})
         inner = open_executor(config)
         self.executor: Any = Faulty(inner)
-        self.engine = Engine(config, late_results(self.executor, rng))
+        policies = Policies(proposer=Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart))
+        self.engine = Engine(config, late_results(self.executor, rng), policies=policies)
         self.invariants = Invariants(self.engine, self.reached)
         self._note_sent_back()
         self._draw = random.Random(self.rng.random())  # for the threads that read

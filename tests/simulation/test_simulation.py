@@ -61,6 +61,8 @@ EVERYWHERE = {
     "reloaded in place",
     "answered",
     "answered from the prefix cache",
+    "drafts",
+    "accepted draft",
     *(f"state {state}" for state in RequestState if state is not RequestState.DONE),
 }
 """Events that the runs must reach, or they check little."""

@@ -24,6 +24,8 @@ def test_rows():
         RequestOutput("a", (5,), FinishReason.LENGTH, num_preemptions=2),
         RequestOutput("a", (), FinishReason.ERROR, error="broken"),
         RequestOutput("a", (5,), FinishReason.STOP, 5, None, None, 3, (score,), (score, score), None, 1.5),
+        RequestOutput("a", (5,), was_draft=True),
+        RequestOutput("a", (5,), num_rejected_drafts=3),
     ):
         assert from_row(through_a_frame(to_row(output, 4)), None) == (output, 4)
 

@@ -1,0 +1,1 @@
+"""Speculation: tokens proposed for sequences, which a step verifies together."""

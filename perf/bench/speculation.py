@@ -1,0 +1,210 @@
+"""Speculation by n-grams: steps per token and accepted proposals, on texts that are copied and on free answers.
+
+Requests of mixed adapters, `--rows` at once, run without and with speculation in alternating order. Both must give the
+same tokens. The counts say what speculation saves; the ratio of times is what that is worth on this machine.
+
+The load `copying` is a prompt with its text twice, the second time cut: a model that copies goes on with the rest. The
+load `free` has the text once. With the built-in model, which repeats its input, each text is one of its inputs.
+
+    python -m chorus.perf.bench.speculation
+    python -m chorus.perf.bench.speculation --model DIR --adapters DIR --prompts dolly.jsonl --dtype bfloat16
+
+Tests: tests/perf/bench/test_speculation.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
+from ..inline_reads import InlineReads
+from ..report.command import judge, parser
+from ..report.table import Goal, Table
+from .timer import in_turns, ratio
+
+FIELDS = ("context", "question", "prompt", "instruction")
+"""Fields of a line of `--prompts` whose text is used, the first that is there."""
+
+LOADS = ("copying", "free")
+
+Prompt = tuple[str | None, list[int]]
+"""An adapter, None for the base model, and tokens."""
+
+
+@dataclass
+class Counts:
+    """Of all rounds of an engine on a load."""
+
+    steps: int = 0
+    tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+
+class Runner:
+    """Answers prompts on an engine of its own."""
+
+    def __init__(self, config: EngineConfig, max_tokens: int) -> None:
+        self.engine = Engine.from_config(config, InlineReads())
+        self.counts = Counts()
+        self.answers: dict[int, list[int]] = {}
+        """The tokens of each prompt's answer, the same in each round."""
+        self._max_tokens, self._ids = max_tokens, count()
+
+    def seconds(self, prompts: Sequence[Prompt]) -> float:
+        """Seconds of all answers."""
+        engine, before, answers = self.engine, self.engine.stats(), dict[str, list[int]]()
+        params = SamplingParams(max_tokens=self._max_tokens, temperature=0.0)
+        first = next(self._ids)
+        began = time.perf_counter()
+        for index, (adapter, tokens) in enumerate(prompts):
+            name = f"{first}-{index}"
+            answers[name] = []
+            engine.add_request(Request(name, list(tokens), params, adapter))
+        while engine.has_work():
+            for output in engine.step():
+                answers[output.request_id] += output.token_ids
+        seconds = time.perf_counter() - began
+        self.answers = dict(enumerate(answers.values()))
+        after, counts = engine.stats(), self.counts
+        counts.steps += after.num_steps - before.num_steps
+        counts.tokens += after.num_generated_tokens - before.num_generated_tokens
+        counts.proposed += after.num_proposed_tokens - before.num_proposed_tokens
+        counts.accepted += after.num_accepted_tokens - before.num_accepted_tokens
+        return seconds
+
+
+def built_in_prompts(count: int, encode: Callable[[str], list[int]]) -> list[Prompt]:
+    """Inputs of the built-in model's skills, in turns; the base model's are of any letters."""
+    names = [None, *(name for name in SKILLS if (BUILTIN_ADAPTERS / name).is_dir())]
+    skills = [BASE if name is None else SKILLS[name] for name in names]
+    texts = [sample_inputs(skill, -(-count // len(names)), 0) for skill in skills]
+    return [
+        (names[index % len(names)], encode(prompt(texts[index % len(names)][index // len(names)])))
+        for index in range(count)
+    ]
+
+
+def read_prompts(
+    path: Path, count: int, adapters: Sequence[str | None], most: int, encode: Callable[[str], list[int]]
+) -> dict[str, list[Prompt]]:
+    """The loads from the first texts of a file that are long enough, cut at `most` tokens. Raises ValueError."""
+    loads: dict[str, list[Prompt]] = {load: [] for load in LOADS}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        text = next((row[name] for name in FIELDS if row.get(name)), "")
+        tokens = encode(text)[:most]
+        if len(tokens) < 24:
+            continue
+        adapter = adapters[len(loads["free"]) % len(adapters)]
+        loads["free"].append((adapter, tokens))
+        loads["copying"].append((adapter, tokens + tokens[: len(tokens) // 3]))
+        if len(loads["free"]) == count:
+            return loads
+    raise ValueError(f"{path}: has fewer than {count} texts of 24 tokens in the fields {', '.join(FIELDS)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--model", type=Path, default=BUILTIN_MODEL, help="default: the built-in model")
+    add("--adapters", type=Path, help="a directory of adapters; default: the built-in model's")
+    add("--prompts", type=Path, help="a file of JSON lines; needed with --model")
+    add("--rows", type=int, nargs="+", default=[1, 8], help="requests at once")
+    add("--requests", type=int, default=32, help="requests of a load")
+    add("--max-tokens", type=int, default=96)
+    add("--prompt-tokens", type=int, default=192, help="most tokens of a text")
+    add("--dtype", default="float32")
+    add("--rounds", type=int, default=4, help="pairs of runs, after one that is not timed")
+    add("--threads", type=int, default=torch.get_num_threads())
+    arguments = command.parse_args(argv)
+    if arguments.prompts is None and arguments.model != BUILTIN_MODEL:
+        command.error("--model needs --prompts: texts that its requests are made of")
+    return _run(arguments)
+
+
+def _run(arguments: Any) -> int:
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).ids
+
+    adapters = arguments.adapters or (BUILTIN_ADAPTERS if arguments.model == BUILTIN_MODEL else None)
+    if arguments.prompts is None:
+        loads = {"copying": built_in_prompts(arguments.requests, encode)}
+    else:
+        found = sorted(path.name for path in adapters.iterdir() if path.is_dir()) if adapters else []
+        names = [None, *found]
+        loads = read_prompts(arguments.prompts, arguments.requests, names, arguments.prompt_tokens, encode)
+    table = Table(
+        f"speculation, {arguments.model.name}, {arguments.dtype}",
+        ["load", "rows", "tokens per step, off", "on", "proposed", "accepted", "share", "time, off over on, in pairs"],
+    )
+    results, same = [], True
+    for load, prompts in loads.items():
+        for rows in arguments.rows:
+            runners = {
+                speculation: Runner(_config(arguments, adapters, rows, speculation), arguments.max_tokens)
+                for speculation in ("off", "ngram")
+            }
+            try:
+                result = _compare(runners, prompts, arguments.rounds)
+            finally:
+                for runner in runners.values():
+                    runner.engine.close()
+            same = result.pop("same") and same
+            table.add(load, rows, *result.values())
+            results.append({"load": load, "rows": rows, **result})
+    table.show()
+    goals = [Goal("answers that are the same", float(same), 1.0)]
+    return judge({"model": arguments.model.name, "dtype": arguments.dtype, "results": results}, goals)
+
+
+def _compare(runners: dict[str, Runner], prompts: Sequence[Prompt], rounds: int) -> dict[str, Any]:
+    for runner in runners.values():  # loads the adapters
+        runner.seconds(prompts)
+        runner.counts = Counts()
+    seconds = in_turns({name: partial(runner.seconds, prompts) for name, runner in runners.items()}, rounds)
+    off, on = (runners[name].counts for name in ("off", "ngram"))
+    return {
+        "off": off.tokens / off.steps,
+        "on": on.tokens / on.steps,
+        "proposed": on.proposed // rounds,
+        "accepted": on.accepted // rounds,
+        "share": on.accepted / on.proposed if on.proposed else None,
+        "time": ratio(seconds, "off", "ngram"),
+        "same": runners["off"].answers == runners["ngram"].answers,
+    }
+
+
+def _config(arguments: Any, adapters: Path | None, rows: int, speculation: Any) -> EngineConfig:
+    return EngineConfig(
+        model=arguments.model,
+        adapters=adapters,
+        device="cpu",
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        max_num_seqs=rows,
+        speculation=speculation,
+        prefix_cache=False,  # each round computes its prompts
+        memory_bytes=1 << 28,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""The benchmark of speculation counts steps and proposals, and finds answers that differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from chorus.core.speculation.speculation import Speculation
+from chorus.perf.bench import speculation
+from chorus.perf.bench.speculation import main, read_prompts
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+
+FLAGS = ["--rows", "1", "3", "--requests", "6", "--rounds", "1", "--threads", "1"]
+
+
+def result(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_load_that_is_copied_takes_fewer_steps(capsys):
+    assert main(FLAGS) == 0
+    one, three = result(capsys)["results"]
+    assert (one["load"], one["rows"], three["rows"]) == ("copying", 1, 3)
+    for found in (one, three):
+        assert found["on"] > found["off"] and 0 < found["accepted"] <= found["proposed"]
+        assert found["share"] == found["accepted"] / found["proposed"]
+    assert one["off"] == 1
+
+
+def test_answers_that_differ_miss_the_bar(capsys, monkeypatch):
+    compare = speculation._compare  # noqa: SLF001
+    monkeypatch.setattr(speculation, "_compare", lambda *args: {**compare(*args), "same": False})
+    assert main(FLAGS) == 1
+    assert result(capsys)["met"] is False
+
+
+def test_texts_of_a_file_are_copied_and_free(capsys, tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"instruction": "short"}, *({"context": "abcdefgh" * 5, "instruction": "x"} for _ in range(6))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loads = read_prompts(path, 4, [None, "reverse"], 30, lambda text: list(text.encode()))
+    text = list(b"abcdefgh" * 5)[:30]
+    assert loads["free"] == [(None, text), ("reverse", text)] * 2
+    assert loads["copying"] == [(name, tokens + text[:10]) for name, tokens in loads["free"]]
+    more = ["--model", str(BUILTIN_MODEL), "--adapters", str(BUILTIN_ADAPTERS), "--prompts", str(path)]
+    assert main([*FLAGS, *more]) == 0
+    assert [(each["load"], each["rows"]) for each in result(capsys)["results"]] == [
+        ("copying", 1), ("copying", 3), ("free", 1), ("free", 3),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="has fewer than 7 texts"):
+        read_prompts(path, 7, [None], 30, lambda text: list(text.encode()))
+
+
+def test_a_model_needs_texts(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path)])
+    assert "--model needs --prompts" in capsys.readouterr().err
+
+
+def test_without_proposals_nothing_is_shared(capsys, monkeypatch):
+    monkeypatch.setattr(Speculation, "drafts", lambda *_: {})
+    assert main([*FLAGS[:2], *FLAGS[3:]]) == 0
+    assert result(capsys)["results"][0]["share"] is None
