@@ -44,6 +44,7 @@ def test_a_second_call_runs_what_is_missing(tmp_path, run):
     assert combined["environment"]["device"]["type"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_costs_no_other(tmp_path, run):
     """Without a device all fail, each with its own traceback."""
     code, summary, _ = run("--quick", "--out", str(tmp_path), "--sections", "limits", "prefill")

@@ -81,6 +81,7 @@ def test_adapters_that_are_read_slowly_decode_together(tmp_path, monkeypatch):
         cold.clear(requests)
 
 
+@pytest.mark.slow
 def test_shares_of_ranks_find_room(tmp_path):
     """In addition to KV of all rows; a rank's share of an adapter is more than its part of it."""
     flags = ["--quick", "--device", "cpu", "--model-size", "125m", "--out", str(tmp_path)]

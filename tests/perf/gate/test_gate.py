@@ -411,6 +411,7 @@ def test_slowed_parts_take_longer_and_give_the_same():
     assert calls == [1000, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_the_quick_suite_has_every_metric_of_its_list():
     from chorus.perf.gate.cpu_suite import measure

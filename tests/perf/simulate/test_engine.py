@@ -162,6 +162,7 @@ def test_repeated_steps_leave_requests_at_what_they_have_computed():
     assert run.engine.scheduler.num_steps == 200, "a step for each token, the prompt's first"
 
 
+@pytest.mark.slow
 @given(
     arrivals=traces(),
     num_pages=st.sampled_from([20, 26, 40, 120]),

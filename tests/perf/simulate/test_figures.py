@@ -52,6 +52,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 def test_the_baseline_of_punica_11_is_reproduced_before_anything_is_compared_with_it():
     figure = FIGURES["punica-11"]
     runs = {"vLLM, Identical", "13B: vLLM, Identical"}

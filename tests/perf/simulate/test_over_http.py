@@ -11,6 +11,7 @@ from chorus.perf.workload.request import TraceRequest
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 
 
+@pytest.mark.slow
 def test_a_cluster_of_our_own_counts_what_was_asked_for():
     config = EngineConfig(
         model=BUILTIN_MODEL,

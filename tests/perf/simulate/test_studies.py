@@ -225,6 +225,7 @@ def test_cold_starts_take_a_larger_share_at_higher_rates():
     assert rows["9 requests/s, streamed and kept"]["cold_share"] < 0.3 * shares[0]
 
 
+@pytest.mark.slow
 def test_the_share_of_cold_starts_is_the_published_one_where_every_request_has_one():
     """CaraServe's Fig. 3 is not fitted; the popularity of its adapters, which it does not give, is left out."""
     study = load_study("cold-start-share")
@@ -234,6 +235,7 @@ def test_the_share_of_cold_starts_is_the_published_one_where_every_request_has_o
         assert rows[f"{rate} requests/s, no adapter twice"]["cold_share"] == pytest.approx(published, rel=0.1)
 
 
+@pytest.mark.slow
 def test_loading_on_demand_costs_what_it_is_fitted_to():
     """CaraServe §7.2; the time to first token is not fitted. Points that settle slowly, near the card's limit, run for
     as long as the study says.

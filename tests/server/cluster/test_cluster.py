@@ -217,6 +217,7 @@ def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
 
 
+@pytest.mark.slow
 def test_calls_of_tools_are_forced_by_replicas_and_read_by_the_front(up):
     parameters = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
