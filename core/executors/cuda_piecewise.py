@@ -12,7 +12,7 @@ import torch
 
 from ...graphs.buffers import num_columns, split_columns
 from ...graphs.device import CudaDevice
-from ...graphs.runner import USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
+from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
 from ..model.batch import StepBatch, StepStates, column_width
@@ -28,8 +28,11 @@ _LEAST, _STEP = 32, 64
 #: Launches of a step's adapters; None if no sequence has one.
 Lora = LoraLaunches | None
 
-#: The modes in which steps are captured ahead.
-MODES = (StepMode.BASE, StepMode.LORA)
+#: Forms of steps that are captured ahead.
+AHEAD = tuple(
+    StepForm(mode, StepPart.PIECES, room=room)
+    for mode, room in ((StepMode.BASE, USUAL_ROOM), (StepMode.LORA, USUAL_ROOM), (StepMode.LORA, NO_TAIL))
+)
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
