@@ -74,7 +74,7 @@ class Room(NamedTuple):
     """Of decoding sequences after prompts."""
 
 
-USUAL_ROOM = Room()
+USUAL_ROOM, NO_TAIL = Room(), Room(tail=-1)
 
 
 class StepForm(NamedTuple):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ...graphs.runner import CapturedStep, GraphRunner, StepForm, StepMode
+from ...graphs.runner import CapturedStep, GraphRunner, Room, StepForm, StepMode
 from ...memory.pages.arena import Arena
 from ..model.batch import LoraState
 from ..model.decoder import DecoderModel
@@ -16,6 +16,9 @@ from ..model.shadow import Places, ShadowWeights
 
 #: Modes in which steps with merged weights are captured.
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
+
+#: Forms of decode steps that are captured once weights are merged.
+MERGED_FORMS = (StepForm(StepMode.MERGED), StepForm(StepMode.MIXTURE), StepForm(StepMode.MIXTURE, room=Room(1)))
 
 #: Number of address sets to keep graphs for: adapters that target other projections than the last one need other sets.
 KEPT_PLACES = 2
@@ -39,7 +42,7 @@ class PlacedGraphs:
         first step needs them, largest first.
         """
         self._capture, self._prepare = capture, prepare
-        self._keys = [(bucket, StepForm(mode)) for bucket in ahead for mode in MERGED_MODES]
+        self._keys = [(bucket, form) for bucket in ahead for form in MERGED_FORMS]
         self._runners: OrderedDict[Places, GraphRunner[None]] = OrderedDict()  # most recently used last
         self._current: GraphRunner[None] | None = None
         self._left: list[tuple[int, StepForm]] = []

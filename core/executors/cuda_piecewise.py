@@ -12,7 +12,7 @@ import torch
 
 from ...graphs.buffers import num_columns, split_columns
 from ...graphs.device import CudaDevice
-from ...graphs.runner import USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
+from ...graphs.runner import NO_TAIL, USUAL_ROOM, GraphRunner, StepForm, StepMode, StepPart
 from ...memory.adapters.adapter import Adapter
 from ...ops.attention import GroupedAttention
 from ..model.batch import StepBatch, StepStates, column_width
@@ -28,8 +28,11 @@ _LEAST, _STEP = 32, 64
 #: Launches of a step's adapters; None if no sequence has one.
 Lora = LoraLaunches | None
 
-#: The modes in which steps are captured ahead.
-MODES = (StepMode.BASE, StepMode.LORA)
+#: Forms of steps that are captured ahead.
+AHEAD = tuple(
+    StepForm(mode, StepPart.PIECES, room=room)
+    for mode, room in ((StepMode.BASE, USUAL_ROOM), (StepMode.LORA, USUAL_ROOM), (StepMode.LORA, NO_TAIL))
+)
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
@@ -110,13 +113,9 @@ class PiecewiseSteps:
             mixed[num_tokens:].zero_()
         self._num_tokens, self._states = num_tokens, states
         if self._captures and (lora is None or lora.eager is None):
-            mode = StepMode.BASE if lora is None else StepMode.LORA
-            if is_merged:
-                mode = StepMode.MERGED if lora is None else StepMode.MIXTURE
-            scales, room = ((), USUAL_ROOM) if lora is None else (lora.scales, lora.room)
             if lora is not None and self._lora.model_segments.rows:
                 self._first = self._pieces(bucket, lora, merged=is_merged)[0]
-            (self.graphs if merged is None else merged).replay(bucket, StepForm(mode, StepPart.PIECES, scales, room))
+            (self.graphs if merged is None else merged).replay(bucket, _form(lora, is_merged=is_merged))
             self._first = None
         else:
             self._run(self._pieces(bucket, lora, merged=is_merged), lora is not None)
@@ -167,3 +166,11 @@ class PiecewiseSteps:
         lora = launches[bucket].variant(form.scales, form.room) if has_lora else None
         pieces = self._pieces(bucket, lora, merged=form.mode in MERGED_MODES)
         return partial(self._run, [self._device.capture(piece) for piece in pieces], has_lora)
+
+
+def _form(lora: Lora, *, is_merged: bool) -> StepForm:
+    """The form of a step that may be captured."""
+    if lora is None:
+        return StepForm(StepMode.MERGED if is_merged else StepMode.BASE, StepPart.PIECES)
+    mode = StepMode.MIXTURE if is_merged else StepMode.LORA
+    return StepForm(mode, StepPart.PIECES, lora.scales, lora.room)

@@ -54,11 +54,11 @@ from ..model.sampler import (
 from ..requests.grammars import grammars_of
 from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult, adapter_runs
-from . import cuda_memory
+from . import cuda_memory, cuda_piecewise
 from .cuda_attention_choice import choose_decode_attention
 from .cuda_gemm_backends import choose_gemm_backends
-from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
-from .cuda_piecewise import MODES, PiecewiseSteps, token_buckets
+from .cuda_merged import KEPT_PLACES, MERGED_FORMS, MERGED_MODES, PlacedGraphs
+from .cuda_piecewise import PiecewiseSteps, token_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,22 @@ class _Asks(NamedTuple):
     """Sums of its hidden states."""
     tokens: bool
     """Its previous tokens on the host."""
+
+
+#: Forms of decode steps that are captured ahead.
+_AHEAD = (StepForm(StepMode.BASE), StepForm(StepMode.LORA))
+
+
+class _Capturable(NamedTuple):
+    """A kind of graphs."""
+
+    name: str
+    graphs: GraphRunner[None]
+    prepare: Callable[[int], None]
+    """Fills a bucket's buffers with an empty step."""
+    sizes: Sequence[int]
+    forms: Sequence[StepForm]
+    """Those captured ahead; the second has adapters."""
 
 
 class CudaSteps:
@@ -541,8 +557,8 @@ class CudaSteps:
         """Capture every bucket of decode steps and of mixed steps, largest first."""
         if self._config.graph_capture != "ahead":
             return
-        for what, graphs, prepare, sizes, part in self._capturable():
-            keys = [(bucket, StepForm(mode, part)) for bucket in reversed(sizes) for mode in MODES]
+        for what, graphs, prepare, sizes, forms in self._capturable():
+            keys = [(bucket, form) for bucket in reversed(sizes) for form in forms]
             with progress(f"capturing {what}", len(keys)) as advance:
                 for bucket, form in keys:
                     prepare(bucket)
@@ -557,26 +573,25 @@ class CudaSteps:
         They are captured and freed again.
         """
         total = 0
-        for _, graphs, prepare, sizes, part in self._capturable():
+        for _, graphs, prepare, sizes, forms in self._capturable():
             for bucket in sizes[:-3:-1]:
                 prepare(bucket)
-                graphs.capture(bucket, StepForm(StepMode.LORA, part))
+                graphs.capture(bucket, forms[1])
             first, *second = (step.num_bytes for step in graphs.report)
-            forms = len(MODES) + _MORE_FORMS + KEPT_PLACES * len(MERGED_MODES)
-            total += first + (len(sizes) * forms - 1) * sum(second)
+            most = len(forms) + _MORE_FORMS + KEPT_PLACES * len(MERGED_FORMS)
+            total += first + (len(sizes) * most - 1) * sum(second)
         self.graphs.clear()
         self.mixed.graphs.clear()
         return total
 
-    def _capturable(self) -> list[tuple[str, GraphRunner[None], Callable[[int], None], Sequence[int], StepPart]]:
-        """Return the kinds of graphs: name, graphs, a function that fills a bucket's buffers with an empty step,
-        buckets, and the part that is captured.
-        """
+    def _capturable(self) -> list[_Capturable]:
+        """Return the kinds of graphs."""
         found = []
         if self._captures:
-            found.append(("graphs", self.graphs, self._prepare, self._sizes, StepPart.WHOLE))
+            found.append(_Capturable("graphs", self.graphs, self._prepare, self._sizes, _AHEAD))
         if self._config.graph_capture != "off" and self.mixed.sizes:
-            found.append(("mixed steps", self.mixed.graphs, self.mixed.prepare, self.mixed.sizes, StepPart.PIECES))
+            mixed = self.mixed
+            found.append(_Capturable("mixed steps", mixed.graphs, mixed.prepare, mixed.sizes, cuda_piecewise.AHEAD))
         return found
 
     def largest_step(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...graphs.runner import USUAL_ROOM, EagerReason, Room
+from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, Room
 from ...ops.sgmv_schedule import Schedule
 from ...ops.sgmv_tables import SgmvTables
 from .batch import HeadLora
@@ -19,8 +19,8 @@ from .batch import HeadLora
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk
 
-#: Captured launches have as many tiles as a usual step needs, or four times as many, or sixteen times.
-_FACTORS = 1, 4, 16
+#: Captured launches have as many tiles as a usual step needs, or this many times as many.
+_FACTORS = 1, 4, 16, 64
 
 #: The most programs of a launch in the dimension of its tiles.
 _MAX_GRID = 65535
@@ -123,7 +123,8 @@ class LoraLaunches:
         if (found := self._variants.get(variant)) is None:
             tail = self.tail
             if tail is not None:
-                tail = tail._replace(num_tiles=tail.num_tiles * _FACTORS[room.tail])
+                more = tail._replace(num_tiles=tail.num_tiles * _FACTORS[room.tail])
+                tail = None if room.tail == NO_TAIL.tail else more
             found = self._variants[variant] = LoraLaunches(
                 self._state,
                 self.schedule,
@@ -140,7 +141,8 @@ class LoraLaunches:
         the tables don't.
         """
         usual_tail = 0 if self.tail is None else self.tail.num_tiles
-        room = Room(_least_room(num_tiles, self.num_tiles), _least_room(tail_tiles, usual_tail))
+        tail = _least_room(tail_tiles, usual_tail) if tail_tiles or not usual_tail else NO_TAIL.tail
+        room = Room(_least_room(num_tiles, self.num_tiles), tail)
         if max(room) == len(_FACTORS):
             return None
         found = self.variant(scales, room)

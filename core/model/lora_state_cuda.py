@@ -46,6 +46,9 @@ _SAMPLE_RANK, _SAMPLE_SCALE = 16, 1 / 16
 #: Extra tiles of a captured piece, beyond those for its bucket's tokens: prompts seldom end where tiles end.
 _MORE_TILES = 4
 
+#: Sequences of a merged step for each that uses another adapter or none, in usual launches.
+_MIXTURE_SHARE = 4
+
 #: Decoding sequences with adapters after the prompts of a usual captured piece. Launches without work take the device
 #: some time, too, so more of them are for steps that need them.
 _MOST_TAIL = 64
@@ -161,8 +164,11 @@ class CudaLoraState(LoraState):
             product.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
-        """Return the launches of a captured step: a tile for each sequence, if adapters have the usual parts."""
-        return LoraLaunches(self, decode(size, self.max_rank), size * self._usual_parts, passes=passes)
+        """Return the launches of a captured step: a tile for each sequence, if adapters have the usual parts; with
+        several passes, for each of a quarter of them, since most sequences of a merged step are the merged adapter's.
+        """
+        num_tiles = (size if passes == 1 else -(-size // _MIXTURE_SHARE)) * self._usual_parts
+        return LoraLaunches(self, decode(size, self.max_rank), num_tiles, passes=passes)
 
     def padded(self, tokens: int, passes: int = 1) -> LoraLaunches:
         """Return the launches of captured pieces with `tokens` tokens.

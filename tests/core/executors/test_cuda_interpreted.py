@@ -35,7 +35,7 @@ from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.graphs.device import DeviceError
-from chorus.graphs.runner import USUAL_ROOM, EagerReason, Room, StepForm, StepMode, StepPart
+from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, Room, StepForm, StepMode, StepPart
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.pool import PageKind
@@ -180,8 +180,10 @@ def test_pieces_of_mixed_steps_give_the_references_tokens(drive, tiny, monkeypat
     driver = drive(mixed_graph_tokens=15, max_num_batched_tokens=15, graph_capture=setting)
     executor = driver.executor.inner
     steps, device = executor.steps, executor._device  # noqa: SLF001
-    keys = [(bucket, mode) for bucket in (15, 8) for mode in (StepMode.BASE, StepMode.LORA)]
-    assert [(step.bucket, step.mode) for step in steps.mixed.graphs.report] == (keys if setting == "ahead" else [])
+    modes = [(StepMode.BASE, USUAL_ROOM), (StepMode.LORA, USUAL_ROOM), (StepMode.LORA, NO_TAIL)]
+    keys = [(bucket, *mode) for bucket in (15, 8) for mode in modes]
+    captured = [(step.bucket, step.mode, step.form.room) for step in steps.mixed.graphs.report]
+    assert captured == (keys if setting == "ahead" else [])
     device.num_replays = 0
     want = ask(driver, tiny, ("r17-all", 18, 3), (None, 5, 5))
     driver.step()
@@ -235,8 +237,7 @@ def test_a_mixed_step_of_more_tiles_than_captured_is_captured_with_more(drive, t
     monkeypatch.setattr(sys.modules[__name__], "LateDevice", Launches)
     driver = drive(mixed_graph_tokens=12, adapters=["r1-qv", "r5-o-down"], async_scheduling=False)
     steps, device = driver.executor.inner.steps, driver.executor.inner._device  # noqa: SLF001
-    usual = [StepForm(mode, StepPart.PIECES) for mode in (StepMode.BASE, StepMode.LORA)]
-    assert [key[1] for key in steps.mixed.graphs.keys] == usual
+    ahead = len(steps.mixed.graphs.keys)
     want = ask(driver, tiny, ("r1-qv", 2, 6), ("r5-o-down", 3, 6))
     driver.step()
     driver.step()
@@ -246,8 +247,8 @@ def test_a_mixed_step_of_more_tiles_than_captured_is_captured_with_more(drive, t
     assert driver.plans[-1].bucket is None
     assert device.num_replays == SPEC.layers + 1
     check(driver, want)
-    rooms = [key[1].room for key in steps.mixed.graphs.keys[2:]]
-    assert rooms == [Room(prompts=1), Room(tail=1)]
+    rooms = [key[1].room for key in steps.mixed.graphs.keys[ahead:]]
+    assert rooms == [Room(1, NO_TAIL.tail), Room(tail=1)]
     assert not steps.eager
 
 
@@ -398,6 +399,25 @@ def test_an_adapter_of_several_parts_is_taken_off_the_rows_of_others(drive, tiny
     driver = drive(graph_capture="lazy", adapters=["pattern", "r1-qv"], max_num_seqs=3)
     merge(driver, "pattern")
     check(driver, ask(driver, tiny, ("r1-qv", 3, 3), (None, 2, 3), ("pattern", 2, 2)))
+
+
+def test_merged_steps_have_launches_for_a_quarter_of_their_rows(drive, tiny):
+    """Captured once weights are merged, with those for all rows; a step has the fewest that it needs."""
+    driver = drive(adapters=["r1-qv", "r17-all"], max_num_seqs=4)
+    merge(driver, "r1-qv")
+    steps = driver.executor.inner.steps
+    tiles = {room: steps.mixture_lora[4].variant((), Room(room)).num_tiles for room in (0, 1)}
+    assert tiles == {0: 1, 1: 4}
+    captured = len(steps.captured)
+    with pytest.MonkeyPatch.context() as patch:
+        used = []
+        replay = type(steps.merged_graphs).replay
+        patch.setattr(type(steps.merged_graphs), "replay", lambda self, *key: used.append(key) or replay(self, *key))
+        check(driver, ask(driver, tiny, *[("r1-qv", 2, 4)] * 3, ("r17-all", 2, 4)))
+        check(driver, ask(driver, tiny, *[("r17-all", 2, 4)] * 2, (None, 2, 4), ("r1-qv", 2, 4)))
+    rooms = [form.room for bucket, form in used if bucket == 4 and form.mode is StepMode.MIXTURE]
+    assert set(rooms) == {Room(0), Room(1)}
+    assert len(steps.captured) == captured
 
 
 def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):

@@ -13,6 +13,7 @@ from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSp
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
+from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, Room
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
@@ -118,6 +119,24 @@ def test_kernels_are_tried_with_more_rows_than_the_tables_hold_adapters():
         tiles = [row for row in state.tables.tiles[0].tolist() if row[TABLE_ROW] >= 0]
         assert [(row[BEGIN], row[END]) for row in tiles] == [(token, token + 1) for token in range(rows)]
         assert len({row[TABLE_ROW] for row in tiles}) == min(rows, 32), "two adapters of up to 16 parts"
+
+
+def test_a_captured_step_has_as_few_launches_as_it_needs(state):
+    """Of prompts alone no launch for decode rows; with many adapters or decode rows more tiles, each for itself."""
+    captured, adapters = state.padded(128), [resident(rank) for rank in (4, 16, 32)]
+    usual = captured.num_tiles
+
+    def room(*rows: tuple[int, int]):
+        found = state.begin_padded(adapters, [index for index, _ in rows], [length for _, length in rows], captured)
+        assert found.eager is None
+        assert found.num_tiles == usual * 4**found.room.prompts
+        assert (found.tail is None) == (found.room.tail == NO_TAIL.tail)
+        return found.room
+
+    assert room((0, 100), (1, 20)) == NO_TAIL
+    assert room((0, 100), (1, 1)) == USUAL_ROOM
+    assert room(*[(index % 3, 2) for index in range(12)]) == Room(1, NO_TAIL.tail)
+    assert room((0, 100), *[(1, 1)] * 16) == USUAL_ROOM
 
 
 class TestLayersOfTwoKinds:
