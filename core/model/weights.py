@@ -190,14 +190,20 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
         if (expert := _EXPERT.match(path)) is not None:
             own = {matrix: shapes[f"{_MODEL}{layer}{expert[1]}{expert[2]}.{matrix}.weight"][0] for matrix in _MATRICES}
             found[part] = _expert_source(tensors, f"{prefix}{layer}", int(expert[2]), expert[3], own, names)
-            continue
-        name, stacked = fused.get(path, (tensors.names.get(path, path), (path,)))
-        if name != path and f"{prefix}{layer}{name}.{kind}" not in names and f"{prefix}{layer}{path}.{kind}" in names:
-            name, stacked = path, (path,)
-        before = stacked[: stacked.index(path)]
-        first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in before)
-        found[part] = Source(f"{prefix}{layer}{name}.{kind}", first)
+        elif path in fused:
+            name, stack = fused[path]
+            before = stack[: stack.index(path)]
+            first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in before)
+            found[part] = Source(f"{prefix}{layer}{name}.{kind}", first)
+        else:
+            given = tensors.names.get(path, path)
+            found[part] = Source(_either(f"{prefix}{layer}{given}.{kind}", f"{prefix}{layer}{path}.{kind}", names))
     return found
+
+
+def _either(given: str, own: str, names: Container[str]) -> str:
+    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
+    return own if given not in names and own in names else given
 
 
 def _expert_source(
@@ -209,7 +215,7 @@ def _expert_source(
             return Source(at + name, sum(rows[each] for each in order[: order.index(matrix)]), number)
     path = f"mlp.experts.{{}}.{matrix}"
     own, given = (f"{at}{each.format(number)}.weight" for each in (path, tensors.names.get(path, path)))
-    return Source(own if given not in names and own in names else given)
+    return Source(_either(given, own, names))
 
 
 def matrices(config: ModelConfig, names: Container[str]) -> set[str]:

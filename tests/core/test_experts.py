@@ -182,6 +182,17 @@ def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatc
 # -- checkpoints
 
 
+@every_family
+def test_random_weights_need_no_checkpoint(tmp_path, family):
+    save_family(family, tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    prompts = [[5, 6, 7], [8, 9]]
+    one, other = (logits_of(executor_of(tmp_path, load_format="dummy"), prompts) for _ in range(2))
+    assert torch.equal(one, other)
+    assert bool(one.isfinite().all())
+
+
 def stack_experts(directory: Path) -> None:
     """Rewrite a checkpoint with one tensor for all experts' matrices, as transformers has them in memory."""
     import transformers
