@@ -283,6 +283,12 @@ def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> 
             {},
             r"layers\.0\.mlp\.experts\.0\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
         ),
+        (
+            ["q_proj", "gate_proj"],
+            "mlp.shared_expert.gate_proj",
+            {},
+            r"layers\.0\.mlp\.shared_expert\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
+        ),
         (["q_proj"], "mlp.experts.base_layer", {"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
     ],
 )
