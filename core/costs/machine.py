@@ -142,7 +142,7 @@ def _measure(
     model = read_model_config(config.model)
     device = device_name(config.device)
     how = f"measured on this machine in {rounds} rounds"
-    steps = fit_steps(decode + prefill)
+    steps = fit_steps(decode + prefill, model.experts.share_per_token if model.experts else 0.0)
     step = _terms(steps, how, r2_of(StepCost(**steps.terms), decode))
     disk = _terms(fit_transfer(transfers.num_bytes, transfers.read), how)
     disk.terms["contention"] = Number(value=transfers.contention, source="steps that ran beside these reads")

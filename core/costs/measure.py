@@ -27,7 +27,7 @@ from ..executors.base import Executor
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from .fit import Fit, fit
-from .models import Kernel, StepCost, StepWork
+from .models import Kernel, StepCost, StepWork, share_of_experts
 from .work import STEP_TERMS, step_work, term_values
 
 _PARAMS = SamplingParams(temperature=0.0)
@@ -300,15 +300,26 @@ def steady(every: Sequence[Sequence[float]]) -> list[float]:
     return [scale * seconds for seconds in medians]
 
 
-def fit_steps(samples: Samples) -> Fit:
-    """The terms of `StepCost`, with the knee of decode batches that explains the most; none where none helps."""
+def fit_steps(samples: Samples, expert_share: float = 0.0) -> Fit:
+    """The terms of `StepCost`, with the knee of decode batches that explains the most; none where none helps.
+
+    expert_share: see `StepCost`; 0 for a model without experts.
+    """
     best, at = None, 0.0
+    names = (*STEP_TERMS, "experts") if expert_share else STEP_TERMS
     for knee in (0.0, *sorted({work.tokens for work in samples.work if not work.ragged})):
-        found = fit(STEP_TERMS, [term_values(work, knee) for work in samples.work], samples.seconds)
+        values = [term_values(work, knee) for work in samples.work]
+        if expert_share:
+            values = [
+                (*row, share_of_experts(expert_share, work.tokens))
+                for row, work in zip(values, samples.work, strict=True)
+            ]
+        found = fit(names, values, samples.seconds)
         if best is None or found.mean_error < best.mean_error - _KNEE_GAIN:
             best, at = found, float(knee)
     assert best is not None
-    return replace(best, terms={**best.terms, "weights": at * best.terms["per_token"]})
+    shares = {"expert_share": expert_share} if expert_share else {}
+    return replace(best, terms={**best.terms, "weights": at * best.terms["per_token"], **shares})
 
 
 def r2_of(cost: StepCost, samples: Samples) -> float:

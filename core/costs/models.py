@@ -54,6 +54,11 @@ class StepWork:
     ragged: bool = False
 
 
+def share_of_experts(each: float, tokens: int) -> float:
+    """Share of the experts that so many tokens go to on average, each to a share of its own of them."""
+    return 1.0 - (1.0 - each) ** tokens
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of a step: prefill chunks, decode rows, or both.
@@ -69,6 +74,8 @@ class StepCost:
     processors.
     lora: once where any row uses an adapter. per_rank, per_token_rank: per rank-row of work (`Kernel.rank_work`) over
     the rows and over the tokens. per_adapter_rank: per rank-row of the distinct adapters.
+    experts: all experts of a mixture, of which a step takes the share that its tokens go to: each token goes to
+    expert_share of them, and all are equally likely.
     """
 
     base: float = 0.0
@@ -86,6 +93,8 @@ class StepCost:
     per_rank: float = 0.0
     per_token_rank: float = 0.0
     per_adapter_rank: float = 0.0
+    experts: float = 0.0
+    expert_share: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Of the executor; the engine's overhead comes on top."""
@@ -99,6 +108,8 @@ class StepCost:
             + self.per_kv_token * work.kv_tokens
             + self.per_longest * work.longest
         )
+        if self.experts:
+            seconds += self.experts * share_of_experts(self.expert_share, tokens)
         if work.adapter_ranks:
             seconds += self.lora + self.per_rank * work.row_ranks + self.per_token_rank * work.token_ranks
             seconds += self.per_adapter_rank * work.adapter_ranks
@@ -114,6 +125,9 @@ class StepCost:
         products, head = self.per_token * (tokens + prompt), self.per_logits * (rows + 1)
         after = base + (products if products > self.weights else self.weights)
         after += head if head > self.head else self.head
+        if self.experts:
+            before += self.experts * share_of_experts(self.expert_share, tokens)
+            after += self.experts * share_of_experts(self.expert_share, tokens + prompt)
         return before + self.per_row * rows, after + self.per_row * (rows + 1)
 
     def growth(self, rows: int) -> float:

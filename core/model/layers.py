@@ -297,16 +297,10 @@ class Experts:
         """Width of all that a token goes through."""
         return self.routing.per_token * self.size + self.shared_size
 
-    def weights(self, hidden: int) -> int:
-        """Weights of all experts and of their router."""
-        each = 3 * hidden
-        return self.count * (each * self.size + hidden) + each * self.shared_size + hidden * self.shared_gate
-
-    def active_weights(self, hidden: int, tokens: float = 1) -> float:
-        """Weights that a step of so many tokens reads, on average, where all experts are equally likely."""
-        share = 1 - (1 - self.routing.per_token / self.count) ** tokens
-        idle = 3 * hidden * self.size * self.count * (1 - share)
-        return self.weights(hidden) - idle
+    @property
+    def share_per_token(self) -> float:
+        """Share of the experts that a token goes to."""
+        return self.routing.per_token / self.count
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
         """None: see `AttentionSpec.projections`."""

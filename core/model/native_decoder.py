@@ -40,8 +40,8 @@ _ACTIVATIONS = {
 
 def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
-    if config.experts is not None:
-        return f"it has no mixture of experts, and this model's layers have {config.experts.count} experts"
+    if config.num_experts:
+        return f"it has no mixture of experts, and this model's layers have {config.num_experts} experts"
     pair = 4 // dtype.itemsize
     inner = [config.hidden_size, config.intermediate_size, config.q_size]
     inner += [] if config.delta is None else [config.delta.v_size]

@@ -14,6 +14,7 @@ from .config_json import ConfigJson
 from .families import FAMILIES
 from .family import Family
 from .quantization.registry import read_format
+from .tensor_names import LLAMA_TENSORS
 
 _TEXT = "text_config"
 
@@ -54,7 +55,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         model,
         architecture=architecture,
         eos_token_ids=eos,
-        tensors=family.tensors,
+        tensors=family.tensors if model.tensors is LLAMA_TENSORS else model.tensors,
         weight_format=weight_format,
     )
     return replace(model, base_rows=CheckpointRows(directory, model))

@@ -179,25 +179,40 @@ def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     tensors, shapes = config.tensors, tensor_shapes(config)
     prefix = next((each for each in tensors.prefixes if f"{each}norm.weight" in names), tensors.prefixes[0])
     head = next((each for each in tensors.heads if each in names), tensors.heads[0])
-    fused = {part: (name, parts) for name, parts in tensors.fused.items() for part in parts}
     found = {LM_HEAD: Source(head)}
     for part in shapes:
         match = _IN_LAYER.match(part)
         if match is None:
             found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
-            continue
-        layer, path, kind = match.groups()
-        if (expert := _EXPERT.match(path)) is not None:
-            own = {matrix: shapes[f"{_MODEL}{layer}{expert[1]}{expert[2]}.{matrix}.weight"][0] for matrix in _MATRICES}
-            found[part] = _expert_source(tensors, f"{prefix}{layer}", int(expert[2]), expert[3], own, names)
-            continue
-        name, stacked = fused.get(path, (tensors.names.get(path, path), (path,)))
-        if name != path and f"{prefix}{layer}{name}.{kind}" not in names and f"{prefix}{layer}{path}.{kind}" in names:
-            name, stacked = path, (path,)
-        before = stacked[: stacked.index(path)]
-        first = sum(shapes[f"{_MODEL}{layer}{each}.{kind}"][0] for each in before)
-        found[part] = Source(f"{prefix}{layer}{name}.{kind}", first)
+        else:
+            found[part] = _layer_source(tensors, prefix, match, shapes, names)
     return found
+
+
+def _layer_source(
+    tensors: TensorNames,
+    prefix: str,
+    part: re.Match[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Container[str],
+) -> Source:
+    """Where a checkpoint has a part of a layer. part: by `_IN_LAYER`."""
+    layer, path, kind = part.groups()
+    at, own = f"{prefix}{layer}", f"{_MODEL}{layer}"
+    if (expert := _EXPERT.match(path)) is not None:
+        begin, number, matrix = expert.groups()
+        rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
+        return _expert_source(tensors, at, int(number), matrix, rows, names)
+    for name, stack in tensors.fused.items():
+        if path in stack:
+            first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
+            return Source(f"{at}{name}.{kind}", first)
+    return Source(_either(f"{at}{tensors.names.get(path, path)}.{kind}", f"{at}{path}.{kind}", names))
+
+
+def _either(given: str, own: str, names: Container[str]) -> str:
+    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
+    return own if given not in names and own in names else given
 
 
 def _expert_source(
@@ -209,7 +224,7 @@ def _expert_source(
             return Source(at + name, sum(rows[each] for each in order[: order.index(matrix)]), number)
     path = f"mlp.experts.{{}}.{matrix}"
     own, given = (f"{at}{each.format(number)}.weight" for each in (path, tensors.names.get(path, path)))
-    return Source(own if given not in names and own in names else given)
+    return Source(_either(given, own, names))
 
 
 def matrices(config: ModelConfig, names: Container[str]) -> set[str]:

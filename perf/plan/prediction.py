@@ -108,6 +108,11 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             f"--model {directory}: dtype is {model.dtype}, which a GPU's published bf16 rate does not cover; give a "
             "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
         )
+    if model.experts is not None:
+        raise PlanError(
+            f"--model {directory}: it has {model.num_experts} experts, which are served on CPUs alone; "
+            "measure a profile there with `chorus profile` and give --gpu profile:FILE"
+        )
     size, layers = _BYTES[model.dtype], model.num_layers
     in_layers = model.projections.num_weights
     in_head = model.vocab_size * model.hidden_size

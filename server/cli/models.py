@@ -73,6 +73,13 @@ def described(directory: Path) -> list[str]:
     ]
     if (form := _form(directory, model)) is not None:
         lines.append(f"weights: {form}, dequantised when they are loaded")
+    if experts := model.experts:
+        count = sum(layer.experts is not None for layer in model.layers)
+        shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
+        lines.append(
+            f"{count} layers have {experts.count} experts of {experts.size}, {experts.routing.per_token} for each token"
+            f"{shared}; they are served on CPUs, by PyTorch's operators"
+        )
     for (window, rope), count in kinds.items():
         seen = "all tokens" if window is None else f"the last {window:,} tokens"
         turned = "no rope" if rope is None else f"{rope.type} rope of base {rope.theta:g}"

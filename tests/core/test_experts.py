@@ -33,6 +33,11 @@ BF16_ERROR = 8e-2
 most 5.9e-2.
 """
 
+WITHOUT_STATES = [name for name in EXPERTS if not name.startswith("qwen3.5")]
+"""Families of attention alone. A CPU has no room for the states of a step that is launched ahead; and in bfloat16 one
+changed choice of an expert changes the states of all later tokens, in transformers as here.
+"""
+
 every_family = pytest.mark.parametrize("family", EXPERTS)
 
 
@@ -99,11 +104,10 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@every_family
-@pytest.mark.parametrize("is_async", [True])
-def test_steps_that_are_launched_ahead(tiny, drive, family, is_async):
+@pytest.mark.parametrize("family", WITHOUT_STATES)
+def test_steps_that_are_launched_ahead(tiny, drive, family):
     it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=is_async)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=True)
     want = answers(it, driver, 6, seed=6)
     assert told(driver, want) == want
 
@@ -143,7 +147,7 @@ def test_bits_of_base_rows_do_not_change_beside_adapters(tiny, drive, family):
     assert with_adapters == with_base
 
 
-@every_family
+@pytest.mark.parametrize("family", WITHOUT_STATES)
 def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
     generator = torch.Generator().manual_seed(0)
@@ -178,12 +182,25 @@ def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatc
 # -- checkpoints
 
 
+@every_family
+def test_random_weights_need_no_checkpoint(tmp_path, family):
+    save_family(family, tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    prompts = [[5, 6, 7], [8, 9]]
+    one, other = (logits_of(executor_of(tmp_path, load_format="dummy"), prompts) for _ in range(2))
+    assert torch.equal(one, other)
+    assert bool(one.isfinite().all())
+
+
 def stack_experts(directory: Path) -> None:
     """Rewrite a checkpoint with one tensor for all experts' matrices, as transformers has them in memory."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name.replace(".router.w", ".router.layer.w"): tensor.contiguous() for name, tensor in model.state_dict().items()
+    }
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     for file in [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]:
@@ -265,6 +282,12 @@ def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> 
             "mlp.experts.0.gate_proj",
             {},
             r"layers\.0\.mlp\.experts\.0\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
+        ),
+        (
+            ["q_proj", "gate_proj"],
+            "mlp.shared_expert.gate_proj",
+            {},
+            r"layers\.0\.mlp\.shared_expert\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
         ),
         (["q_proj"], "mlp.experts.base_layer", {"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
     ],

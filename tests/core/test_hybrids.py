@@ -163,10 +163,11 @@ def test_sequences_share_steps(model):
         assert sequence.tokens[len(prompt) :] == want[:count]
 
 
-def test_the_text_part_of_a_model_that_sees_is_computed(tmp_path, caplog):
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_text_part_of_a_model_that_sees_is_computed(tmp_path, caplog, name):
     """Its vision tower's tensors and its draft layer's are left out, and told."""
+    import transformers
     from safetensors.torch import load_file, save_file
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     text = {
         "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -175,9 +176,12 @@ def test_the_text_part_of_a_model_that_sees_is_computed(tmp_path, caplog):
             "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
         },
     }  # fmt: skip
+    if name == "Qwen3_5Moe":
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     torch.manual_seed(0)
-    reference: Any = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=tower)).eval()
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=tower)
+    reference: Any = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     randomise(reference)
     reference.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -295,6 +295,31 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "num_key_value_heads": 4, "attention_bias": True},
         "20KB",
     ),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        {**GRANITE, "residual_multiplier": 0.9, "attention_multiplier": 0.11, "num_local_experts": 12,
+         "num_experts_per_tok": 4},
+        "50GB",
+    ),
+    "glm-4-moe": (
+        "Glm4MoeConfig",
+        {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_hidden_layers": 3,
+         "head_dim": 32, "use_qk_norm": True, "routed_scaling_factor": 1.5, "attention_bias": True, "pad_token_id": 0},
+        "50GB",
+    ),
+    "glm-4-moe-groups": (
+        "Glm4MoeConfig",
+        {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+         "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False, "pad_token_id": 0,
+         "hidden_size": 48},
+        "20KB",
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeTextConfig",
+        {**QWEN3_5, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+         "shared_expert_intermediate_size": 24},
+        "50GB",
+    ),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
@@ -324,9 +349,17 @@ class Tiny:
                 module.register_forward_hook(self._note_router)
 
     def _note_router(self, router: Any, _: Any, output: Any) -> None:
-        logits = output[0].float()
-        if (most := router.top_k) < logits.shape[-1]:
-            best = logits.topk(most + 1).values
+        scores = output[0].float()
+        if (correction := getattr(router, "e_score_correction_bias", None)) is not None:
+            scores = scores.sigmoid() + correction
+        if (groups := getattr(router, "num_group", 1)) > 1:
+            sums = scores.view(len(scores), groups, -1).topk(2).values.sum(-1)
+            best = sums.topk(router.topk_group + 1)
+            self.router_margins.append(float((best.values[:, -2] - best.values[:, -1]).min()))
+            kept = torch.zeros_like(sums).scatter_(1, best.indices[:, :-1], 1).bool()
+            scores = scores.masked_fill(~kept.repeat_interleave(scores.shape[1] // groups, 1), float("-inf"))
+        if (most := router.top_k) < scores.shape[-1]:
+            best = scores.topk(most + 1).values
             self.router_margins.append(float((best[:, most - 1] - best[:, most]).min()))
 
     def use(self, adapter: str | None) -> Any:
@@ -405,6 +438,9 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
 
 
 def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:

@@ -10,6 +10,7 @@ from . import (
     gemma_2,
     gemma_3,
     glm,
+    glm_moe,
     granite,
     internlm,
     llama,
@@ -55,6 +56,9 @@ ALL: tuple[Family, ...] = (
     mixtral.MIXTRAL,
     qwen3_moe.QWEN3_MOE,
     olmoe.OLMOE,
+    granite.GRANITE_MOE,
+    glm_moe.GLM_4_MOE,
+    qwen3_5.QWEN3_5_MOE,
 )
 
 FAMILIES = {architecture: family for family in ALL for architecture in family.architectures}

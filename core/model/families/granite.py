@@ -1,18 +1,21 @@
-"""Granite 3, and the dense models of Granite 4: Llama with factors of embeddings, scores, residuals and logits."""
+"""Granite 3, and the dense models of Granite 4: Llama with factors of embeddings, scores, residuals and logits.
+
+Granite-MoE has a mixture of experts.
+"""
 
 from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, GatedSpec, LayerSpec
+from ..layers import AttentionSpec, Experts, GatedSpec, LayerSpec, Routing, Scoring
 from ..tensor_names import LLAMA_NORMS, TensorNames
 from . import reading
 
 _FACTORS = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
 
 
-def _model(fields: ConfigJson, feed_forward: GatedSpec, *, rotates: bool = True) -> ModelConfig:
+def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts, *, rotates: bool = True) -> ModelConfig:
     heads = reading.heads(fields)
     embedding, logits, residual, scores = (fields.number(name) for name in _FACTORS)
     bias = fields.boolean("attention_bias")
@@ -31,6 +34,11 @@ def _model(fields: ConfigJson, feed_forward: GatedSpec, *, rotates: bool = True)
 
 def _read(fields: ConfigJson) -> ModelConfig:
     return _model(fields, reading.gated(fields, bias=fields.boolean("mlp_bias")))
+
+
+def _read_experts(fields: ConfigJson) -> ModelConfig:
+    routing = Routing(1, Scoring.SOFTMAX_OF_CHOSEN)
+    return _model(fields, reading.experts(fields, routing, size="intermediate_size"))
 
 
 def _read_hybrid(fields: ConfigJson) -> ModelConfig:
@@ -56,4 +64,20 @@ GRANITE_4 = Family(
         fused={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
     ),
     notes="models with Mamba layers or experts are refused",
+)
+GRANITE_MOE = Family(
+    "Granite-MoE",
+    ("GraniteMoeForCausalLM",),
+    _read_experts,
+    {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
+    TensorNames(
+        names={**LLAMA_NORMS, "mlp.gate": "block_sparse_moe.router.layer"},
+        stacked_experts={
+            "block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
+            "block_sparse_moe.output_linear.weight": ("down_proj",),
+            "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
+            "block_sparse_moe.experts.down_proj": ("down_proj",),
+        },
+    ),
+    notes=reading.EXPERTS_NOTE,
 )

@@ -1,11 +1,14 @@
-"""Qwen3.5 and 3.6 (dense, text): layers of Gated DeltaNet, and every fourth layer attention with an output gate."""
+"""Qwen3.5 and 3.6 (text): layers of Gated DeltaNet, and every fourth layer attention with an output gate.
+
+Qwen3.5-MoE has a mixture of experts in every layer, and an expert that every token goes to.
+"""
 
 from __future__ import annotations
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson
 from ..family import Family
-from ..layers import AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec
+from ..layers import AttentionSpec, Experts, GatedDeltaSpec, GatedSpec, HeadNorm, LayerSpec, Routing
 from ..tensor_names import TensorNames
 from . import reading
 
@@ -13,7 +16,17 @@ _LINEAR = "linear_attention"
 
 
 def _read(fields: ConfigJson) -> ModelConfig:
-    feed_forward, norm = reading.gated(fields), reading.rms_norm(fields, one_plus=True)
+    return _model(fields, reading.gated(fields))
+
+
+def _read_experts(fields: ConfigJson) -> ModelConfig:
+    shared = fields.integer("shared_expert_intermediate_size")
+    routing = Routing(1, renormalised=True)
+    return _model(fields, reading.experts(fields, routing, shared_size=shared, shared_gate=True))
+
+
+def _model(fields: ConfigJson, feed_forward: GatedSpec | Experts) -> ModelConfig:
+    norm = reading.rms_norm(fields, one_plus=True)
     if feed_forward.activation != "silu":
         raise fields.refuse("hidden_act", "Gated DeltaNet is supported with silu alone")
     mixers = {reading.FULL: _attention(fields), _LINEAR: _delta(fields, norm.eps)}
@@ -64,11 +77,27 @@ _DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_NAMES = TensorNames(prefixes=("model.language_model.", "model."), left_out=("visual.", "model.visual.", "mtp."))
 QWEN3_5 = Family(
     "Qwen3.5 and 3.6 (dense, text)",
     ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _read,
     _DEFAULTS,
-    TensorNames(prefixes=("model.language_model.", "model."), left_out=("visual.", "model.visual.", "mtp.")),
+    _NAMES,
     notes="text only; draft layers (`mtp`) are left out",
+)
+QWEN3_5_MOE = Family(
+    "Qwen3.5-MoE (text)",
+    ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    _read_experts,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    _NAMES,
+    notes=f"text only; draft layers (`mtp`) are left out; {reading.EXPERTS_NOTE}",
 )

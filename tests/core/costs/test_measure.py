@@ -156,6 +156,19 @@ def test_the_steps_tell_the_terms_apart(profiler):
     assert min(found.terms.values()) >= 0, "so that more work never takes less time"
 
 
+def test_a_fit_finds_what_experts_take(profiler):
+    """A token goes to 2 of 16 experts; more tokens go to more of them, and to no more than all."""
+    truth = StepCost(base=1e-3, per_token=1e-5, per_row=1e-5, experts=4e-3, expert_share=1 / 8)
+    decodes, prefills = profiler.decode_plans(200), profiler.prefill_plans(80)
+    work = [step_work(plan, Kernel.SGMV) for plan in decodes + prefills]
+    found = fit_steps(Samples(work, [truth.seconds(each) for each in work], 0.0), 1 / 8)
+    assert found.r2 == pytest.approx(1.0)
+    assert found.terms["experts"] == pytest.approx(4e-3, rel=1e-3)
+    assert StepCost(**found.terms).seconds(work[0]) == pytest.approx(truth.seconds(work[0]))
+    one, two, many = (truth.seconds(StepWork(count, count)) - 1e-3 - 2e-5 * count for count in (1, 2, 1000))
+    assert (one, two, many) == pytest.approx((4e-3 / 8, 4e-3 * 15 / 64, 4e-3))
+
+
 def test_transfers_leave_the_adapters_in_the_arena(profiler, executor):
     profiler.place_adapters()
     transfers = profiler.measure_transfers(2)

@@ -12,7 +12,7 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import GatedDeltaSpec, HeadNorm
+from chorus.core.model.layers import Experts, GatedDeltaSpec, HeadNorm, Routing
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
@@ -117,8 +117,9 @@ def test_frequencies_equal_transformers_bit_for_bit(read, rope, head_dim):
     assert want.attention_scaling == own.attention_factor
 
 
-TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out] + ["Qwen3_5ForCausalLM"]
-SHAPES = {"hidden_size": 128, "num_attention_heads": 64, "num_hidden_layers": 8}
+TEXT_ONLY = [name for name, family in FAMILIES.items() if not family.tensors.left_out]
+TEXT_ONLY += ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+SHAPES = {"hidden_size": 256, "num_attention_heads": 64, "num_hidden_layers": 8}
 OF_ATTENTION = {"num_local_experts": 0, "layer_types": ["attention"] * 8}
 
 
@@ -134,7 +135,7 @@ def test_defaults_are_those_of_transformers(tmp_path, architecture):
     if full.get("head_dim") is None:
         full.pop("head_dim", None)
     tokens = {"bos_token_id": None, "eos_token_id": None}
-    vocabulary = {name: full[name] for name in ("vocab_size", "intermediate_size")}
+    vocabulary = {name: full[name] for name in ("vocab_size", "intermediate_size") if name in full}
     (tmp_path / "config.json").write_text(json.dumps({**full, **tokens}, default=str))
     want = read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **shapes, **vocabulary}))
@@ -263,6 +264,44 @@ def test_layers_of_different_shapes_are_refused(read, field):
     wider = replace(config.layers[0], feed_forward=replace(config.layers[0].feed_forward, size=8))
     with pytest.raises(UnsupportedModel, match="layers of different shapes are not supported"):
         replace(config, layers=(config.layers[0], wider))
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+}  # fmt: skip
+GLM = {**EXPERTS, "architectures": ["Glm4MoeForCausalLM"], "num_experts": ..., "n_routed_experts": 16}
+
+
+def test_layers_have_experts_or_not(read):
+    config = read(**EXPERTS, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=True)
+    assert [layer.experts is not None for layer in config.layers] == [False, True, False, False, False, True]
+    assert config.experts == Experts(16, 40, Routing(3, renormalised=True))
+    assert (config.num_experts, config.intermediate_size) == (16, 96)
+    assert config.projections.layers_of("gate_proj") == (0, 2, 3, 4)
+    assert read(**EXPERTS).intermediate_size == 3 * 40, "what a token uses"
+    glm = read(**GLM, num_hidden_layers=3, first_k_dense_replace=2, n_shared_experts=2)
+    assert [layer.experts is not None for layer in glm.layers] == [False, False, True]
+    assert glm.experts.shared_size == 80
+    assert glm.tensors.left_out == ("model.layers.3.",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**EXPERTS, "num_experts_per_tok": 17}, r"num_experts_per_tok is 17: num_experts is 16"),
+        ({**EXPERTS, "num_experts": 0}, r"num_experts is 0: a whole number of at least 1"),
+        ({**EXPERTS, "mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]: a list of whole numbers"),
+        ({**EXPERTS, "decoder_sparse_step": 0}, r"decoder_sparse_step is 0"),
+        ({**EXPERTS, "hidden_act": "relu"}, r"hidden_act is 'relu': not supported"),
+        ({**EXPERTS, "quantization_config": {"quant_method": "fp8"}}, r"quantization_config is .*quantised experts"),
+        ({**EXPERTS, "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, r"clip_qkv is 8.0: .*only null"),
+        ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
+        ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
+    ],
+)
+def test_experts_that_are_not_computed_as_transformers_does_are_refused(read, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        read(**changes)
 
 
 def test_ranks_share_a_norm_of_all_heads(read):

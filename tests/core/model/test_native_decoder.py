@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chorus.core.model.batch import StepBatch
-from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms
+from chorus.core.model.layers import Activation, AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, Norms, Routing
 from chorus.core.model.native_decoder import NativeDecoderModel, layer_values, why_unsupported
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.weights import LayerWeights
@@ -50,6 +50,7 @@ class Config:
             "num_layers": len(self.layers),
             "attention": mixer,
             "delta": None,
+            "num_experts": next((layer.experts.count for layer in self.layers if layer.experts), 0),
             "vocab_size": VOCAB,
             "norm": kind.norm,
             "projections": Projections(tuple(layer.projections(kind.hidden) for layer in self.layers)),
@@ -81,6 +82,10 @@ class TestRefusals:
     )
     def test_layers_that_it_computes(self, layer):
         assert refusal(LAYER, layer) is None
+
+    def test_experts_are_refused(self):
+        sparse = replace(LAYER, feed_forward=Experts(16, 40, Routing(2)))
+        assert refusal(LAYER, sparse) == "it has no mixture of experts, and this model's layers have 16 experts"
 
 
 class TestValues:

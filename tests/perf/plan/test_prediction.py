@@ -92,6 +92,11 @@ def test_what_can_t_be_predicted_is_said(tmp_path, model):
         predicted_profile(SIZES["tiny"].write_config(tmp_path, "float32"), GPUS["h100"])
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 80, "hidden_size": 8192}))
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts" / "config.json").write_text(json.dumps({**config, **experts}))
+    with pytest.raises(PlanError, match=r"experts: it has 16 experts, which are served on CPUs alone; .*profile:FILE"):
+        predicted_profile(tmp_path / "experts", GPUS["h100"])
     with pytest.raises(PlanError, match=r"weights take .* GiB in bfloat16, and NVIDIA L4 24 GB has room .*take one of"):
         predicted_profile(tmp_path, GPUS["l4"])
     with pytest.raises(UnsupportedModel, match=r"config\.json"):

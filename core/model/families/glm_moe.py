@@ -1,0 +1,73 @@
+"""GLM-4.5, 4.6 and 4.7: experts chosen by sigmoids with a learned correction, behind a few dense layers."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, HeadNorm, LayerSpec, Routing, Scoring
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_NAMES = {**LLAMA_NORMS, **{f"mlp.shared_expert.{each}": f"mlp.shared_experts.{each}" for each in _MATRICES}}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, count = reading.heads(fields), fields.integer("num_hidden_layers")
+    attention = AttentionSpec(
+        *heads,
+        scale=heads.head_dim**-0.5,
+        rope=reading.rope(fields, heads.head_dim),
+        head_norm=HeadNorm.EACH if fields.boolean("use_qk_norm") else None,
+        qkv_bias=fields.boolean("attention_bias"),
+    )
+    shared = fields.integer("n_shared_experts", least=0) * fields.integer("moe_intermediate_size")
+    sparse = LayerSpec(attention, reading.experts(fields, _routing(fields), shared_size=shared))
+    first = min(count, fields.integer("first_k_dense_replace", least=0))
+    dense = [LayerSpec(attention, reading.gated(fields))] * first if first else []
+    drafts = range(count, count + fields.integer("num_nextn_predict_layers", least=0))
+    names = TensorNames(names=_NAMES, left_out=tuple(f"model.layers.{layer}." for layer in drafts))
+    return reading.dense(fields, [*dense, *[sparse] * (count - first)], reading.rms_norm(fields), tensors=names)
+
+
+def _routing(fields: ConfigJson) -> Routing:
+    groups, kept = fields.integer("n_group"), fields.integer("topk_group")
+    if kept > groups:
+        raise fields.refuse("topk_group", f"n_group is {groups}; it can't be more than that")
+    return Routing(
+        1,
+        Scoring.SIGMOID,
+        renormalised=fields.boolean("norm_topk_prob"),
+        epsilon=1e-20,
+        factor=fields.number("routed_scaling_factor"),
+        corrected=True,
+        groups=groups,
+        kept_groups=kept,
+    )
+
+
+GLM_4_MOE = Family(
+    "GLM-4.5, 4.6 and 4.7",
+    ("Glm4MoeForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+    TensorNames(names=_NAMES),
+    notes=f"{reading.EXPERTS_NOTE}; draft layers behind the last are left out",
+)
