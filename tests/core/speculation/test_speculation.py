@@ -34,7 +34,7 @@ WAYS = [
     {"temperature": 1.0, "logit_bias": {7: 4.0, 9: -100.0}},
     {"min_tokens": 6, "ignore_eos": False, "stop_token_ids": tuple(range(3, 40))},
     {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": tuple(range(3, 20))},
-    {"stop_token_ids": tuple(range(0, 400, 7))},
+    {"stop_token_ids": tuple(range(0, 160, 7))},
     {"repetition_penalty": 1.2},
     {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"bad_words": ((5,), (6, 7))},
