@@ -132,9 +132,7 @@ def engine_config(fields: Mapping[str, Any], origin: str = "engine") -> EngineCo
     except ValidationError as error:
         raise StudyError(wrong_fields(origin, fields, error).partition("\n")[0]) from None
     if config.speculation != "off":
-        raise StudyError(
-            f"{origin}.speculation is {config.speculation!r}, but simulated requests have no tokens; omit it"
-        )
+        raise StudyError(f"{origin}.speculation is {config.speculation!r}, but simulated steps verify nothing; omit it")
     return config
 
 
