@@ -122,9 +122,9 @@ class Engine:
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
         policies = policies or Policies()
         speculates = config.speculation != "off"
-        speculation = Speculation(policies.proposer or NgramProposer()) if speculates else None
+        self.speculation = Speculation(policies.proposer or NgramProposer()) if speculates else None
         self.scheduler = self.scheduler_type(
-            config, self.store, memory, loads, clock, queue=policies.queue, speculation=speculation
+            config, self.store, memory, loads, clock, queue=policies.queue, speculation=self.speculation
         )
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
@@ -258,6 +258,8 @@ class Engine:
         outputs = self.scheduler.pop_failed()
         if result is None:
             return outputs
+        if self.speculation is not None:
+            self.speculation.note_step(plan, seconds)
         if plan.bucket is None:
             self._measure_prefill(plan, seconds)
         else:

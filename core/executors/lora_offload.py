@@ -228,7 +228,7 @@ class LoraOffload:
         """Finish a step after it was computed."""
         if self._coming:
             self._end()
-        elif plan.bucket is None:
+        elif plan.num_tokens - plan.num_drafts > len(plan.sequences):
             self._per_token = (time.monotonic() - self._began) / plan.num_tokens
 
     def begin(self, segments: Segments) -> OffloadedSegments | None:

@@ -8,8 +8,13 @@ from __future__ import annotations
 MOST_DRAFTS = 8
 """The most tokens proposed for a sequence in a step."""
 
+LONGEST_PAUSE = 64
+"""The most steps without a proposal, after which one token is tried."""
+
 _FIRST = 2
-_LONGEST_PAUSE = 64
+_KEPT = 0.9
+_PRIOR = 1.0
+"""Weight of the assumption that half of the proposed tokens are accepted."""
 
 
 def most_logits(max_num_seqs: int) -> int:
@@ -18,32 +23,56 @@ def most_logits(max_num_seqs: int) -> int:
 
 
 class DraftLength:
-    """Adapts the length of a sequence's proposals to the number of tokens that were accepted.
+    """Adapts the length of a sequence's proposals to what was accepted, and to what a proposed token costs.
 
-    The length doubles when a whole proposal was accepted, and otherwise becomes one more than what was accepted. After
-    a proposal without an accepted token, steps without one follow: 1, then 2, 4, … until a token is accepted again. So
-    a sequence whose proposals are always wrong computes at most one wasted token in `_LONGEST_PAUSE` steps.
+    The length becomes twice that of a proposal that was accepted as a whole, otherwise one more than what was accepted.
+    Token j of a proposal is expected to be accepted with probability p^j, where p is estimated from the sequence's
+    latest proposals; tokens below the cost are left out. After a proposal without an accepted token, and where not even
+    the first token is worth its cost, steps without a proposal follow: 1, then 2, 4, … up to `LONGEST_PAUSE`.
     """
 
-    __slots__ = ("_length", "_num_paused", "_pause")
+    __slots__ = ("_accepted", "_length", "_num_paused", "_pause", "_tried")
 
     def __init__(self) -> None:
         self._length = _FIRST
-        self._pause = 0  # steps without a proposal, after the last rejection
+        self._pause = 0  # steps without a proposal, the last time
         self._num_paused = 0  # steps of these that are left
+        self._accepted = self._tried = 0.0  # tokens up to the first rejected one, the latest ones weighing most
 
-    def take(self) -> int:
-        """Return the most tokens to propose for the next step; 0: none."""
+    @property
+    def chance(self) -> float:
+        """Estimated probability that a token is accepted after those before it were."""
+        return (self._accepted + 0.5 * _PRIOR) / (self._tried + _PRIOR)
+
+    def take(self, cost: float = 0.0) -> int:
+        """Return the most tokens to propose for the next step; 0: none.
+
+        cost: the least probability of being accepted with which a proposed token pays (`StepCost.share`).
+        """
         if self._num_paused:
             self._num_paused -= 1
             return 0
-        return self._length
+        chance = expected = self.chance
+        count = 0
+        while count < self._length and expected >= cost:
+            count += 1
+            expected *= chance
+        if not count and self._pause < LONGEST_PAUSE:
+            self._wait()
+            return 0
+        return max(1, count)
 
     def note(self, proposed: int, accepted: int) -> None:
         """Learn from a verified proposal."""
+        self._accepted = _KEPT * self._accepted + accepted
+        self._tried = _KEPT * self._tried + accepted + (accepted < proposed)
         if accepted:
             self._pause = 0
-            self._length = min(MOST_DRAFTS, 2 * self._length if accepted == proposed else accepted + 1)
+            longer = max(self._length, 2 * proposed)
+            self._length = min(MOST_DRAFTS, longer if accepted == proposed else accepted + 1)
         else:
             self._length = 1
-            self._pause = self._num_paused = min(_LONGEST_PAUSE, max(1, 2 * self._pause))
+            self._wait()
+
+    def _wait(self) -> None:
+        self._pause = self._num_paused = min(LONGEST_PAUSE, max(1, 2 * self._pause))

@@ -5,12 +5,13 @@ Tests: tests/core/speculation/test_speculation.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from ..requests.draft_length import DraftLength
 from ..requests.request import Request, RequestState
-from ..requests.types import looks_back
+from ..requests.types import StepPlan, looks_back
 from .proposer import Proposer
+from .step_cost import StepCost
 
 
 class Speculation:
@@ -22,16 +23,20 @@ class Speculation:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
+        self.cost = StepCost()
 
     def drafts(
-        self, requests: Iterable[Request], left: int, grow: Callable[[Request, int], bool]
+        self, requests: Sequence[Request], left: int, grow: Callable[[Request, int], bool]
     ) -> dict[Request, list[int]]:
         """Return proposed tokens for the decoding requests of a step.
 
         requests: in the step, with pages for their next token. left: tokens that the step may still take. grow: makes
         a request's pages cover so many tokens, or returns False.
         """
-        wanted = {request: count for request in requests if (count := _wanted(request))} if left > 0 else {}
+        if left <= 0:
+            return {}
+        cost = self.cost.share(len(requests))
+        wanted = {request: count for request in requests if (count := _wanted(request, cost))}
         drafts: dict[Request, list[int]] = {}
         for request, proposal in self._proposer.propose(wanted).items() if wanted else ():
             count = min(len(proposal), wanted[request], left)
@@ -48,15 +53,20 @@ class Speculation:
         if request.draft_length is not None:
             request.draft_length.note(proposed, accepted)
 
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Learn the time of a step without prompts."""
+        if plan.num_tokens - plan.num_drafts == len(plan.sequences):
+            self.cost.note(plan.num_tokens, seconds)
 
-def _wanted(request: Request) -> int:
-    """The most tokens to propose for a request of the step."""
+
+def _wanted(request: Request, cost: float) -> int:
+    """The most tokens to propose for a request of the step. cost: see `DraftLength.take`."""
     most = request.max_length - len(request.token_ids) - 1  # another token follows the accepted ones
     if most <= 0 or not _decodes(request) or looks_back(request.params):
         return 0
     if request.draft_length is None:
         request.draft_length = DraftLength()
-    return min(most, request.draft_length.take())
+    return min(most, request.draft_length.take(cost))
 
 
 def _decodes(request: Request) -> bool:

@@ -3,6 +3,8 @@
 Requests of mixed adapters, `--rows` at once, run without and with speculation in alternating order. Both must give the
 same tokens. The counts say what speculation saves; the ratio of times is what that is worth on this machine.
 
+With `--free`, proposals are as long as if verified tokens cost nothing: then the counts don't depend on the machine.
+
 The load `copying` is a prompt with its text twice, the second time cut: a model that copies goes on with the rest. The
 load `free` has the text once. With the built-in model, which repeats its input, each text is one of its inputs.
 
@@ -30,6 +32,7 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
+from ...core.speculation.step_cost import StepCost
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..inline_reads import InlineReads
@@ -56,11 +59,21 @@ class Counts:
     accepted: int = 0
 
 
+class FreeTokens(StepCost):
+    """Says that a token more costs a step nothing."""
+
+    def share(self, num_sequences: int) -> float:
+        return 0.0
+
+
 class Runner:
     """Answers prompts on an engine of its own."""
 
-    def __init__(self, config: EngineConfig, max_tokens: int) -> None:
+    def __init__(self, config: EngineConfig, max_tokens: int, *, is_free: bool) -> None:
+        """is_free: propose as if verified tokens cost nothing."""
         self.engine = Engine.from_config(config, InlineReads())
+        if is_free and self.engine.speculation is not None:
+            self.engine.speculation.cost = FreeTokens()
         self.counts = Counts()
         self.answers: dict[int, list[int]] = {}
         """The tokens of each prompt's answer, the same in each round."""
@@ -131,6 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompt-tokens", type=int, default=192, help="most tokens of a text")
     add("--dtype", default="float32")
     add("--rounds", type=int, default=4, help="pairs of runs, after one that is not timed")
+    add("--free", action="store_true", help="don't weigh what a verified token costs here")
     add("--threads", type=int, default=torch.get_num_threads())
     arguments = command.parse_args(argv)
     if arguments.prompts is None and arguments.model != BUILTIN_MODEL:
@@ -159,7 +173,9 @@ def _run(arguments: Any) -> int:
     for load, prompts in loads.items():
         for rows in arguments.rows:
             runners = {
-                speculation: Runner(_config(arguments, adapters, rows, speculation), arguments.max_tokens)
+                speculation: Runner(
+                    _config(arguments, adapters, rows, speculation), arguments.max_tokens, is_free=arguments.free
+                )
                 for speculation in ("off", "ngram")
             }
             try:

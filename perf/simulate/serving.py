@@ -128,9 +128,12 @@ def engine_config(fields: Mapping[str, Any], origin: str = "engine") -> EngineCo
     """The configuration of a simulated replica. Raises StudyError, which begins with `origin`."""
     fields = {"prefix_cache": False, "max_waiting": None, **fields}
     try:
-        return EngineConfig(model=MODEL, **fields)
+        config = EngineConfig(model=MODEL, **fields)
     except ValidationError as error:
         raise StudyError(wrong_fields(origin, fields, error).partition("\n")[0]) from None
+    if config.speculation != "off":
+        raise StudyError(f"{origin}.speculation is {config.speculation!r}, but simulated steps verify nothing; omit it")
+    return config
 
 
 def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -> Iterator[TraceRequest]:

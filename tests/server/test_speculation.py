@@ -13,6 +13,7 @@ from chorus.core.engine import Engine
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.text.tokenizer import Tokenizer
 
+from ..core.speculation.stand_ins import Free
 from .conftest import live_server
 
 PROMPT = "abcabcabcabcabcabc\n"
@@ -44,6 +45,8 @@ def servers():
                 memory_bytes=16 << 20, speculation=speculation,
             )  # fmt: skip
             engine = cast(Any, Engine.from_config(config))
+            if engine.speculation is not None:
+                engine.speculation.cost = Free()
             settings = {"model": BUILTIN_MODEL, "served_model_name": "base"}
             found.append(stack.enter_context(live_server(engine, Tokenizer.load(BUILTIN_MODEL), settings=settings)))
         yield found

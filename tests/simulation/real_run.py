@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -42,7 +42,7 @@ from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 
 from ..attacks.slow_reads import hold_up
 from ..core.executors.slow_link import slow_down
-from ..core.speculation.stand_ins import Drawn
+from ..core.speculation.stand_ins import Drawn, Free
 from .asked import Asked, Told, Violation, promise
 from .engine_run import Campaign, EngineRun, Outcome, run_seed
 from .invariants import Invariants
@@ -159,6 +159,8 @@ class RealRun(EngineRun):
         self.executor: Any = Faulty(inner)
         policies = Policies(proposer=Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart))
         self.engine = Engine(config, late_results(self.executor, rng), policies=policies)
+        if self.engine.speculation is not None and apart.random() < 0.8:
+            self.engine.speculation.cost = cast(Any, Free())
         self.invariants = Invariants(self.engine, self.reached)
         self._note_sent_back()
         self._draw = random.Random(self.rng.random())  # for the threads that read

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from chorus.core.model.verification import accept_drafts, positions_of
@@ -26,6 +28,16 @@ def test_each_position_is_a_sequence_with_the_draw_of_its_own():
     assert all(row.token_ids is drafted.token_ids and row.state is drafted.state for row in rows[:3])
     assert rows[3] is plain and rows[0].request_id == "a"
     assert not any(row.drafts for row in rows)
+
+
+def test_a_position_has_every_other_field_of_its_sequence():
+    changed = {field.name: object() for field in fields(ScheduledSequence)} | {"tokens": [7, 1], "drafts": 1}
+    drafted = ScheduledSequence(**changed)
+    drafted.request_id = "a"
+    for row in positions_of(StepPlan(1, [drafted], [])):
+        kept = {field.name for field in fields(row) if getattr(row, field.name) is getattr(drafted, field.name)}
+        assert kept >= changed.keys() - {"request_id", "tokens", "drafts"}
+        assert row.drafts == 0
 
 
 def test_ids_of_positions_are_no_request_s():

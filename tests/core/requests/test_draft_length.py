@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.requests.draft_length import MOST_DRAFTS, DraftLength, most_logits
+from chorus.core.requests.draft_length import LONGEST_PAUSE, MOST_DRAFTS, DraftLength, most_logits
 
 
 def test_accepted_proposals_become_longer_up_to_a_limit():
@@ -36,6 +37,30 @@ def test_where_none_is_accepted_nearly_nothing_is_proposed():
         pass
     length.note(1, 1)  # and one accepted token ends that
     assert [length.take(), length.take()] == [2, 2]
+
+
+def test_tokens_that_are_not_worth_their_cost_are_left_out():
+    """With half of the tokens accepted, the third of a proposal is worth an eighth of a token."""
+    length = DraftLength()
+    assert length.chance == 0.5
+    for _ in range(40):
+        length.note(4, 4)
+    assert length.chance > 0.98 and length.take(0.8) == MOST_DRAFTS
+    for _ in range(60):
+        length.note(2, 1)
+    assert length.chance == pytest.approx(0.5, abs=0.1)
+    assert [length.take(cost) for cost in (0.0, 0.2, 0.3)] == [2, 2, 1]
+
+
+def test_where_no_token_is_worth_its_cost_one_is_tried_at_times():
+    """So that it is noticed when tokens become cheaper, or better."""
+    length = DraftLength()
+    taken = [length.take(0.9) for _ in range(1000)]
+    assert set(taken) == {0, 1}
+    assert taken.index(1) > LONGEST_PAUSE
+    length.note(1, 1)
+    assert sum(length.take(0.9) for _ in range(LONGEST_PAUSE)) == 0
+    assert next(count for count in iter(lambda: length.take(0.1), None) if count) == 2
 
 
 @given(st.floats(0, 1), st.integers(0, 1000))

@@ -12,6 +12,16 @@ Answer = Callable[[Request], Sequence[int]]
 """All tokens that a request generates."""
 
 
+class Free:
+    """A cost of steps in which tokens cost nothing, so that draft lengths don't depend on times."""
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def share(self, num_sequences: int) -> float:
+        return 0.0
+
+
 class Right:
     """Proposes the tokens that will be generated, and goes on after them with tokens that won't."""
 

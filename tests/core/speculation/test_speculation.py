@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import fields
 
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.executors.choice import open_executor
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.verification import positions_of
 from chorus.core.policies import Policies
 from chorus.core.requests.draft_length import MOST_DRAFTS
+from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.core.requests.types import FinishReason
 from chorus.graphs.device import DeviceError
 
@@ -34,7 +37,7 @@ WAYS = [
     {"temperature": 1.0, "logit_bias": {7: 4.0, 9: -100.0}},
     {"min_tokens": 6, "ignore_eos": False, "stop_token_ids": tuple(range(3, 40))},
     {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": tuple(range(3, 20))},
-    {"stop_token_ids": tuple(range(0, 400, 7))},
+    {"stop_token_ids": tuple(range(0, 160, 7))},
     {"repetition_penalty": 1.2},
     {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     {"bad_words": ((5,), (6, 7))},
@@ -162,6 +165,20 @@ def test_right_proposals_are_accepted_and_save_steps(subject, drive, known, kern
     assert {row.lora_index for row in drafted(driver)} == {-1, 0, 1, 2}
 
 
+@pytest.mark.parametrize("kernels", ["native"])
+def test_bits_in_bfloat16_are_those_without_speculation(subject, drive, known, kernels):
+    """The native decoder is batch-invariant, so tokens and log-probabilities are equal in any dtype."""
+    it = subject("gqa")
+    asked = [(*each[:3], {**each[3], **way}) for way in WAYS[:6] for each in one_of_each(it, 40, seed=11)]
+    wanted = known(it, asked, dtype="bfloat16")
+    for make in (Right, lambda answer: Drawn(answer, random.Random(3))):
+        policies = Policies(proposer=make(lambda each: wanted[each.id].tokens))
+        driver = drive(it, speculation="ngram", policies=policies, dtype="bfloat16")
+        ask(driver, it, asked)
+        same(driver.drain(), wanted, kernels)
+        assert driver.engine.stats().num_accepted_tokens > 100
+
+
 def test_wrong_proposals_cost_few_tokens(subject, drive, known, kernels):
     it = subject("gqa")
     asked = [
@@ -254,6 +271,21 @@ def test_preemption_with_drafts_loses_no_token_and_no_page(subject, drive, known
         same(driver.drain(), wanted, kernels)
         assert driver.engine.stats().num_preemptions
         assert driver.engine.stats().num_accepted_tokens
+
+
+def test_a_plan_for_another_process_has_its_drafts(subject, drive, known):
+    it = subject("gqa")
+    asked = one_of_each(it, 20, seed=12)
+    wanted = known(it, asked)
+    driver = drive(it, speculation="ngram", policies=Policies(proposer=Right(lambda each: wanted[each.id].tokens)))
+    ask(driver, it, asked)
+    driver.drain()
+    plan = next(plan for plan in driver.plans if plan.num_drafts)
+    adapters = {adapter.name: adapter for adapter in plan.adapters}
+    sent = json.loads(json.dumps(plan_to_wire(plan)))
+    received = plan_from_wire(sent, lambda entry: adapters[entry["name"]])
+    assert received.num_drafts == plan.num_drafts
+    assert [row.tokens for row in positions_of(received)] == [row.tokens for row in positions_of(plan)]
 
 
 def test_an_abort_between_steps_with_drafts_frees_the_pages(subject, drive, known):

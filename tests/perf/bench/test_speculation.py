@@ -11,7 +11,7 @@ from chorus.perf.bench import speculation
 from chorus.perf.bench.speculation import main, read_prompts
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 
-FLAGS = ["--rows", "1", "3", "--requests", "6", "--rounds", "1", "--threads", "1"]
+FLAGS = ["--rows", "1", "3", "--requests", "6", "--rounds", "1", "--threads", "1", "--free"]
 
 
 def result(capsys):

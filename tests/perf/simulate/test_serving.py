@@ -86,6 +86,7 @@ def test_a_router_may_know_little():
     [
         ({"placement": [[0], [0], [0]]}, "placement has 3 replicas, the setup has 2"),
         ({"placement": [[4]]}, "the workload has no adapter number 4"),
+        ({"engine": {"speculation": "ngram"}}, "engine.speculation is 'ngram', but simulated steps verify nothing"),
         ({"flood": "all", "workload": {**BASE["workload"], "tenants": {"all": 1.0}}}, "no other tenant sends"),
     ],
 )

@@ -1,0 +1,59 @@
+"""The cost of a token: found where steps tell it, whatever disturbs some of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chorus.core.speculation.step_cost import StepCost
+
+
+def learned(fixed, each, *, steps=60, tokens=range(4, 20), seed=0, disturbed=0.0):
+    rng, cost = random.Random(seed), StepCost()
+    for _ in range(steps):
+        count = rng.choice(tokens)
+        seconds = (fixed + each * count) * rng.uniform(0.95, 1.05)
+        cost.note(count, seconds * (50 if rng.random() < disturbed else 1))
+    return cost
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.01), (1.0, 0.1), (0.1, 0.1), (0.01, 0.2)])
+def test_the_share_that_grows_with_tokens(fixed, each):
+    cost = learned(fixed, each)
+    for sequences in (1, 8):
+        assert cost.share(sequences) == pytest.approx(each * sequences / (fixed + each * sequences), abs=0.1)
+
+
+def test_steps_that_take_no_longer_with_more_tokens_cost_nothing():
+    assert learned(1.0, 0.0).share(8) < 0.1
+    falling = StepCost()
+    for count in range(1, 30):
+        falling.note(count, 1 / count)
+    assert falling.share(8) == 0.0
+
+
+def test_nothing_is_said_before_steps_differ():
+    cost = StepCost()
+    for _ in range(100):
+        cost.note(8, 1.0)
+    assert cost.share(8) == 0.0
+    few = StepCost()
+    few.note(1, 1.0)
+    few.note(9, 9.0)
+    assert few.share(1) == 0.0
+
+
+def test_disturbed_steps_change_little():
+    assert learned(1.0, 0.05, steps=400, disturbed=0.02).share(8) == pytest.approx(0.29, abs=0.15)
+
+
+def test_the_latest_steps_count():
+    cost = learned(1.0, 0.0)
+    for count in [4, 8, 12, 16] * 60:
+        cost.note(count, 0.1 * count)
+    assert cost.share(8) > 0.8
+
+
+def test_a_clock_that_stands_still_costs_nothing():
+    assert learned(0.0, 0.0).share(4) == 0.0
