@@ -235,11 +235,16 @@ def _named(directory: AdapterDirectory, files: dict[str, dict[str, Any]]) -> tup
                     f"{directory.path / name}: {field} is {shown(raw[field])}; a token's text is needed"
                 )
             named.setdefault(field, text)
-        for field in _MORE:
-            several = raw.get(field)
-            several = several.values() if isinstance(several, dict) else several
-            specials.update(filter(None, map(_text, several if isinstance(several, Iterable) else ())))
+        specials.update(_specials(raw))
     return named, specials.union(named.values())
+
+
+def _specials(raw: dict[str, Any]) -> Iterator[str]:
+    """Texts of the special tokens without a name."""
+    for field in _MORE:
+        several = raw.get(field)
+        several = several.values() if isinstance(several, dict) else several
+        yield from filter(None, map(_text, several if isinstance(several, Iterable) else ()))
 
 
 def _text(token: Any) -> str | None:

@@ -176,3 +176,23 @@ def test_an_adapter_of_other_ids_is_refused_when_it_is_loaded(client, adapters, 
     finally:
         shutil.rmtree(path)
     assert told.status_code == 400 and "<|eos|>" in told.text
+
+
+def test_an_adapter_that_a_request_brings_has_its_tokens_at_once(adapters):
+    """The prompt is encoded after the adapter was found by a rule."""
+    rules = [f"dir/*={adapters}/*"]
+    settings = Settings(model=BUILTIN_MODEL, adapter_source=rules, adapter_roots=[adapters], **SMALL)
+    ids = Reference(adapters / "own").tokenizer(TEXT)["input_ids"]
+    body = {"model": "dir/own", "prompt": TEXT, "max_tokens": 1, "return_token_ids": True}
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["prompt_token_ids"] == ids
+        unknown = client.post("/v1/completions", json={**body, "model": "dir/none"})
+    assert unknown.status_code == 404
+
+
+def test_a_vector_is_of_the_adapter_s_tokens(client, reference):
+    ids = reference.tokenizer(TEXT)["input_ids"]
+    by_text, by_ids = (
+        client.post("/v1/embeddings", json={"model": reference.name, "input": given}).json() for given in (TEXT, [ids])
+    )
+    assert by_text["data"] == by_ids["data"] and by_text["usage"]["prompt_tokens"] == len(ids)
