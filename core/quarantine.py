@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..memory.adapters.adapter import check_name
+from ..memory.files.added_tokens import TOKENIZER_FILES
 from ..memory.files.directory import AdapterDirectory
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, AdapterManifest, is_adapter_dir, is_one_file, weights_path
@@ -203,13 +204,16 @@ def report_contents(name: str, manifest: AdapterManifest) -> None:
         logger.info(
             "adapter %s: %s equal the base model's own and are dropped", name, ", ".join(map(shown, manifest.dropped))
         )
+    if manifest.tokens is not None:
+        logger.info("adapter %s: its requests use its own tokenizer, which has more tokens than the base model's", name)
     if manifest.no_effect:
         logger.warning("adapter %s changes nothing: all of its B, or A, or its alpha are zero", name)
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return modification times and sizes of a directory and its two files."""
-    return tuple(_state(each) for each in (path, path / CONFIG_FILE, weights_path(path)))
+    """Return modification times and sizes of a directory and its files."""
+    tokens = (path / name for name in TOKENIZER_FILES)
+    return tuple(_state(each) for each in (path, path / CONFIG_FILE, weights_path(path), *tokens))
 
 
 def is_as_registered(stamp: Stamp, manifest: AdapterManifest) -> bool:

@@ -34,7 +34,7 @@ from .api.responder import Responder
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
 from .engine.adapter_loader import AdapterLoader
-from .engine.adapter_templates import AdapterTemplates
+from .engine.adapter_tokenizers import AdapterTokenizers
 from .engine.backend import Backend
 from .engine.kv_publisher import KvPublisher
 from .engine.loaded_adapters import LoadedAdapters
@@ -95,11 +95,12 @@ def create_app(
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes, executors.text)
     loaded = LoadedAdapters.of(settings, worker.adapters)
-    templates = AdapterTemplates(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
-    loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, templates)
+    tokenizers = AdapterTokenizers(tokenizer, worker.adapters, executors.text, used=settings.adapter_chat_templates)
+    loads = AdapterLoader(worker, settings.adapter_load_seconds, settings.adapter_places, loaded, tokenizers)
     if settings.adapter_as_base is not None:
         loads.serve_as_base(settings.adapter_as_base)
     sourced = SourcedAdapters(settings, worker.adapters, loads)
+    tokenizers.bring = sourced.bring
     telemetry = Telemetry(api.metrics, recorder, tracer)
     builder = GenerationBuilder(
         worker=worker,
@@ -108,11 +109,10 @@ def create_app(
         defaults=defaults,
         telemetry=telemetry,
         threads=executors.text,
-        templates=templates,
+        tokenizers=tokenizers,
     )
     responder = Responder(
         worker=worker,
-        tokenizer=tokenizer,
         settings=settings,
         telemetry=telemetry,
         threads=executors.text,

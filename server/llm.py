@@ -23,7 +23,7 @@ from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
 from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loader import AdapterLoader
-from .engine.adapter_templates import AdapterTemplates
+from .engine.adapter_tokenizers import AdapterTokenizers
 from .engine.engine_view import AdapterState
 from .engine.sourced_adapters import SourcedAdapters
 from .engine.telemetry import Telemetry
@@ -106,12 +106,13 @@ class LLM:
         self._worker, self.tokenizer = load(settings)
         self._threads = DaemonPool("text", threads=2)
         self._files = AdapterFiles(settings, self._worker.adapters)
-        templates = AdapterTemplates(
+        tokenizers = AdapterTokenizers(
             self.tokenizer, self._worker.adapters, self._threads, used=settings.adapter_chat_templates
         )
         places = settings.adapter_places
-        self._loads = AdapterLoader(self._worker, settings.adapter_load_seconds, places, self._files.loaded, templates)
+        self._loads = AdapterLoader(self._worker, settings.adapter_load_seconds, places, self._files.loaded, tokenizers)
         self._sourced = SourcedAdapters(settings, self._worker.adapters, self._loads)
+        tokenizers.bring = self._sourced.bring
         builder = GenerationBuilder(
             worker=self._worker,
             tokenizer=self.tokenizer,
@@ -119,7 +120,7 @@ class LLM:
             defaults=defaults,
             telemetry=Telemetry(),
             threads=self._threads,
-            templates=templates,
+            tokenizers=tokenizers,
         )
         self._loop = LoopThread()
         self._asking = Asking(builder, self._sourced, IN_FLIGHT)

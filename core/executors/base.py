@@ -192,7 +192,7 @@ class ModelExecutor(ExecutorBase):
         from ..model.score_head import read_score_head
 
         super().__init__()
-        self.whole, self.shard = read_model_config(config.model), shard
+        self.whole, self.shard = read_model_config(config.model, config.tokenizer), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
         names = [each.name for each in model.projections]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ...memory.files.base_tokens import BaseTokens
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
 from ...memory.pages.projections import Projections, model_projections
@@ -63,6 +64,9 @@ class ModelConfig:
 
     base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
     """The checkpoint's rows of embeddings and head; None: it is not known where they are."""
+
+    base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
+    """The tokens of the model's tokenizer; None: it is not known where it is."""
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
@@ -176,6 +180,7 @@ class ModelConfig:
             biased=biased,
             is_tied=self.tie_word_embeddings,
             base_rows=self.base_rows,
+            base_tokens=self.base_tokens,
         )
 
     def embedding_factor(self, dtype: torch.dtype) -> float:

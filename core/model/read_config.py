@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ...memory.files.base_tokens import BaseTokens
 from .base_rows import CheckpointRows
 from .config import ModelConfig, UnsupportedModel
 from .config_json import ConfigJson
@@ -22,10 +23,11 @@ _TEXT = "text_config"
 _GENERATOR, CLASSIFIER, BARE = "ForCausalLM", "ForSequenceClassification", "Model"
 
 
-def read_model_config(directory: Path) -> ModelConfig:
+def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelConfig:
     """Read `directory/config.json` (and `generation_config.json` for the end-of-sequence ids, where present).
 
-    Raises UnsupportedModel for what is missing, of the wrong type, or would not be computed as transformers does.
+    tokenizer: the directory of its tokenizer, if that is another. Raises UnsupportedModel for what is missing, of the
+    wrong type, or would not be computed as transformers does.
     """
     raw = ConfigJson.read(directory / "config.json")
     architecture = (raw.texts("architectures") or ["none named"])[0]
@@ -58,7 +60,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         tensors=family.tensors if model.tensors is LLAMA_TENSORS else model.tensors,
         weight_format=weight_format,
     )
-    return replace(model, base_rows=CheckpointRows(directory, model))
+    return replace(model, base_rows=CheckpointRows(directory, model), base_tokens=BaseTokens(tokenizer or directory))
 
 
 def _family_of(architecture: str) -> tuple[Family | None, str]:

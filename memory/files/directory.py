@@ -115,6 +115,19 @@ class AdapterDirectory:
             raise AdapterFormatError(f"{file}: is longer than {limit} bytes; {kind} is needed")
         return bytes(data)
 
+    def read_beginning(self, name: str, size: int, kind: str) -> bytes:
+        """Read a file's first bytes, at most `size`."""
+        fd = self.open(name, kind)
+        try:
+            data = bytearray()
+            while len(data) < size and (part := os.read(fd, size - len(data))):
+                data += part
+        except OSError as error:
+            raise unreadable(self.path / name, error) from error
+        finally:
+            os.close(fd)
+        return bytes(data)
+
     def _check_place(self, fd: int, path: Path) -> None:
         """Refuse a file that really is outside of the roots."""
         if self._roots and not any(_is_below(_real_path(fd, path), root) for root in self._roots):

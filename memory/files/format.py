@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..pages.adapter_layout import AdapterPart, VectorTarget
 from ..pages.projections import Group, Projection, Projections
+from .added_tokens import OwnTokens, own_tokens
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
@@ -100,6 +101,9 @@ class AdapterManifest:
     vectors: tuple[VectorTarget, ...] = ()
     """The modules whose outputs it scales and shifts, in the order of layers and projections."""
 
+    tokens: OwnTokens | None = None
+    """Its tokenizer, if that has tokens that the base model's lacks."""
+
     sources: tuple[tuple[AdapterManifest, float], ...] = ()
     """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
 
@@ -112,6 +116,8 @@ class AdapterManifest:
             return "scales or shifts outputs (DoRA or biases), which can't be composed with others"
         if self.head is not None:
             return "has a score head, which can't be composed with others"
+        if self.tokens is not None:
+            return "has a tokenizer with tokens of its own, which can't be composed with others"
         if any(part.token_ids for part in self.parts):
             return "has trained token rows, which can't be composed with others"
         return None
@@ -174,6 +180,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
     with _opened(path, roots) as directory:
         form = _form(path, directory)
         config = form.config(directory, ()) if form.is_plain else None
+        tokens = _own_tokens(path, directory, modules)
         with AdapterWeights(directory, form, modules) as file:
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules)
@@ -207,7 +214,16 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 invocation_tokens=config.invocation_tokens,
                 head=head,
                 vectors=_same_vectors(vectors),
+                tokens=tokens,
             )
+
+
+def _own_tokens(path: Path, directory: AdapterDirectory, modules: ModulePaths) -> OwnTokens | None:
+    """The adapter's own tokenizer; an adapter of one file has none beside it."""
+    base = modules.base_tokens
+    if base is None or not base.is_there or directory.path != path:
+        return None
+    return own_tokens(directory, base, modules.vocab_size)
 
 
 class AdapterWeights(RowsFile):

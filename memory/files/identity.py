@@ -61,8 +61,9 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """Compute the content hash of the adapter, and whether it has any effect.
 
     The hash covers every target's rank, scale and weights in the order of layers and modules, then the vectors in this
-    order, the tokens that activate the adapter, and its head. Two adapters with equal hashes give the same outputs,
-    wherever they are stored and in whatever order their tensors were saved. It reads all weights.
+    order, the tokens that activate the adapter, its tokenizer if that has tokens of its own, and its head. Two adapters
+    with equal hashes give the same outputs, wherever they are stored and in whatever order their tensors were saved. It
+    reads all weights.
     """
     if manifest.sources:
         return composed([(with_content(source), scale) for source, scale in manifest.sources])
@@ -127,6 +128,8 @@ class _Reader:
         by_id, digest = tuple(projections), hashlib.sha256(b"chorus adapter 1\n")
         if manifest.invocation_tokens:
             digest.update(f"from {manifest.invocation_tokens}\n".encode())
+        if manifest.tokens is not None:
+            digest.update(f"tokens {manifest.tokens.digest}\n".encode())
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
             if part.token_ids:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from ..pages.projections import Projections
+from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
 #: Paths that several projections share in some models, each with the names of these in the order of rows.
@@ -49,6 +50,9 @@ class ModulePaths:
 
     base_rows: BaseRows | None = field(default=None, compare=False, repr=False)
     """The base model's own rows, with which adapters' copies are compared; None: they are not at hand."""
+
+    base_tokens: BaseTokens | None = field(default=None, compare=False, repr=False)
+    """The tokens of the base model's tokenizer; None: they are not known."""
 
     def has_bias(self, layer: int, module: str) -> bool:
         """True if a projection may have a bias."""

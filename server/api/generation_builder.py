@@ -21,7 +21,7 @@ from ...memory.adapters.composition import Composition, InvalidComposition, read
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits
-from ..engine.adapter_templates import AdapterTemplates
+from ..engine.adapter_tokenizers import AdapterTokenizers
 from ..engine.backend import Backend
 from ..engine.generation import Choice, Generation
 from ..engine.telemetry import Telemetry
@@ -60,8 +60,8 @@ class GenerationBuilder:
     telemetry: Telemetry
     threads: DaemonPool
     """Pool for parsing long bodies and compiling grammars."""
-    templates: AdapterTemplates
-    """Templates of adapters that bring their own."""
+    tokenizers: AdapterTokenizers
+    """Those of adapters that bring their own."""
     seeds: Seeds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,10 +91,11 @@ class GenerationBuilder:
         self.check(caller, asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         most, specials = self.most_tokens(asked), asked.add_special_tokens
-        encoded = iter(await self.tokenizer.encode(texts, add_special_tokens=specials, most=most))
+        tokenizer = await self.tokenizer_of(caller, asked.model, asked.lora_path, chat=False)
+        encoded = iter(await tokenizer.encode(texts, add_special_tokens=specials, most=most))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
         kept = [asked.cut(prompt, self.worker.model.max_model_len) for prompt in prompts]
-        generation = await self.make(prefix, caller, asked, kept, arrival=arrival, tokenizer=self.tokenizer)
+        generation = await self.make(prefix, caller, asked, kept, arrival=arrival, tokenizer=tokenizer)
         shown = [one if after is before else after for one, before, after in zip(given, prompts, kept, strict=True)]
         return generation, shown
 
@@ -115,10 +116,12 @@ class GenerationBuilder:
             found = await numbered(self.worker, self.threads, caller.grant)
             asked.name_adapters({number: one.name for number, one in found.items()})
 
-    async def tokenizer_of(self, caller: Caller, model: str | None, lora_path: str | None) -> Tokenizer:
-        """The tokenizer for conversations with a model, which may have its own template."""
+    async def tokenizer_of(
+        self, caller: Caller, model: str | None, lora_path: str | None, *, chat: bool = True
+    ) -> Tokenizer:
+        """The tokenizer of a model, which may have its own tokens, and for conversations its own template."""
         _, adapter = self.names(caller, model, lora_path)
-        return await self.templates.tokenizer_of(adapter)
+        return await self.tokenizers.tokenizer_of(adapter, chat=chat)
 
     def check(self, caller: Caller, asked: GenerationRequest, num_prompts: int) -> None:
         """Raise InvalidRequest for too many choices, and Overloaded if the queue has no room for them."""
@@ -198,9 +201,12 @@ class GenerationBuilder:
         grammar = await self._grammar(asked, syntax, tokenizer)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
+        own_end = self._own_end(asked, tokenizer)
         choices = []
         for prompt in prompts:
             for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar):
+                if own_end is not None:
+                    params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))
                 engine_request = EngineRequest(
                     f"{call_id}-{len(choices)}",
                     prompt,
@@ -230,6 +236,7 @@ class GenerationBuilder:
                         reader=asked.reader(syntax),
                     )
                 )
+                choices[-1].own_end = own_end
         generation = Generation(
             self.worker,
             choices,
@@ -239,8 +246,16 @@ class GenerationBuilder:
             per_prompt=asked.n,
             in_bulk=not asked.stream and not asked.stop,
         )
+        generation.tokenizer = tokenizer
         generation.ignored = asked.ignored(tokenizer)
         return generation
+
+    def _own_end(self, asked: GenerationRequest, tokenizer: Tokenizer) -> int | None:
+        """The adapter's own end-of-sequence token, unless it ends the answer anyway, or shall not."""
+        end = tokenizer.own_end
+        if end is None or asked.ignore_eos or end in self.worker.model.eos_token_ids or end in asked.stop_token_ids:
+            return None
+        return end
 
     async def _grammar(self, asked: GenerationRequest, syntax: OutputSyntax, tokenizer: Tokenizer) -> Grammar | None:
         """The grammar of the output, compiled on a thread. Raises InvalidRequest if it can't be compiled."""
@@ -248,6 +263,7 @@ class GenerationBuilder:
         asked_for = asked.output_grammars(content, syntax, tokenizer, self.settings)
         grammar = None
         for name, grammar in asked_for:
+            _check_spelt(name, grammar, syntax, tokenizer)
             grammars = grammars_of(self.settings.tokenizer_dir, model.vocab_size, tuple(model.eos_token_ids))
             try:
                 await self.threads.run(grammars.compile, grammar)
@@ -255,6 +271,15 @@ class GenerationBuilder:
                 message = asked.explained(str(error)) if name == "tools" else str(error)
                 raise InvalidRequest(name, f"{name} can't be enforced: {message}") from None
         return grammar
+
+
+def _check_spelt(field: str, grammar: Grammar, syntax: OutputSyntax, tokenizer: Tokenizer) -> None:
+    """Raise InvalidRequest for a grammar with an adapter's own token: grammars know the model's tokens only."""
+    text = f"{grammar.text}\n{grammar.around}\n{syntax.marks}"
+    for token in tokenizer.own:
+        if token in text:
+            message = f"it has {clipped(repr(token))}, a token of the adapter's own, which grammars don't know"
+            raise InvalidRequest(field, f"{field} can't be enforced: {message}; leave it out")
 
 
 def _composition_of(model: str) -> Composition | None:

@@ -27,6 +27,7 @@ from ...memory.adapters.store import UnknownAdapter
 from ..access.limits import RequestLimits
 from ..engine.generation import Choice, Generation
 from ..errors import ApiError, too_long
+from ..text.tokenizer import Tokenizer
 from .caller import Caller
 from .generation_builder import GenerationBuilder
 from .logprobs import Body
@@ -97,7 +98,7 @@ class PoolingApi:
         self._check_dimensions(asked.dimensions)
         normalises = self.config.normalises if asked.normalises is None else asked.normalises
         with renaming(NAMES):
-            prompts = await self._encoded(asked, asked.inputs(self._limits))
+            prompts = await self._encoded(Caller.of(request), asked, asked.inputs(self._limits))
             generation = self._generation("embd-", request, asked, prompts, self._vector(), arrival)
 
             def body() -> Body:
@@ -114,7 +115,7 @@ class PoolingApi:
         """vLLM's classify: the probabilities of a head's labels for each text."""
         arrival, asked = time.monotonic(), await self.builder.parse(ClassifyBody.read, request)
         with renaming(NAMES):
-            prompts = await self._encoded(asked, asked.inputs(self._limits))
+            prompts = await self._encoded(Caller.of(request), asked, asked.inputs(self._limits))
             generation = self._generation("classify-", request, asked, prompts, CLASSES, arrival)
             is_base = generation.choices[0].request.adapter_name is None
 
@@ -214,10 +215,10 @@ class PoolingApi:
         if params is None:
             self._check_vectors()
             texts = list(dict.fromkeys(chain.from_iterable(pairs)))
-            prompts = await self._encoded(asked, texts)
+            prompts = await self._encoded(Caller.of(request), asked, texts)
             generation = self._generation(prefix, request, asked, prompts, self._vector(), arrival)
             return generation, partial(_similarities, generation, texts, pairs)
-        prompts = await self._encoded_pairs(asked, pairs)
+        prompts = await self._encoded_pairs(Caller.of(request), asked, pairs)
         generation = self._generation(prefix, request, asked, prompts, params, arrival)
         if params.classify:
             return generation, partial(self._head_scores, generation, activates=activates)
@@ -240,11 +241,13 @@ class PoolingApi:
         tokens = self.config.classifier_tokens
         if tokens is None:
             return None
-        ids = [self.builder.tokenizer.backend.token_to_id(token) for token in tokens]
+        tokenizer = await self._tokenizer_of(caller, asked)
+        ids = [tokenizer.backend.token_to_id(token) for token in tokens]
         if None in ids:
             message = f"classifier_from_token names {tokens[ids.index(None)]!r}, which is no token of the model"
             raise ApiError(501, message, code="not_supported")
-        return SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=tuple(map(int, ids)))
+        known = tuple(id_ for id_ in ids if id_ is not None)
+        return SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=known)
 
     async def _num_labels(self, adapter: str | None) -> int | None:
         """Labels of an adapter's own head; None if it has none, or is not known yet: then the engine decides."""
@@ -262,9 +265,12 @@ class PoolingApi:
 
     # --- prompts
 
-    async def _encoded(self, asked: PoolingBody, given: Sequence[Input]) -> list[list[int]]:
+    async def _tokenizer_of(self, caller: Caller, asked: PoolingBody) -> Tokenizer:
+        return await self.builder.tokenizer_of(caller, asked.model, asked.lora_path, chat=False)
+
+    async def _encoded(self, caller: Caller, asked: PoolingBody, given: Sequence[Input]) -> list[list[int]]:
         """The tokens of each input, truncated."""
-        tokenizer, limit = self.builder.tokenizer, self._most(asked)
+        tokenizer, limit = await self._tokenizer_of(caller, asked), self._most(asked)
         texts = [each for each in given if isinstance(each, str)]
         encode = partial(tokenizer.encode, most=self._most_read(asked))
         whole = await encode(texts, add_special_tokens=asked.add_special_tokens)
@@ -277,9 +283,11 @@ class PoolingApi:
             for each in given
         ]
 
-    async def _encoded_pairs(self, asked: PoolingBody, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-        limit, left = self._most(asked), self._left(asked)
-        encoded = await self.builder.tokenizer.encode_pairs(
+    async def _encoded_pairs(
+        self, caller: Caller, asked: PoolingBody, pairs: Sequence[tuple[str, str]]
+    ) -> list[list[int]]:
+        tokenizer, limit, left = await self._tokenizer_of(caller, asked), self._most(asked), self._left(asked)
+        encoded = await tokenizer.encode_pairs(
             pairs, add_special_tokens=asked.add_special_tokens, most=self._most_read(asked)
         )
         return [_truncated(each, each, limit, left=left) for each in encoded]

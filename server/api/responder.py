@@ -23,7 +23,6 @@ from ..engine.telemetry import Telemetry
 from ..errors import ApiError, as_api_error, client_gone, not_served
 from ..executors import DaemonPool
 from ..settings import Settings
-from ..text.tokenizer import Tokenizer
 from .adapter_header import ADAPTER, adapter_header
 from .json_text import dumps, encode
 from .logprobs import Body, LogprobFormat
@@ -52,7 +51,6 @@ class Responder:
     """Submits a generation to the engine, and sends the response in its route's format, whole or as a stream."""
 
     worker: Backend
-    tokenizer: Tokenizer
     settings: Settings
     telemetry: Telemetry
     threads: DaemonPool
@@ -78,7 +76,7 @@ class Responder:
         if asked.stream and self.settings.enable_force_include_usage:
             asked.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
         as_token_ids = asked.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
-        scores = LogprobFormat(self.tokenizer.vocabulary, as_token_ids=as_token_ids)
+        scores = LogprobFormat(generation.tokenizer.vocabulary, as_token_ids=as_token_ids)
         answer = make_format(asked, generation, scores, echoes)
         headers = self._headers(request, generation)
         if asked.stream:
@@ -129,15 +127,14 @@ class Responder:
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
         """An entry per choice. A prompt that was sent as text is returned unchanged."""
         echoes = []
+        tokenizer = generation.tokenizer
         skip = asked.skip_special_tokens
         for prompt, choice in zip(given, generation.choices[:: asked.n], strict=True):
             token_ids = choice.prompt_token_ids
-            text = prompt if isinstance(prompt, str) else self.tokenizer.decode(token_ids, skip_special_tokens=skip)
+            text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids, skip_special_tokens=skip)
             offsets: list[int] = []
             if asked.num_logprobs is not None:
-                offsets = [
-                    min(offset, len(text)) for offset in self.tokenizer.offsets(token_ids, skip_special_tokens=skip)
-                ]
+                offsets = [min(offset, len(text)) for offset in tokenizer.offsets(token_ids, skip_special_tokens=skip)]
             echoes += [Echo(text, offsets)] * asked.n
         return echoes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -66,13 +67,14 @@ class TextApi:
         asked = await self._builder.parse(tokenize_request, request)
         await self._builder.require(Caller.of(request), asked.model, getattr(asked, "lora_path", None))
         limit = self._worker.model.max_model_len
+        chat, path = isinstance(asked, ChatToTokens), getattr(asked, "lora_path", None)
+        tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, path, chat=chat)
         if isinstance(asked, ChatToTokens):
-            tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
             tokens = await tokenizer.encode_chat(asked.conversation(), limit)
         else:
             specials = asked.add_special_tokens
-            (tokens,) = await self._tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
-        names = self._tokenizer.names(tokens) if asked.return_token_strs else None
+            (tokens,) = await tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
+        names = tokenizer.names(tokens) if asked.return_token_strs else None
         body = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
         return Response(await self._threads.run(encode, body), media_type="application/json")
 
@@ -82,7 +84,8 @@ class TextApi:
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
-        text = await self._threads.run(self._text, asked.tokens)
+        tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, None, chat=False)
+        text = await self._threads.run(partial(tokenizer.decode, asked.tokens, skip_special_tokens=False))
         return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, _: Request) -> Response:
@@ -97,6 +100,3 @@ class TextApi:
             tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, asked.lora_path)
             tokens = await tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         return JsonResponse({"input_tokens": len(tokens)})
-
-    def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)

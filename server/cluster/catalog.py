@@ -211,6 +211,9 @@ class Catalog(BackendAdapters):
             raise UnknownAdapter(f"adapter {name!r} is not registered")
         return entry
 
+    def version_of(self, name: str) -> CatalogEntry:
+        return self.get(name)
+
     def kept(self, name: str) -> list[str]:
         return self._entries.kept(name)
 

@@ -105,7 +105,7 @@ class ClusterWorker:
             self.adapters = registered = RegisteredCatalog(cluster, self.check_adapter)
             self._follow = partial(registered.follow, registry)
         self._has_copy = registry is None  # names in the registry
-        self._config = read_model_config(settings.model)
+        self._config = read_model_config(settings.model, settings.tokenizer)
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
         self._change = threading.Condition()

@@ -32,7 +32,7 @@ from .name_changes import NameChanges, Removed
 if TYPE_CHECKING:
     from ...memory.files.content_store import StagedUpload
     from ...memory.files.format import AdapterManifest
-    from .adapter_templates import AdapterTemplates
+    from .adapter_tokenizers import AdapterTokenizers
     from .loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class AdapterLoader:
     after from `start` to `stop`: see `AdapterHealthChecker`.
 
     seconds: time limit of a disk per adapter; after it the load fails, and its thread is abandoned. places: directories
-    in which a broken adapter may be fixed. loaded: remembers loads, and owns uploaded files. templates: warns about
+    in which a broken adapter may be fixed. loaded: remembers loads, and owns uploaded files. tokenizers: warns about
     adapters with their own chat template.
     """
 
@@ -91,7 +91,7 @@ class AdapterLoader:
         seconds: float,
         places: Sequence[Path] = (),
         loaded: LoadedAdapters | None = None,
-        templates: AdapterTemplates | None = None,
+        tokenizers: AdapterTokenizers | None = None,
     ) -> None:
         self._worker = worker
         self._seconds = seconds
@@ -101,7 +101,7 @@ class AdapterLoader:
         self._asking = threading.Lock()
         self._latest: dict[str, Future] = {}
         self.loaded = loaded
-        self._templates = templates
+        self._tokenizers = tokenizers
         self._uploads = DaemonPool("uploads", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
         self._ends = DaemonPool("upload-ends", threads=MAX_LOAD_THREADS, max_waiting=math.inf)
         self._changes = DaemonPool("adapter-changes", threads=MAX_LOAD_THREADS, max_waiting=MAX_LOADS)
@@ -114,8 +114,8 @@ class AdapterLoader:
         if self.loaded is not None:
             self.loaded.restore(self._worker)
         self._health_checker.start()
-        if self._templates is not None:
-            self._pool.submit(self._templates.note_all)
+        if self._tokenizers is not None:
+            self._pool.submit(self._tokenizers.note_all)
 
     def stop(self) -> None:
         """Begin nothing more; waits only a moment, for files to be closed."""
@@ -267,8 +267,8 @@ class AdapterLoader:
         content = f"version {adapter.label}, content {manifest.content_hash}, from {shown(str(manifest.path))}"
         audit.info("%s %s adapter %s: %s", by, done, name, content)
         report(name, manifest)
-        if self._templates is not None:
-            self._templates.note([adapter])
+        if self._tokenizers is not None:
+            self._tokenizers.note([adapter])
         self._sweep()
         return adapter, replaced
 

@@ -35,6 +35,15 @@ class RegistryNames(NamedTuple):
     """Entries that lost their names since the last call."""
 
 
+class NamedVersion(Protocol):
+    """A version of an adapter: its number, unlike that of any other, and its manifest."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def manifest(self) -> AdapterManifest: ...
+
+
 class AdapterTable(Protocol):
     """The table of names of an engine, or of an API server. A version has a name, a number `version`, a label and a
     manifest.
@@ -113,6 +122,10 @@ class BackendAdapters(ABC):
 
     def state(self, name: str) -> Future[AdapterState]:
         return self._ask(lambda names: names.state_of(name, names.get(name)))
+
+    @abstractmethod
+    def version_of(self, name: str) -> NamedVersion:
+        """The version that a name means at the moment; no step has to wait for it, nor does it wait for one."""
 
     def put(
         self,

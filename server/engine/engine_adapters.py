@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.requests.sampling_params import InvalidRequest
-from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.files.composed import paths_of
 from ...memory.files.error import AdapterFormatError
 from .backend_adapters import AdapterTable, BackendAdapters, is_current
@@ -99,16 +99,22 @@ class EngineNames:
 
 class EngineAdapters(BackendAdapters):
     """The adapters of an engine, by name. call: runs a function of the engine between two steps. tell_ended: informs
-    clients of cancelled requests, even while no step runs.
+    clients of cancelled requests, even while no step runs. get: `AdapterStore.get`, from any thread.
     """
 
     def __init__(
         self,
         call: Callable[[Callable[[Engine], Any]], Future[Any]],
         tell_ended: Callable[[Engine], None] = lambda _: None,
+        *,
+        get: Callable[[str], Adapter],
     ) -> None:
         self.call = call
+        self._get = get
         self._tell_ended = tell_ended
+
+    def version_of(self, name: str) -> Adapter:
+        return self._get(name)
 
     def _ask(self, function: Callable[[AdapterTable], T]) -> Future[T]:
         return self.call(lambda engine: function(EngineNames(engine)))

@@ -20,6 +20,7 @@ from .request_metrics import Ended
 from .telemetry import RequestRecords
 
 if TYPE_CHECKING:
+    from ..text.tokenizer import Tokenizer
     from .backend import Backend
 
 _UNRECORDED = RequestRecords()
@@ -98,6 +99,8 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.parts: list[Part] = []
+        self.own_end: int | None = None
+        """A stop token that the client did not ask for."""
         self._reader = reader
         self._scores = ContentLogprobs()
         self._keeps_all = keeps_all
@@ -162,7 +165,8 @@ class Choice:
             self.stop_reason = self._stream.stopped_by
         elif output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
-            if output.stop_token_id in self.request.params.stop_token_ids:
+            asked = self.request.params.stop_token_ids
+            if output.stop_token_id in asked and output.stop_token_id != self.own_end:
                 self.stop_reason = output.stop_token_id
 
     def _push(self, output: RequestOutput) -> tuple[str, list[int]]:
@@ -201,6 +205,7 @@ class Generation:
         in_bulk: no delta is urgent (no streaming, no stop strings), so many are read together.
         """
         self.id = id
+        self._tokenizer: Tokenizer | None = None
         self.model = model
         self.ignored: Sequence[str] = ()
         """Fields of the request that have no effect on the response."""
@@ -217,6 +222,16 @@ class Generation:
         self.choices = choices
         self._by_request = {choice.request.id: choice for choice in self.choices}
         self._open: set[str] = set()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that made the prompts: the model's, or an adapter's; set where text is made of the tokens."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -258,6 +273,7 @@ class Generation:
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
+            self._check_tokenizer()
         except BaseException:
             for request_id in self._open:
                 self._worker.abort(request_id)
@@ -267,6 +283,15 @@ class Generation:
             self._metrics.accepted(self.model, self.num_prompt_tokens)
         if self._spend is not None:
             self._spend(self.num_prompt_tokens)
+
+    def _check_tokenizer(self) -> None:
+        """Raise EngineUnavailable if the adapter's name came to mean a version with other tokens after the prompts were
+        made.
+        """
+        for choice in self.choices if self._tokenizer is not None else ():
+            bound = choice.request.bound
+            if bound is not None and bound.manifest.tokens != self.tokenizer.tokens:
+                raise EngineUnavailable("the adapter was replaced by one with other tokens meanwhile; ask again")
 
     async def _pause(self) -> None:
         """Let others have their turn until there is something to read."""

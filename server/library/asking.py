@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -94,10 +95,14 @@ class Asking:
 
     async def _encode(self, asked: Sequence[PromptRequest]) -> None:
         """Tokenize short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""
-        for specials in (True, False):
-            plain = [one for one in asked if one.is_plain and one.adds_specials == specials]
+        alike: dict[tuple[str | None, bool], list[PromptRequest]] = defaultdict(list)
+        for one in asked:
+            if one.is_plain:
+                alike[one.adapter, one.adds_specials].append(one)
+        for (adapter, specials), plain in alike.items():
+            tokenizer = await self.builder.tokenizer_of(PROGRAM, None, adapter, chat=False)
             texts = [one.prompt for one in plain]
-            encoded = await self.builder.tokenizer.encode(texts, add_special_tokens=specials)
+            encoded = await tokenizer.encode(texts, add_special_tokens=specials)
             for one, tokens in zip(plain, encoded, strict=True):
                 one.prompt = tokens or one.prompt
 
@@ -162,7 +167,7 @@ class Asking:
         if not request.echo:
             return generation, ""
         skip = request.skip_special_tokens
-        return generation, shown if isinstance(shown, str) else builder.tokenizer.decode(
+        return generation, shown if isinstance(shown, str) else generation.tokenizer.decode(
             shown, skip_special_tokens=skip
         )
 

@@ -18,12 +18,16 @@ from ...core.requests.sampling_params import InvalidRequest
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
+from .own_tokenizer import own_backend
 from .spelt_specials import SpeltSpecials, new_mark
 from .tool_call_formats import OutputSyntax, declared
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
+
+    from ...memory.files.added_tokens import OwnTokens
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of tokenizers without code of their own."""
@@ -139,8 +143,20 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer = tokenizer
+        self.tokens: OwnTokens | None = None
+        """The adapter's that this is the tokenizer of; None: it is the model's."""
+        self.own: Mapping[str, int] = {}
+        """Ids of an adapter's tokens that the model's tokenizer lacks."""
+        self.own_end: int | None = None
+        """The end-of-sequence token of an adapter's tokenizer."""
+        self._threads = DaemonPool("tokenizer", THREADS)
+        self.window: int | None = None
+        """The model's sliding window, if it limits the context: errors about long texts mention it."""
+        self._use(backend)
+
+    def _use(self, backend: Backend) -> None:
+        """Take the library's own tokenizer."""
         self.backend = backend
-        """The library's own tokenizer."""
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
         marks = {
@@ -153,10 +169,7 @@ class Tokenizer:
         added ones in angle brackets, such as Qwen3's <think>, which llguidance takes for special ones.
         """
         self._spelt = SpeltSpecials(backend)
-        self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
-        self.window: int | None = None
-        """The model's sliding window, if it limits the context: errors about long texts mention it."""
 
     @classmethod
     def load(cls, model: Path, directory: Path | None = None, chat_template: Path | None = None) -> Tokenizer:
@@ -181,6 +194,21 @@ class Tokenizer:
         other.__dict__.pop("declared_syntax", None)
         other._tokenizer = copy.copy(self._tokenizer)  # noqa: SLF001 - of this class
         other._tokenizer.chat_template = template  # noqa: SLF001
+        return other
+
+    def with_tokens(self, own: OwnTokens) -> Tokenizer:
+        """The tokenizer of an adapter that adds tokens; the vocabulary, and the chat template, are shared.
+
+        Raises ValueError for files that the library reads otherwise.
+        """
+        other = copy.copy(self)
+        other.__dict__.pop("declared_syntax", None)
+        other._use(own_backend(self.backend, own))  # noqa: SLF001 - of this class
+        other.own = {token.text: token.id for token in own.tokens if not self.is_token(token.text)}
+        other.tokens, named = own, dict(own.named)
+        other.own_end = other.backend.token_to_id(named.get("eos_token", ""))
+        other._tokenizer = changed = copy.copy(self._tokenizer)  # noqa: SLF001
+        changed._special_tokens_map = {**self._tokenizer._special_tokens_map, **named}  # noqa: SLF001
         return other
 
     @property

@@ -101,11 +101,12 @@ def test_two_ranks(forms, drive, family):
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("kernels", ["native"])
-def test_preempted_requests_swap_and_go_on(forms, drive):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_preempted_requests_swap_and_go_on(forms, drive, ranks):
     it = forms("llama3")
     limits = {
         "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
-        "prefix_cache": False, "max_model_len": 128,
+        "prefix_cache": False, "max_model_len": 128, "tensor_parallel_size": ranks,
     }  # fmt: skip
     probe = drive(it, **limits).engine
     adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
@@ -170,7 +171,7 @@ def test_samples_and_allowed_tokens_see_the_adapters_logits(forms, drive):
 
 
 @pytest.mark.parametrize("kernels", ["native"])
-def test_two_ranks_in_merged_mode_and_after_a_swap(forms, drive):
+def test_two_ranks_in_merged_mode(forms, drive):
     it = forms("llama2")
     driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)
     merge(driver, "all")

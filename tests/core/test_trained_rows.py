@@ -140,6 +140,41 @@ def test_log_probabilities_are_of_the_adapters_rows(tied, drive):
         assert found == pytest.approx(want, abs=2e-4)
 
 
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_preempted_requests_swap_and_go_on(tied, drive, ranks):
+    limits = {
+        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
+        "prefix_cache": False, "max_model_len": 128, "tensor_parallel_size": ranks,
+    }  # fmt: skip
+    probe = drive(tied, **limits).engine
+    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
+    few = adapters + probe.executor.layout.pages_for_tokens(80, chunk=64)
+    driver = drive(tied, num_pages=few, **limits)
+    want = ask_all(tied, driver, tokens=60)
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_bfloat16_is_float32_within_rounding(tied, drive):
+    scored = {}
+    for dtype in ("bfloat16", "float32"):
+        driver = drive(tied, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64)
+        for number, name in enumerate((None, *FORMS)):
+            prompt = torch.randint(3, 150, (40,), generator=torch.Generator().manual_seed(number)).tolist()
+            prompt[::2] = (3 * TOKENS)[:20]
+            driver.add(str(name), name, prompt, max_tokens=1, prompt_logprobs=0)
+        scored[dtype] = {
+            name: torch.tensor([entry.logprob for entry in answer.prompt_logprobs or ()])
+            for name, answer in driver.drain().items()
+        }
+    for name, want in scored["float32"].items():
+        error = (scored["bfloat16"][name] - want).norm() / want.norm()
+        assert float(error) < 6e-2, (name, error)
+
+
 def test_only_what_differs_is_kept(tied):
     parts = {name: [part for part in manifest_of(tied, name).parts if part.token_ids] for name in FORMS}
     rows = {name: {part.targets[0]: part.token_ids for part in of} for name, of in parts.items()}

@@ -68,7 +68,7 @@ class FakeStore:
         if name not in self.tiers:
             raise UnknownAdapter(name)
         known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
-        known |= {"names_other_base": False, "head": None, "dropped": ()}
+        known |= {"names_other_base": False, "head": None, "dropped": (), "tokens": None}
         manifest = SimpleNamespace(
             path=Path("/adapters") / name, rank=4, targets=("q_proj",), modules=TINY_PATHS, num_left_out=0, **known
         )

@@ -68,7 +68,7 @@ def test_the_keeper_looks_at_adapters_that_it_has_something_to_do_for(engine):
     for index in range(1, REGISTERED):
         adapter = engine.store.get(f"a{index}")
         engine.store.note(adapter, dataclasses.replace(adapter.manifest, content_hash=f"{index:064}"))
-    adapters = EngineAdapters(ended(engine))
+    adapters = EngineAdapters(ended(engine), get=engine.store.get)
     assert [one.name for one in adapters.unhashed().result()] == ["a0"]
     assert adapters.overflowing().result() == []
     assert set(engine.asked) == {"a0"}
@@ -76,14 +76,14 @@ def test_the_keeper_looks_at_adapters_that_it_has_something_to_do_for(engine):
 
 def test_adapters_in_the_arena_are_hashed_first(engine):
     """KV events of their blocks wait for it."""
-    adapters = EngineAdapters(ended(engine))
+    adapters = EngineAdapters(ended(engine), get=engine.store.get)
     health_checker = AdapterHealthChecker(SimpleNamespace(adapters=adapters), 1.0)
     names = [one.name for one in health_checker._unhashed()]  # noqa: SLF001
     assert names[0] == "a7" and len(names) == REGISTERED
 
 
 def test_a_list_of_all_is_made_when_it_is_asked_for_and_not_between_two_steps(engine):
-    listing = EngineAdapters(ended(engine)).listing().result()
+    listing = EngineAdapters(ended(engine), get=engine.store.get).listing().result()
     assert engine.asked == []
     engine.store.unregister("a3")
     names = [one.name for one in listing.adapters()]

@@ -10,7 +10,7 @@ import pytest
 
 from chorus import LLM, SamplingParams
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from chorus.server.engine.adapter_templates import FILE, MAX_BYTES, own_template
+from chorus.server.engine.adapter_tokenizers import FILE, MAX_BYTES, own_template
 from chorus.server.settings import Settings
 from chorus.server.start.checks import LaunchError
 from chorus.server.start.launch import build_app, serving

@@ -1,0 +1,198 @@
+"""Adapters whose tokenizer has tokens that the base model's lacks: prompts, answers and ends are those of transformers
+with PEFT and the adapter's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import httpx
+import pytest
+
+from chorus import LLM, SamplingParams
+from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from chorus.server.settings import Settings
+from chorus.server.start.launch import build_app, serving
+
+from ..own_tokens import COUNT, Reference, save_own
+
+SMALL = {"memory_bytes": 8 << 20, "threads": 1}
+TEXT = "quiet <tool> river<end>"
+USER = [{"role": "user", "content": "quiet river"}]
+GREEDY = {"temperature": 0, "max_tokens": COUNT}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """`own` and `twin` with the same tokens and other weights, and `upper` with the base model's tokenizer."""
+    directory = tmp_path_factory.mktemp("adapters")
+    ids = save_own(directory / "own")
+    assert ids == {"<tool>": 260, "<end>": 259, "<plain>": 261}
+    save_own(directory / "twin", 1)
+    shutil.copytree(BUILTIN_ADAPTERS / "upper", directory / "upper")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN_MODEL / name, directory / "upper")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(adapters):
+    with LLM(BUILTIN_MODEL, adapters=adapters, adapter_chat_templates=True, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=["own", "twin"])
+def reference(adapters, request):
+    found = Reference(adapters / request.param)
+    found.name = request.param
+    return found
+
+
+def test_prompts_and_answers_are_those_of_its_own_tokenizer(llm, reference):
+    ids = reference.tokenizer(TEXT)["input_ids"]
+    assert {259, 260} <= set(ids) and ids != llm.tokenizer.encode_now([TEXT])[0]
+    expected = reference.answer(ids)
+    for skip in (True, False):
+        params = SamplingParams(**GREEDY, add_special_tokens=True, skip_special_tokens=skip)
+        answer = llm.generate(TEXT, params, adapter=reference.name)
+        assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (ids, expected)
+        text = expected[:-1] if expected[-1] in (258, 259) else expected
+        assert answer.text == reference.tokenizer.decode(text, skip_special_tokens=skip)
+        assert "".join(llm.stream(TEXT, params, adapter=reference.name)) == answer.text
+
+
+def test_conversations_are_written_by_its_template(llm, reference):
+    ids = reference.tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+    answer = llm.chat(USER, SamplingParams(**GREEDY), adapter=reference.name)
+    assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (ids, reference.answer(ids))
+
+
+def test_a_client_s_text_has_no_special_tokens_in_a_conversation(llm):
+    said = [{"role": "user", "content": "a<tool>b<plain>"}]
+    ids = llm.chat(said, SamplingParams(max_tokens=1), adapter="own").prompt_token_ids
+    assert ids.count(260) == 2 and ids.count(261) == 1
+
+
+def test_its_end_of_sequence_ends_its_answers_and_no_one_else_s(llm, adapters):
+    reference = Reference(adapters / "own")
+    encoded = {text: reference.tokenizer(text)["input_ids"] for text in map(chr, range(33, 127))}
+    ends = [text for text, ids in encoded.items() if reference.answer(ids)[-1] == 259]
+    assert ends
+    params = SamplingParams(**GREEDY, add_special_tokens=True)
+    answer = llm.generate(ends[0], params, adapter="own")
+    assert answer.token_ids[-1] == 259 and (answer.finish_reason, answer.stop_reason) == ("stop", None)
+    assert "<end>" not in answer.text
+    longer = llm.generate(ends[0], SamplingParams(**GREEDY, ignore_eos=True), adapter="own")
+    assert len(longer.token_ids) == GREEDY["max_tokens"]
+    asked = SamplingParams(**GREEDY, add_special_tokens=True, stop_token_ids=[259])
+    assert llm.generate(ends[0], asked, adapter="own").stop_reason == 259
+
+
+def test_others_keep_the_base_model_s(llm):
+    plain = tuple(llm.tokenizer.encode_now([TEXT])[0])
+    params = SamplingParams(**GREEDY, add_special_tokens=True)
+    mixed = llm.generate([TEXT] * 3, params, adapter=["own", None, "upper"])
+    assert [one.prompt_token_ids == plain for one in mixed] == [False, True, True]
+    assert [one.text for one in mixed[1:]] == [
+        llm.generate(TEXT, params, adapter=name).text for name in (None, "upper")
+    ]
+
+
+def test_adapters_of_equal_tokens_share_a_tokenizer_and_the_vocabulary(llm):
+    tokenizers = llm._asking.builder.tokenizers  # noqa: SLF001
+    llm.generate([TEXT] * 2, SamplingParams(max_tokens=1), adapter=["own", "twin"])
+    assert len(tokenizers._with_tokens) == 1  # noqa: SLF001
+
+
+def test_log_probabilities_name_its_tokens(llm):
+    params = SamplingParams(max_tokens=1, logprobs=1, logit_bias={"261": 100.0})
+    answer = llm.generate(TEXT, params, adapter="own")
+    assert answer.token_ids == (261,) and answer.text == "<plain>"
+
+
+def test_grammars_without_its_tokens_are_obeyed_and_others_refused(llm):
+    answer = llm.generate("x", SamplingParams(temperature=0, regex="[ab]{3}"), adapter="own")
+    assert len(answer.text) == 3 and answer.text.strip("ab") == ""
+    with pytest.raises(InvalidRequest, match="has '<tool>', a token of the adapter's own, which grammars don't know"):
+        llm.generate("x", SamplingParams(regex="<tool>[ab]"), adapter="own")
+
+
+def test_a_new_version_has_its_own(llm, adapters, tmp_path):
+    path = tmp_path / "later"
+    shutil.copytree(adapters / "own", path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (path / name).unlink()
+    params = SamplingParams(max_tokens=1, add_special_tokens=True)
+    llm.load_adapter("changing", path)
+    plain = llm.tokenizer.encode_now([TEXT])[0]
+    assert list(llm.generate(TEXT, params, adapter="changing").prompt_token_ids) == plain
+    (path / "added_tokens.json").write_text(json.dumps({"<end>": 259, "<tool>": 260}))
+    llm.load_adapter("changing", path)
+    assert {259, 260} <= set(llm.generate(TEXT, params, adapter="changing").prompt_token_ids)
+
+
+def test_composed_ones_are_refused(llm):
+    with pytest.raises(InvalidRequest, match="tokenizer with tokens of its own"):
+        llm.generate("x", SamplingParams(max_tokens=1), adapter="own*0.5+upper*0.5")
+
+
+@pytest.fixture(scope="module")
+def client(adapters):
+    settings = Settings(model=BUILTIN_MODEL, adapters=adapters, **SMALL)
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        yield client
+
+
+def test_http_counts_and_names_the_same_tokens(client, reference):
+    ids = reference.tokenizer(TEXT)["input_ids"]
+    asked = {"model": reference.name, "prompt": TEXT}
+    told = client.post("/tokenize", json={**asked, "return_token_strs": True}).json()
+    assert told["tokens"] == ids and told["token_strs"] == reference.tokenizer.convert_ids_to_tokens(ids)
+    back = client.post("/detokenize", json={"model": reference.name, "tokens": ids}).json()
+    assert back["prompt"] == reference.tokenizer.decode(ids)
+    body = {**asked, **GREEDY, "logprobs": 1, "echo": True, "skip_special_tokens": False}
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    names = answer["choices"][0]["logprobs"]["tokens"]
+    assert names[: len(ids)] == [reference.tokenizer.decode([each]) for each in ids]
+
+
+def test_a_stream_has_the_whole_answer_s_text(client):
+    body = {"model": "own", "prompt": TEXT, **GREEDY, "skip_special_tokens": False}
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == whole
+
+
+def test_an_adapter_of_other_ids_is_refused_when_it_is_loaded(client, adapters, tmp_path):
+    path = adapters / "bad"
+    shutil.copytree(adapters / "own", path)
+    try:
+        (path / "added_tokens.json").write_text(json.dumps({"<|eos|>": 262}))
+        told = client.post("/v1/load_lora_adapter", json={"lora_name": "bad", "lora_path": str(path)})
+    finally:
+        shutil.rmtree(path)
+    assert told.status_code == 400 and "<|eos|>" in told.text
+
+
+def test_an_adapter_that_a_request_brings_has_its_tokens_at_once(adapters):
+    """The prompt is encoded after the adapter was found by a rule."""
+    rules = [f"dir/*={adapters}/*"]
+    settings = Settings(model=BUILTIN_MODEL, adapter_source=rules, adapter_roots=[adapters], **SMALL)
+    ids = Reference(adapters / "own").tokenizer(TEXT)["input_ids"]
+    body = {"model": "dir/own", "prompt": TEXT, "max_tokens": 1, "return_token_ids": True}
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["prompt_token_ids"] == ids
+        unknown = client.post("/v1/completions", json={**body, "model": "dir/none"})
+    assert unknown.status_code == 404
+
+
+def test_a_vector_is_of_the_adapter_s_tokens(client, reference):
+    ids = reference.tokenizer(TEXT)["input_ids"]
+    by_text, by_ids = (
+        client.post("/v1/embeddings", json={"model": reference.name, "input": given}).json() for given in (TEXT, [ids])
+    )
+    assert by_text["data"] == by_ids["data"] and by_text["usage"]["prompt_tokens"] == len(ids)
