@@ -73,13 +73,11 @@ class EngineStats:
         "speculation_proposed_tokens",
         "Proposed tokens that steps have verified",
         "scheduler.num_proposed_tokens",
-        "spec_decode_num_draft_tokens",
     )
     num_accepted_tokens: int = _counted(
         "speculation_accepted_tokens",
         "Proposed tokens that were accepted",
         "scheduler.num_accepted_tokens",
-        "spec_decode_num_accepted_tokens",
     )
     num_preemptions: int = _counted(
         "preemptions", "Preemptions", "scheduler.lifecycle.num_preemptions", "num_preemptions"

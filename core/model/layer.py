@@ -103,9 +103,11 @@ class Layer:
 
     def _feed_forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: `[tokens, hidden]`, normed."""
-        if (spec := self._spec.experts) is not None and (weights := self._weights.experts) is not None:
-            return mix_experts(rows, weights, spec)
-        return self.down(self._gate_up(rows))
+        if (experts := self._weights.experts) is None:
+            return self.down(self._gate_up(rows))
+        spec = self._spec.experts
+        assert spec is not None, "the weights are of the spec"
+        return mix_experts(rows, experts, spec)
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""

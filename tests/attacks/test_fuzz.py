@@ -43,6 +43,7 @@ def test_greedy_is_what_says_so(body, greedy):
     assert not Mutant(0, "/tokenize", b"", body=body).is_greedy
 
 
+@pytest.mark.slow
 def test_a_server_stands_a_few(capsys):
     assert main(["--requests", "60", "--questions", "12", "--clients", "4"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -50,6 +50,7 @@ def test_what_no_version_of_the_time_answers_is_wrong(history, one):
     assert len(history.wrong(EXPECTED)) == 1
 
 
+@pytest.mark.slow
 def test_no_answer_mixes_versions():
     history, wrong = run(names=2, clients=3, questions=10, seed=1, memory_bytes=4 << 20)
     assert wrong == []

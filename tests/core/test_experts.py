@@ -78,6 +78,7 @@ def test_prefixes_from_the_cache(tiny, drive, family):
     assert driver.engine.stats().num_prefix_hit_tokens > 40
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 @every_family
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):

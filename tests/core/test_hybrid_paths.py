@@ -86,6 +86,7 @@ def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, ranks, mo
     assert driver.engine.stats().num_async_steps > 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 @on_one_or_two_ranks
 def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):

@@ -344,7 +344,7 @@ class Tiny:
     """Of all choices of experts so far, empty for a model without experts."""
 
     def __post_init__(self) -> None:
-        for module in self.reference.modules():
+        for module in self.reference.modules() if isinstance(self.reference, torch.nn.Module) else ():
             if type(module).__name__.endswith("Router"):
                 module.register_forward_hook(self._note_router)
 
@@ -388,7 +388,7 @@ class Tiny:
         token that is not its own choice.
         """
         model, tokens, margin, cache, inputs = self.use(adapter), [], float("inf"), None, prompt
-        draft = [] if self._depends_on_length else self._draft(adapter, prompt, count)
+        draft = [] if _depends_on_length(model) else self._draft(adapter, prompt, count)
         with torch.inference_mode():
             if draft:
                 best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
@@ -405,11 +405,6 @@ class Tiny:
                 inputs, cache = [int(best.indices[0])], output.past_key_values
                 tokens += inputs
         return tokens, margin
-
-    @property
-    def _depends_on_length(self) -> bool:
-        """True if the rotary embedding of a token depends on how long the text is when it is computed."""
-        return any(kind in repr(self.reference.config.rope_parameters) for kind in ("dynamic", "longrope"))
 
     def _draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
         engine = self._engine
@@ -428,6 +423,11 @@ class Tiny:
             model=self.model, dtype="float32", memory_bytes=8 << 20, threads=1, device="cpu", prefix_cache=False
         )
         return Engine(config, open_executor(config), reads=InlineReads())
+
+
+def _depends_on_length(model: Any) -> bool:
+    """True if the rotary embedding of a token depends on how long the text is when it is computed."""
+    return any(kind in repr(model.config.rope_parameters) for kind in ("dynamic", "longrope"))
 
 
 def randomise(model: torch.nn.Module) -> None:

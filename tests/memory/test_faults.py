@@ -135,6 +135,7 @@ class Life:
         assert stats.num_free_pages == stats.num_pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_torch", [False, True], ids=["native", "torch"])
 def test_every_point_may_fail(tiny_engine, adapter_draft, tmp_path, monkeypatch, by_torch):
     directories = {

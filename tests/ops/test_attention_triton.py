@@ -198,6 +198,7 @@ def interpret(name: str) -> None:
             assert not problem, f"{case}, {dtype}: {problem}"
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CHECKS)
@@ -207,6 +208,7 @@ def test_in_the_interpreter(name):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(600)
 def test_compiles_for_a_gpu_that_is_not_there():

@@ -255,6 +255,7 @@ def test_values_equal_the_torch_path():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_compiles_for_a_gpu_that_is_not_there():
     only = "rms_norm|silu|rotate"
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")

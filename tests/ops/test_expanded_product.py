@@ -218,6 +218,7 @@ def _check_company(world: World, used: Sequence[int], orders: Sequence[list[int]
     assert not broken[[row for row, adapter in enumerate(used) if adapter == 2]].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_values_equal_the_definition():
@@ -225,6 +226,7 @@ def test_values_equal_the_definition():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():

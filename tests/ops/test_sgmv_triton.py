@@ -404,6 +404,7 @@ def compile_ahead() -> None:
     assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
 @pytest.mark.long
@@ -412,6 +413,7 @@ def test_values_equal_the_reference():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
 @pytest.mark.long

@@ -130,6 +130,7 @@ def test_files_that_were_written_over_are_told(client, adapters):
     remove(client, "changed")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_in_the_middle_of_a_read_reads_on(client, disk, monkeypatch):
     """As a debugger does, or a system that makes room for others: the system repeats its call."""
     readlink, stopped = os.readlink, []

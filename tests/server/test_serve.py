@@ -112,6 +112,7 @@ def test_every_adapter_at_once_says_what_peft_says(url, subject):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "metric", "count"),
     [

@@ -132,6 +132,7 @@ def start(roots, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_every_point_of_a_start_may_fail(start, roots, monkeypatch):
     def too_long(*args):
@@ -177,6 +178,7 @@ def test_every_point_of_a_start_may_fail(start, roots, monkeypatch):
     assert outcomes == {"served", "quarantined", "refused"}
 
 
+@pytest.mark.slow
 def test_a_replica_that_can_not_begin_says_why_in_a_line(tmp_path):
     """In a process of its own; the API server ends with its own line, too, and looks for no replica afterwards."""
     command = [sys.executable, "-m", "chorus.server", "serve", str(BUILTIN_MODEL), "--port", "0"]

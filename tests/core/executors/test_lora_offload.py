@@ -209,6 +209,7 @@ def test_a_prompt_is_split_by_the_machines_profile(subject, with_offload):
         assert found[each] == [tokens, 0, 0] if each == 60 else max(found[each]) <= tokens // 2
 
 
+@pytest.mark.slow
 def test_each_offload_worker_stays_on_its_processor(subject):
     """Of processes as they are, the last processors; where there is one alone, on any."""
     settings = EngineConfig(

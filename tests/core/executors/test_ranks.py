@@ -460,6 +460,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard_and_its_ranks_end_with_it():
     done = run_python("-c", SCRIPT)
     answer, pid = done.stdout.split("\n")[:2]

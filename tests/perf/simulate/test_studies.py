@@ -282,6 +282,7 @@ def test_the_list_names_every_study(capsys):
     assert all(name in printed for name in shipped_studies())
 
 
+@pytest.mark.slow
 def test_one_line_of_json_per_study(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TINY)

@@ -285,6 +285,7 @@ def test_help_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_read_enough_ends_the_command_without_a_trace():
     """As in `chorus adapters list | head -1`."""
     code = "from chorus.server.cli.command import run; run()"

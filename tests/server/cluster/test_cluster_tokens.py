@@ -28,6 +28,7 @@ def cluster(root):
         yield running
 
 
+@pytest.mark.slow
 def test_all_api_servers_use_the_adapter_s_tokens(cluster, root):
     """Also where another adapter has the same weights."""
     reference = Reference(root / "own")

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 GENERATING = """
 import sys, threading, time
 from chorus import LLM, SamplingParams
@@ -22,6 +24,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_during_a_step_ends_as_it_was_told():
     """The interpreter was torn down below the engine's thread, and C++ called abort()."""
     done = subprocess.run([sys.executable, "-c", GENERATING], capture_output=True, text=True, timeout=240)
