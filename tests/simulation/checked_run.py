@@ -56,7 +56,7 @@ class CheckedRun(EngineRun):
         if not self._state_pages and apart.random() < 0.4:
             config = config.model_copy(update={"speculation": "ngram"})
         self.seeds = Seeds(config.seed)
-        self._composing = random.Random(config.seed) if config.seed % 2 else None
+        self._composing = random.Random(config.seed) if (config.seed or 0) % 2 else None
         """What draws composed adapters: a source of its own, so that the other runs stay what they are."""
         speed, trouble = rng.choice([0.0002, 0.002, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.1, 0.3])
         self.disk = Disk(own, speed, config.adapter_read_seconds, trouble)
