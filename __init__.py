@@ -13,7 +13,7 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from .core.requests.grammar import Grammar as Grammar
-    from .core.requests.sampling_params import InvalidRequest as InvalidRequest
+    from .core.requests.request_params import InvalidRequest as InvalidRequest
     from .server.library.params import SamplingParams as SamplingParams
     from .server.llm import LLM as LLM
     from .server.llm import Completion as Completion
@@ -25,7 +25,7 @@ _HOMES = {
     "LLM": (".server.llm", "LLM"),
     "Completion": (".server.llm", "Completion"),
     "Grammar": (".core.requests.grammar", "Grammar"),
-    "InvalidRequest": (".core.requests.sampling_params", "InvalidRequest"),
+    "InvalidRequest": (".core.requests.request_params", "InvalidRequest"),
     "SamplingParams": (".server.library.params", "SamplingParams"),
     "__version__": (".server.version", "VERSION"),
 }

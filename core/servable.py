@@ -20,7 +20,7 @@ from .executors.base import ModelInfo
 from .requests.grammar import Grammar
 from .requests.grammars import InvalidGrammar
 from .requests.request import Request
-from .requests.sampling_params import HEAD, InvalidRequest, SamplingParams
+from .requests.request_params import HEAD, InvalidRequest, RequestParams
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _last_occurrence(tokens: Sequence[int], wanted: Sequence[int]) -> int:
     return found // within.itemsize
 
 
-def _check_ids(params: SamplingParams, vocab: int) -> None:
+def _check_ids(params: RequestParams, vocab: int) -> None:
     for field, ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),

@@ -18,7 +18,7 @@ from .base_name import names_of, with_base
 from .config import EngineConfig
 from .quarantine import Quarantined, register_directories
 from .requests.request import Request
-from .requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from .requests.request_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 
 if TYPE_CHECKING:
     from .scheduling.scheduler import Scheduler

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from ..core.model.pooling_config import PoolingConfig
-from ..core.requests.sampling_params import InvalidRequest
+from ..core.requests.request_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from .access.addresses import Networks
 from .access.hosts import Hosts

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
-from ..core.requests.sampling_params import InvalidRequest
+from ..core.requests.request_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from ..memory.files.error import LoadFailure
 from .executors import PoolFull

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, TypeVar, overload
 
-from ..core.requests.sampling_params import InvalidRequest
+from ..core.requests.request_params import InvalidRequest
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
 from .api.adapter_api import AddAdapter, checked_name, pin_adapter

@@ -22,7 +22,7 @@ from ..model.config import ModelConfig
 from ..model.read_config import read_model_config
 from ..quarantine import adapter_directories
 from ..requests.request import Request
-from ..requests.sampling_params import SamplingParams
+from ..requests.request_params import RequestParams
 from ..requests.types import StepPlan, StepResult
 from .fit import Fit, fit
 from .measure import Clock, MeasureError, Samples, StepProfiler, fit_steps, fit_transfer, r2_of, typical
@@ -214,7 +214,7 @@ def _overhead_of(
     for index in range(count):
         prompt = [source.randrange(engine.model.vocab_size) for _ in range(num_tokens)]
         length = max(1, longest - source.randrange(longest) // 2)
-        params = SamplingParams(max_tokens=length, temperature=0.0, seed=0, ignore_eos=True)
+        params = RequestParams(max_tokens=length, temperature=0.0, seed=0, ignore_eos=True)
         began = clock()
         engine.add_request(Request(f"overhead-{count}-{index}", prompt, params, names[index % len(names)]))
         spent += clock() - began

@@ -24,13 +24,13 @@ from ...memory.host.image import HostImage
 from ...memory.host.images import ThreadReads
 from ...memory.pages.pool import PageKind, PagePool
 from ..executors.base import Executor
-from ..requests.sampling_params import SamplingParams
+from ..requests.request_params import RequestParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from .fit import Fit, fit
 from .models import Kernel, StepCost, StepWork, share_of_experts
 from .work import STEP_TERMS, step_work, term_values
 
-_PARAMS = SamplingParams(temperature=0.0)
+_PARAMS = RequestParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
 _BASE_SHARE = 0.15  # of rows, how many use no adapter
 _SPIKE = 1.5

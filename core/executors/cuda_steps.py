@@ -52,7 +52,7 @@ from ..model.sampler import (
     sample_tokens,
 )
 from ..requests.grammars import grammars_of
-from ..requests.sampling_params import MAX_ALLOWED_TOKENS, SamplingParams
+from ..requests.request_params import MAX_ALLOWED_TOKENS, RequestParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult, adapter_runs
 from . import cuda_memory, cuda_piecewise
 from .cuda_attention_choice import choose_decode_attention
@@ -536,7 +536,7 @@ class CudaSteps:
         ]
 
     def _row(
-        self, index: int, tokens: list[int], start: int, pages: list[int], params: SamplingParams | None = None
+        self, index: int, tokens: list[int], start: int, pages: list[int], params: RequestParams | None = None
     ) -> ScheduledSequence:
         """A sequence of no request, of the base model."""
         return ScheduledSequence(
@@ -545,7 +545,7 @@ class CudaSteps:
             tokens=tokens,
             start=start,
             pages=pages,
-            params=params or SamplingParams(),
+            params=params or RequestParams(),
             seed=0,
             samples=True,
             token_ids=tokens,
@@ -603,7 +603,7 @@ class CudaSteps:
         """
         config, vocab = self._config, self.decoder.config.vocab_size
         allowed = tuple(range(min(vocab, MAX_ALLOWED_TOKENS)))
-        params = SamplingParams(
+        params = RequestParams(
             top_k=max(1, vocab // 2), top_p=0.9, min_p=0.1, prompt_logprobs=1, allowed_token_ids=allowed
         )
         decoding = [1] * (config.max_num_seqs > 1)

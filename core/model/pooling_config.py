@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..requests.sampling_params import Pooling
+from ..requests.request_params import Pooling
 from .config_json import ConfigJson, UnsupportedModel
 from .read_config import CLASSIFIER
 

@@ -22,7 +22,7 @@ from ...ops.sampling import (
 from ...ops.upload import on_device
 from ..requests.grammars import Grammars
 from ..requests.logit_edits import edited, grammar_seconds
-from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..requests.request_params import MAX_LOGPROBS, RequestParams
 from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledSequence, StepResult, TokenLogprobs
 
 
@@ -38,7 +38,7 @@ class Sampling(Protocol):
     ) -> RowLogprobs: ...
 
 
-def _reshapes_logits(params: SamplingParams) -> bool:
+def _reshapes_logits(params: RequestParams) -> bool:
     """True if anything except temperature, min_p, top_k and top_p changes the distribution."""
     return bool(
         params.presence_penalty

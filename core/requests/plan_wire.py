@@ -9,12 +9,12 @@ from typing import Any
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.states import StateSlots
 from .grammar import Grammar
-from .sampling_params import SamplingParams
+from .request_params import RequestParams
 from .types import ScheduledSequence, StepPlan
 
 VERSION = 10
 
-_PARAMS = tuple(one.name for one in fields(SamplingParams))
+_PARAMS = tuple(one.name for one in fields(RequestParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
 
 
@@ -88,7 +88,7 @@ def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
     slots = sequence["states"]
     values: dict[str, Any] = {**sequence, "states": None if slots is None else StateSlots(slots)}
     if "params" not in sequence:
-        return ScheduledSequence(**values, params=SamplingParams(), seed=0, token_ids=[], num_prompt_tokens=0)
+        return ScheduledSequence(**values, params=RequestParams(), seed=0, token_ids=[], num_prompt_tokens=0)
     values["params"] = params_from_wire(sequence["params"])
     return ScheduledSequence(**values)
 
@@ -103,7 +103,7 @@ def adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+def params_to_wire(params: RequestParams) -> dict[str, Any]:
     """Return sampling parameters as plain data that JSON can hold."""
     data = {name: getattr(params, name) for name in _PARAMS}
     data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
@@ -116,7 +116,7 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     return data
 
 
-def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
+def params_from_wire(data: Mapping[str, Any]) -> RequestParams:
     """Return the parameters of `params_to_wire`'s data. Raises InvalidRequest if they are invalid."""
     lists = {
         "logit_bias": {int(token): bias for token, bias in data["logit_bias"]},
@@ -126,4 +126,4 @@ def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
         "allowed_token_ids": None if data["allowed_token_ids"] is None else tuple(data["allowed_token_ids"]),
         "grammar": None if data["grammar"] is None else Grammar(**data["grammar"]),
     }
-    return SamplingParams(**{**data, **lists})
+    return RequestParams(**{**data, **lists})

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from ...memory.pages.layout import NEVER
-from .sampling_params import SamplingParams
+from .request_params import RequestParams
 from .types import FinishReason, SamplerState, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Request:
     id: str
     token_ids: list[int]
     """The prompt, followed by the generated tokens."""
-    params: SamplingParams
+    params: RequestParams
     adapter_name: str | None = None
     """The name that the client asked for."""
     arrival_time: float = 0.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.states import StateSlots
     from .pooling import PooledSum
-    from .sampling_params import SamplingParams
+    from .request_params import RequestParams
 
 BASE_LORA_INDEX = -1
 
@@ -67,7 +67,7 @@ class ScheduledSequence:
     start: int
     pages: PageList
     """They have room for at least `start + len(tokens)` tokens."""
-    params: SamplingParams
+    params: RequestParams
     seed: int
     """Sampling is a function of (seed, position)."""
     samples: bool
@@ -130,7 +130,7 @@ class ScheduledSequence:
         return len(self.tokens) != 1 or self.wants_states
 
 
-def looks_back(params: SamplingParams) -> bool:
+def looks_back(params: RequestParams) -> bool:
     """True if the tokens generated so far change which ones may be sampled next."""
     penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
     return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))

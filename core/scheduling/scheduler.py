@@ -24,7 +24,7 @@ from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
 from ..requests.pooling import to_bytes
 from ..requests.request import Request, RequestState
-from ..requests.sampling_params import InvalidRequest
+from ..requests.request_params import InvalidRequest
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledSequence, StepInfo, StepPlan, StepResult
 from ..speculation.speculation import Speculation
 from .adapter_turns import AdapterTurns

@@ -24,7 +24,7 @@ import torch
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.request_params import RequestParams
 from ...memory.files.format import CONFIG_FILE
 from ..inline_reads import InlineReads
 from ..report.command import judge, parser
@@ -61,7 +61,7 @@ class Asker:
     def seconds(self, adapter: str | None) -> float:
         """Seconds to the first token of a new request."""
         tail = [self._random.randrange(8, self._vocab) for _ in range(self._tail)]
-        wanted = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        wanted = RequestParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         request = Request(f"q{next(self._ids)}", self._prefix + INVOCATION + tail, wanted, adapter)
         began = time.perf_counter()
         self._engine.add_request(request)

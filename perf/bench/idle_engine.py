@@ -21,7 +21,7 @@ from ...core.executors.cuda import CudaExecutor
 from ...core.model.decoder import DecoderModel
 from ...core.model.lora_state_cuda import CudaLoraState
 from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.request_params import RequestParams
 from ...graphs.device import CudaDevice
 from ...ops.attention import AttentionSetup
 from ..inline_reads import InlineReads
@@ -150,7 +150,7 @@ def idle_engine(
 
 def add(engine: Engine, name: str, adapter: str | None, prompt: int, max_tokens: int) -> None:
     """Add a request for so many tokens after a prompt of so many tokens."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    params = RequestParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     engine.add_request(Request(name, [1] * prompt, params, adapter))
 
 

@@ -19,7 +19,7 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.executors.base import ExecutorBase, ModelInfo
 from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.request_params import RequestParams
 from ...core.requests.types import StepPlan, StepResult
 from ...memory.host.images import Reads
 from ...memory.pages.layout import PageLayout
@@ -129,7 +129,7 @@ def _path(index: int) -> Path:
 
 def _request(index: int, adapter: int, prompt_tokens: int, steps: int, tenant: int) -> Request:
     """steps: number of steps during which no request ends."""
-    params = SamplingParams(max_tokens=_max_tokens(steps), temperature=0.0, ignore_eos=True)
+    params = RequestParams(max_tokens=_max_tokens(steps), temperature=0.0, ignore_eos=True)
     return Request(f"r{index}", [1] * prompt_tokens, params, f"a{adapter}", tenant=f"t{tenant}")
 
 

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.request_params import RequestParams
 from ...core.speculation.step_cost import StepCost
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
@@ -82,7 +82,7 @@ class Runner:
     def seconds(self, prompts: Sequence[Prompt]) -> float:
         """Seconds of all answers."""
         engine, before, answers = self.engine, self.engine.stats(), dict[str, list[int]]()
-        params = SamplingParams(max_tokens=self._max_tokens, temperature=0.0)
+        params = RequestParams(max_tokens=self._max_tokens, temperature=0.0)
         first = next(self._ids)
         began = time.perf_counter()
         for index, (adapter, tokens) in enumerate(prompts):

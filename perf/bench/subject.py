@@ -16,7 +16,7 @@ import torch
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.request_params import RequestParams
 from ...core.requests.types import RequestOutput
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
 from ...memory.adapters.adapter import Tier
@@ -136,7 +136,7 @@ class Subject:
         """Make a request without queuing it, to keep the time for sampling its prompt out of the measurement."""
         self._serial += 1
         prompt = [self._random.randrange(3, self._vocab) for _ in range(prompt_tokens)]
-        wanted = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True, **params})
+        wanted = RequestParams(**{"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True, **params})
         return Request(f"q{self._serial}", prompt, wanted, adapter)
 
     def step(self) -> list[RequestOutput]:

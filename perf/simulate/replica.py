@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
-from ...core.requests.sampling_params import InvalidRequest, SamplingParams
+from ...core.requests.request_params import InvalidRequest, RequestParams
 from ...core.requests.types import RequestOutput, StepPlan
 from ...memory.adapters.adapter import Tier
 from ...memory.adapters.store import AdapterStore
@@ -367,8 +367,8 @@ def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
 
 
 @lru_cache(maxsize=1 << 14)  # replicas share them: their number doesn't grow with the run
-def _params(output_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=output_tokens, temperature=0.0, seed=0, ignore_eos=True)
+def _params(output_tokens: int) -> RequestParams:
+    return RequestParams(max_tokens=output_tokens, temperature=0.0, seed=0, ignore_eos=True)
 
 
 _ARENA = frozenset({Tier.DEVICE})

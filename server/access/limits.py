@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from ...core.requests.sampling_params import MAX_LOGPROBS
+from ...core.requests.request_params import MAX_LOGPROBS
 from ..errors import ApiError
 
 MAX_DEPTH = 64

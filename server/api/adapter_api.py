@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, StrictBool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ...memory.adapters.publishing import LabelTaken
 from ...memory.adapters.registry_store import RegistryFull

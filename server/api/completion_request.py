@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
 from ..errors import ApiError
 from .fields import unsupported

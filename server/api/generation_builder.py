@@ -16,7 +16,7 @@ from starlette.requests import Request
 from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
 from ...core.requests.request import Request as EngineRequest
-from ...core.requests.sampling_params import InvalidRequest, Seeds
+from ...core.requests.request_params import InvalidRequest, Seeds
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import UnknownAdapter
 from ..access.grants import NOWHERE

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ...core.requests.grammar import Grammar
-from ...core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from ...core.requests.request_params import MAX_LOGPROBS, RequestParams
 from ...memory.adapters.composition import MAX_TERMS
 from ..access.grants import NOWHERE
 from ..access.limits import RequestLimits, check_counts, check_json
@@ -271,7 +271,7 @@ class GenerationRequest(GrammarFields):
         bad_words: tuple[tuple[int, ...], ...] = (),
         unasked_limit: int | None = None,
         grammar: Grammar | None = None,
-    ) -> list[SamplingParams]:
+    ) -> list[RequestParams]:
         """An entry for each of the prompt's `n` choices, which differ only in their seeds: seed, seed + 1, ….
 
         room: tokens left in the context, to which limits are cut. unasked_limit: most tokens if the client gives no
@@ -279,7 +279,7 @@ class GenerationRequest(GrammarFields):
         """
         asked = self.asked_tokens
         limit = unasked_limit if asked is None else asked
-        first = SamplingParams(
+        first = RequestParams(
             **{name: getattr(self, name) for name in SAME},
             **{name: _or(getattr(self, name), getattr(defaults, name)) for name in DEFAULTED},
             max_tokens=1 if self.prompt_only else None if limit is None else min(limit, max(room, 1)),

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from ...core.model.pooling_config import PoolingConfig
 from ...core.requests.pooling import from_bytes, to_bytes
 from ...core.requests.request import Request as EngineRequest
-from ...core.requests.sampling_params import InvalidRequest, SamplingParams
+from ...core.requests.request_params import InvalidRequest, RequestParams
 from ...memory.adapters.store import UnknownAdapter
 from ..access.limits import RequestLimits
 from ..engine.generation import Choice, Generation
@@ -48,7 +48,7 @@ NAMES = {"prompt": "input"}
 PAIR_NAMES = {"prompt": "text_2"}
 RANK_NAMES = {"prompt": "documents"}
 
-VECTOR = SamplingParams(max_tokens=1, temperature=0.0, pooling="last")
+VECTOR = RequestParams(max_tokens=1, temperature=0.0, pooling="last")
 CLASSES = replace(VECTOR, classify=True)
 
 _BODIES: dict[str, type[PoolingBody]] = {
@@ -181,7 +181,7 @@ class PoolingApi:
     def _limits(self) -> RequestLimits:
         return self.builder.settings
 
-    def _vector(self) -> SamplingParams:
+    def _vector(self) -> RequestParams:
         return replace(VECTOR, pooling=self.config.pooling)
 
     def _check_vectors(self) -> None:
@@ -224,7 +224,7 @@ class PoolingApi:
             return generation, partial(self._head_scores, generation, activates=activates)
         return generation, partial(_token_scores, generation, params.logprob_token_ids, activates=activates)
 
-    async def _scorer(self, caller: Caller, asked: PoolingBody) -> SamplingParams | None:
+    async def _scorer(self, caller: Caller, asked: PoolingBody) -> RequestParams | None:
         """Parameters that score a pair in one prompt; None if its texts' vectors are compared.
 
         A head comes first, then the tokens of a generator that answers with one of two.
@@ -247,7 +247,7 @@ class PoolingApi:
             message = f"classifier_from_token names {tokens[ids.index(None)]!r}, which is no token of the model"
             raise ApiError(501, message, code="not_supported")
         known = tuple(id_ for id_ in ids if id_ is not None)
-        return SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=known)
+        return RequestParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=known)
 
     async def _num_labels(self, adapter: str | None) -> int | None:
         """Labels of an adapter's own head; None if it has none, or is not known yet: then the engine decides."""
@@ -313,7 +313,7 @@ class PoolingApi:
         request: Request,
         asked: PoolingBody,
         prompts: Sequence[list[int]],
-        params: SamplingParams,
+        params: RequestParams,
         arrival: float,
     ) -> Generation:
         """The generation of one result for each prompt. Raises an ApiError, InvalidRequest or Overloaded."""

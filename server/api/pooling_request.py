@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
 from .completion_request import is_token_list
 from .openai import MAX_NAME_CHARACTERS, Name

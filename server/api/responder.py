@@ -14,7 +14,7 @@ from functools import partial
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ...core.requests.sampling_params import HEAD, AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from ...core.requests.request_params import HEAD, AdapterPaused, InvalidRequest, NotServed, UnknownModel
 from ...memory.adapters.composition import is_composition
 from ..engine.backend import Backend
 from ..engine.generation import Generation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.model.config_json import ConfigJson
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.request_params import RequestParams
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -51,7 +51,7 @@ class SamplingDefaults:
                 raise ValueError(f"override_generation_config: {name} is {value!r}; it must be {what}")
             values["max_tokens" if name == "max_new_tokens" else name] = max(value, 0) if name == "top_k" else value
         try:
-            SamplingParams(**values)
+            RequestParams(**values)
         except ValueError as error:
             told = str(error).replace("max_tokens", "max_new_tokens")
             raise ValueError(f"override_generation_config: {told}") from None
@@ -71,7 +71,7 @@ class SamplingDefaults:
         numbers: dict[str, Any] = {name: _number(config, name, default) for name, default in usual.items()}
         top_k = max(config.integer("top_k", 0, least=-1), 0)
         try:
-            SamplingParams(top_k=top_k, **numbers)
+            RequestParams(top_k=top_k, **numbers)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; fix it, or set generation_config to vllm") from None
         has_limit = config.raw.get("max_new_tokens") is not None

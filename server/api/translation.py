@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits, check_json
 from ..errors import ApiError, clipped, validated
 from .chat_request import ChatCompletionRequest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ...core.config import EngineConfig
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ..access.grants import InvalidKey
 from ..access.limits import RequestLimits
 from ..checkpoints.pull import MODELS, PullError, pull

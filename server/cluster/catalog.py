@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.quarantine import Quarantined
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from ...core.requests.request_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 from ...memory.adapters.adapter import check_name
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import MAX_COMPOSED, UnknownAdapter

@@ -18,7 +18,7 @@ from ...core.base_name import names_of, with_base
 from ...core.model.read_config import read_model_config
 from ...core.quarantine import register_directories
 from ...core.requests.record import to_record
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import check_bounds
 from ...memory.files.error import AdapterFormatError, LoadFailure

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...memory.adapters.versions import split_version
 from ...memory.files.error import LoadFailure

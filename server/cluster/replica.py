@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.engine_stats import adapter_names_of, tenants_of
 from ...core.requests.grammar import Grammar
 from ...core.requests.record import NotHere
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput, StepInfo
 from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure

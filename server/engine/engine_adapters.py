@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.files.composed import paths_of
 from ...memory.files.error import AdapterFormatError

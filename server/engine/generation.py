@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...core.requests.request import Request
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from ..errors import EngineUnavailable, GenerationFailed
 from ..text.detokenizer import TextStream

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
+from ...core.requests.request_params import AdapterPaused, InvalidRequest, NotServed, UnknownModel
 from ...memory.adapters.composition import read_composition
 from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import split_version

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ...memory.files.content_store import StagedUpload, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from ..engine.backend_adapters import BackendAdapters

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from ...core.requests.request_params import AdapterPaused, InvalidRequest, NotServed
 from ...core.scheduling.overload import Overloaded
 from ..api.caller import Caller
 from ..api.chat_request import ChatBatch, ChatCompletionRequest

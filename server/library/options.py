@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...core.config import EngineConfig
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
 from ..settings import ConfigFileError, Settings
 from ..wanted import problem_of

@@ -11,7 +11,7 @@ from typing import Any, Never, TypedDict, Unpack
 from pydantic_core import from_json
 
 from ...core.requests.grammar import Grammar, GrammarKind
-from ...core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest
+from ...core.requests.request_params import MAX_LOGPROBS, InvalidRequest
 from ..access.limits import RequestLimits
 from ..api.chat_request import ChatCompletionRequest
 from ..api.completion_request import DEFAULT_MAX_TOKENS, CompletionRequest

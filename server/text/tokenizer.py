@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-from ...core.requests.sampling_params import InvalidRequest
+from ...core.requests.request_params import InvalidRequest
 from ..errors import clipped, too_long
 from ..executors import DaemonPool
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream

@@ -19,7 +19,7 @@ from statistics import median
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.perf.report.command import judge, parser
 from chorus.perf.report.table import Goal, Table
 from chorus.server.demo.builtin import BUILTIN_MODEL
@@ -54,7 +54,7 @@ class Load:
             for _ in range(ROWS):
                 name = next(self._names)
                 prompt = [(31 * name + 7 * i) % 200 for i in range(PROMPT)]
-                params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+                params = RequestParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
                 self.engine.add_request(Request(str(name), prompt, params))
             while self.engine.has_work():
                 self.engine.step()

@@ -17,7 +17,7 @@ import numpy as np
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.perf.report.command import judge, parser
 from chorus.perf.report.table import Goal
 from chorus.perf.simulate.adapters import SimAdapters
@@ -75,7 +75,7 @@ class Run:
         self.tokens = self.engine.scheduler.num_generated_tokens
 
     def add(self, tenant: str, num_prompt: int, num_output: int) -> None:
-        params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        params = RequestParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
         request = SimRequest(f"{tenant} {len(self.sent)}", [1] * num_prompt, params, None, self.clock.now)
         request.tenant = tenant if self.tells_tenants else ""
         self.engine.add_request(request)

@@ -22,7 +22,7 @@ from typing import Any
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import RequestOutput
 from chorus.memory.files.format import AdapterManifest
 from chorus.memory.host.image import HostImage
@@ -109,7 +109,7 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
 def _run_alone(engine: Engine) -> None:
     """Capture the graphs that are captured at first use, and measure the time of a prefill."""
     for index in range(2 * engine.config.max_num_seqs):
-        engine.add_request(Request(f"warm {index}", [40] * 24, SamplingParams(8, temperature=0, ignore_eos=True)))
+        engine.add_request(Request(f"warm {index}", [40] * 24, RequestParams(8, temperature=0, ignore_eos=True)))
     while engine.has_work():
         engine.step()
 
@@ -118,7 +118,7 @@ def _serve(
     worker: EngineWorker, rng: random.Random, args: argparse.Namespace, ordinary: list[str | None], slow: list[str]
 ) -> list[float]:
     """Open-loop arrivals: a request's time counts from its planned arrival. Each slow one has an ordinary one."""
-    params = SamplingParams(16, temperature=0, ignore_eos=True)
+    params = RequestParams(16, temperature=0, ignore_eos=True)
     took: list[float] = []
     open_ones: list[threading.Event] = []
     slow_ids: list[str] = []

@@ -23,7 +23,7 @@ from chorus.core.model.shard import Shard
 from chorus.core.policies import Policies
 from chorus.core.requests.record import to_record
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.memory.files.format import inspect_adapter
@@ -128,7 +128,7 @@ class Driver:
     ) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, SamplingParams(**params), adapter, choice_group=choice_group)
+        request = Request(request_id, prompt, RequestParams(**params), adapter, choice_group=choice_group)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request

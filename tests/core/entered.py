@@ -20,7 +20,7 @@ import chorus
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.ops import native_library
 from chorus.perf.report.command import parser
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
@@ -57,7 +57,7 @@ def of_cpu(kernels: str, arrives: bool = False) -> dict[str, list[str]]:
     config = EngineConfig(model=str(BUILTIN_MODEL), device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS)
     engine = Engine.from_config(config)
     try:
-        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        params = RequestParams(max_tokens=400, ignore_eos=True)
         requests = [Request(str(name), [5, 6, 7], params, name) for name in (None, "reverse")]
         for request in requests:
             engine.add_request(request)

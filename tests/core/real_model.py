@@ -27,7 +27,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.quarantine import adapter_directories
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.perf.report.command import conclude, parser
 
 QUESTIONS = (
@@ -102,7 +102,7 @@ def run_engine(arguments: argparse.Namespace, cases: list[Case]) -> tuple[float,
     by_id = {case.id: case for case in cases}
     started = time.perf_counter()
     for case in cases:
-        engine.add_request(Request(case.id, case.prompt, SamplingParams(arguments.max_tokens, 0.0), case.adapter))
+        engine.add_request(Request(case.id, case.prompt, RequestParams(arguments.max_tokens, 0.0), case.adapter))
     while engine.has_work():
         for output in engine.step():
             if output.error:

@@ -13,7 +13,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
 pytestmark = pytest.mark.numerics
@@ -151,7 +151,7 @@ def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], i
         engine.store.register(name, path)
     answers: list[list[int]] = [[] for _ in requests]
     for number, (adapter, prompt, count) in enumerate(requests):
-        params = SamplingParams(count, temperature=0, ignore_eos=True)
+        params = RequestParams(count, temperature=0, ignore_eos=True)
         engine.add_request(Request(str(number), prompt, params, adapter))
     while engine.has_work():
         for output in engine.step():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest
+from chorus.core.requests.request_params import AdapterPaused, InvalidRequest
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import MAX_COMPOSED
 from chorus.memory.files.error import LoadFailure

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
+from chorus.core.requests.request_params import InvalidRequest, RequestParams, Seeds
 from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import WEIGHTS_FILE, AdapterFormatError
@@ -114,11 +114,11 @@ def test_the_engine_draws_no_seed(gqa, drive):
     plain = driver.run("a", None, [5, 6, 7], **params).tokens
     assert driver.run("b", None, [5, 6, 7], seed=0, **params).tokens == plain
     seeds, again = Seeds(3), Seeds(3)
-    filled = [seeds.fill(SamplingParams()) for _ in range(3)]
+    filled = [seeds.fill(RequestParams()) for _ in range(3)]
     assert len({it.seed for it in filled}) == 3
-    assert filled == [again.fill(SamplingParams()) for _ in range(3)]
-    assert Seeds(None).fill(SamplingParams()) != Seeds(None).fill(SamplingParams())
-    assert seeds.fill(SamplingParams(seed=0)) == SamplingParams(seed=0)
+    assert filled == [again.fill(RequestParams()) for _ in range(3)]
+    assert Seeds(None).fill(RequestParams()) != Seeds(None).fill(RequestParams())
+    assert seeds.fill(RequestParams(seed=0)) == RequestParams(seed=0)
 
 
 def test_top_k_beyond_any_vocabulary_keeps_all_tokens(gqa, drive):
@@ -325,7 +325,7 @@ def test_an_id_can_be_used_again_after_its_end(gqa, drive):
 )
 def test_wrong_sampling_parameters_name_their_field(field, params):
     with pytest.raises(InvalidRequest, match=field) as caught:
-        SamplingParams(**params)
+        RequestParams(**params)
     assert caught.value.field == field
 
 
@@ -759,7 +759,7 @@ def test_stats_follow_the_work(gqa, drive):
 def test_books_that_do_not_match_cost_nobody_the_last_output(gqa, drive):
     """A leaked page is noticed as soon as the engine idles, after all sampled tokens have been delivered."""
     driver = drive(gqa, prefix_cache=False)
-    request = Request("a", [5] * 8, SamplingParams(2, temperature=0, ignore_eos=True))
+    request = Request("a", [5] * 8, RequestParams(2, temperature=0, ignore_eos=True))
     driver.engine.add_request(request)
     driver.engine.step()
     driver.engine.pool.allocate(1, PageKind.KV)  # nobody's
@@ -787,7 +787,7 @@ def test_cached_kv_is_shared_within_a_tenant_and_a_salt(gqa, drive, first, secon
     driver = drive(gqa, share_prefix_cache=share)
     prompt = list(range(5, 45))
     for name, (tenant, salt) in zip("12", (first, second), strict=True):
-        params = SamplingParams(3, temperature=0, ignore_eos=True)
+        params = RequestParams(3, temperature=0, ignore_eos=True)
         driver.engine.add_request(Request(name, prompt, params, "r1-all", tenant=tenant, cache_salt=salt))
         driver.answers[name] = Answer()
         driver.drain()

@@ -18,7 +18,7 @@ from chorus.core.model.families import FAMILIES as SERVED
 from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 
 from .tiny_families import ADAPTERS, EXPERTS, FAMILIES, INTERNLM_3, save_family
 
@@ -78,7 +78,7 @@ def logits_of(executor: CpuExecutor, prompts: list[list[int]], **config: Any) ->
     executor.decoder.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
     engine = Engine(EngineConfig(model=".", **config), executor)
     for index, prompt in enumerate(prompts):
-        engine.add_request(Request(str(index), prompt, SamplingParams(1, temperature=0, logprobs=0)))
+        engine.add_request(Request(str(index), prompt, RequestParams(1, temperature=0, logprobs=0)))
     engine.step()
     return seen[0].clone()
 

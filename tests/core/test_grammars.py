@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.grammars import MAX_COMPILED, MAX_COMPILED_BYTES, Grammars, InvalidGrammar
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.requests.types import ALL_BANNED, FinishReason
 
 from ..conftest import Subject

@@ -13,7 +13,7 @@ from chorus.core.policies import Policies
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.core.requests.record import NotHere
 from chorus.core.requests.request import Request, RequestState
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
+from chorus.core.requests.request_params import InvalidRequest, RequestParams, Seeds
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.service import TokenCounters
 from chorus.graphs.runner import StepMode
@@ -191,7 +191,7 @@ def test_moves_change_no_token(gqa, known):
     def check(adapter, length, temperature, seeds, moves):
         def ask(driver, call):
             for index, seed in enumerate(seeds):
-                params = draw.fill(SamplingParams(max_tokens=10, temperature=temperature, seed=seed, ignore_eos=True))
+                params = draw.fill(RequestParams(max_tokens=10, temperature=temperature, seed=seed, ignore_eos=True))
                 driver.engine.add_request(
                     Request(f"{call} {index}", PROMPT[:length], params, adapter, choice_group=call)
                 )
@@ -348,7 +348,7 @@ def test_only_requests_in_progress_can_be_exported(gqa, drive):
     with pytest.raises(InvalidRequest, match="request id 'b' is in use"):
         driver.engine.resume(record)
     driver.engine.abort("b")
-    assert driver.engine.resume(json.loads(json.dumps(record))).params == SamplingParams(
+    assert driver.engine.resume(json.loads(json.dumps(record))).params == RequestParams(
         max_tokens=2, temperature=0.0, ignore_eos=True, allowed_token_ids=(5, 6)
     )
     driver.engine.abort("b")

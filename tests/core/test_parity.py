@@ -14,7 +14,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.host.images import ThreadReads
 
@@ -372,7 +372,7 @@ def test_engine_from_an_adapters_directory(subject):
     engine = Engine.from_config(EngineConfig(model=it.model, adapters=directory, dtype="float32", memory_bytes=8 << 20))
     assert engine.store.names() == sorted(it.adapters)
     prompt = it.prompt("r33-all", 9, 7, seed=0)
-    engine.add_request(Request("a", prompt, SamplingParams(7, temperature=0, ignore_eos=True), "r33-all"))
+    engine.add_request(Request("a", prompt, RequestParams(7, temperature=0, ignore_eos=True), "r33-all"))
     tokens = []
     while engine.has_work():
         tokens += [token for output in engine.step() for token in output.token_ids]

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.record import NotHere
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.memory.files.identity import with_content
 
 from ..conftest import Subject, quiet
@@ -338,5 +338,5 @@ def test_an_adapter_and_a_checkpoint_without_the_module_around_the_layers(drive,
 )
 def test_pooling_parameters_out_of_range_are_refused_by_name(field, params):
     with pytest.raises(InvalidRequest, match=field) as refusal:
-        SamplingParams(**params)
+        RequestParams(**params)
     assert refusal.value.field == field

@@ -14,7 +14,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.weights import MATRICES
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.ops.native_integers import IntegerPanels
 from chorus.perf.inline_reads import InlineReads
 
@@ -56,7 +56,7 @@ def logits_of(model: Path, adapters: dict[str, Path], **config: object) -> torch
     for name, path in adapters.items():
         engine.store.register(name, path)
     for index, (name, prompt) in enumerate(PROMPTS.items()):
-        params = SamplingParams(1, temperature=0, logprobs=0)
+        params = RequestParams(1, temperature=0, logprobs=0)
         engine.add_request(Request(str(index), prompt, params, name))
     while engine.has_work():
         engine.step()

@@ -15,7 +15,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.quarantine import adapter_directories, stamp_of
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import NotServed, SamplingParams
+from chorus.core.requests.request_params import NotServed, RequestParams
 from chorus.memory.files.error import AdapterFormatError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -80,7 +80,7 @@ def test_the_rest_is_served_and_the_broken_are_listed(build, gqa, directory, cap
     assert "UTF-8" in engine.adapters.quarantine["'not-utf8-\\udcff'"].reason
     assert "'no-config'" in caplog.text
     prompt = gqa.prompt("r3-mlp", 7, 5, 1)
-    engine.add_request(Request("r", list(prompt), SamplingParams(5, temperature=0, ignore_eos=True), "r3-mlp"))
+    engine.add_request(Request("r", list(prompt), RequestParams(5, temperature=0, ignore_eos=True), "r3-mlp"))
     tokens = []
     while engine.has_work():
         for output in engine.step():
@@ -168,7 +168,7 @@ def test_modules_are_set_aside_as_the_directorys_adapters_are(gqa, directory, tm
     assert "no such directory" in engine.adapters.quarantine["x"].reason
     assert engine.store.names() == ["cut", "good", "r3-mlp"]
     with pytest.raises(NotServed, match=r"'x' is not served: .*no such directory"):
-        engine.add_request(Request("r", [1, 2], SamplingParams(), "x"))
+        engine.add_request(Request("r", [1, 2], RequestParams(), "x"))
     engine.close()
     strict = config.model_copy(update={"adapters": None, "strict_adapters": True})
     with pytest.raises(AdapterFormatError, match="no such directory"):

@@ -16,7 +16,7 @@ from chorus.core.executors.choice import open_executor
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
 
 MIN_MARGIN = 1e-3
@@ -410,7 +410,7 @@ class Tiny:
         engine = self._engine
         if adapter is not None and adapter not in engine.store:
             engine.store.register(adapter, self.adapters[adapter])
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+        params = RequestParams(temperature=0.0, ignore_eos=True, max_tokens=count)
         engine.add_request(Request("draft", prompt, params, adapter))
         tokens = []
         while engine.has_work():

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.buffers import HostBuffers
@@ -106,7 +106,7 @@ class Life:
     def ask(self, id, name):
         if name is not None and name not in self.engine.store:
             return
-        params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        params = RequestParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         request = Request(id, [3, 5, 7], params, name)
         self.engine.add_request(request)
         version = "" if request.adapter is None else request.adapter.manifest.path.name

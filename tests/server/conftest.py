@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from chorus.core.engine_stats import EngineStats
 from chorus.core.executors.base import ExecutorBase
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.queues import Running
@@ -248,7 +248,7 @@ class FakeEngine:
         room = self.model.max_model_len - request.num_prompt_tokens
         return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
-    def scored(self, token: int, params: SamplingParams) -> TokenLogprobs:
+    def scored(self, token: int, params: RequestParams) -> TokenLogprobs:
         if not (named := params.logprob_token_ids):
             return self.score(token, params.logprobs or 0)
         return TokenLogprobs(token, -0.5, ((token, -0.5), *((one, -7.0) for one in named if one != token)))

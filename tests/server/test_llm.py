@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chorus import LLM, SamplingParams
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.identity import with_content

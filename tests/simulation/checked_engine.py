@@ -12,7 +12,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import RequestOutput
 from chorus.memory.host.images import Reads
 from chorus.perf.inline_reads import InlineReads
@@ -86,7 +86,7 @@ class CheckedEngine:
         tenant: str = "",
         **params: Any,
     ) -> Request:
-        wanted = SamplingParams(max_tokens, temperature=0, ignore_eos=True, **params)
+        wanted = RequestParams(max_tokens, temperature=0, ignore_eos=True, **params)
         request = Request(name, list(prompt), wanted, adapter, tenant=tenant)
         self.engine.add_request(request)
         self.asked[name] = Asked(request, request.adapter, list(prompt), (tenant, ""))

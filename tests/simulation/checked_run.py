@@ -9,7 +9,7 @@ from typing import Any, cast
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.policies import Policies
-from chorus.core.requests.sampling_params import SamplingParams, Seeds
+from chorus.core.requests.request_params import RequestParams, Seeds
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.composition import Composition
 from chorus.memory.files.error import AdapterFormatError
@@ -172,7 +172,7 @@ class CheckedRun(EngineRun):
         count = rng.choice([1, 1, 1, 3, 6])
         call = f"c{len(self.asked)}" if count > 1 and rng.random() < 0.5 else ""
         own, is_one_prompt = [rng.randrange(2, VOCAB)], bool(call) or rng.random() < 0.3
-        params = SamplingParams(
+        params = RequestParams(
             max_tokens=rng.choice([None, *range(1, longest + 1)]),
             temperature=rng.choice([0.0, 1.0]),
             ignore_eos=rng.random() < 0.5,

@@ -15,7 +15,7 @@ from typing import Any
 from chorus.core.engine import Engine
 from chorus.core.requests.record import NotHere, to_record
 from chorus.core.requests.request import Request, RequestState
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.requests.types import CannotMerge, FinishReason, RequestOutput
 from chorus.core.scheduling.overload import Overloaded
 from chorus.memory.adapters.adapter import Adapter, Tier
@@ -168,7 +168,7 @@ class EngineRun(ABC):
         self.reached["reload in use"] += old is not None and old.requests > 0
 
     def _submit(
-        self, name: str | None, prompt: list[int], params: SamplingParams, tenant: str, salt: str, call: str = ""
+        self, name: str | None, prompt: list[int], params: RequestParams, tenant: str, salt: str, call: str = ""
     ) -> Asked | None:
         request = Request(
             f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt, choice_group=call

@@ -32,7 +32,7 @@ from chorus.core.executors.choice import open_executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepPlan, StepResult
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.files.format import AdapterFormatError
@@ -92,7 +92,7 @@ class Calm:
             if name is None or (BUILTIN_ADAPTERS / name).is_dir()
         }
 
-    def answer(self, skill: str | None, tokens: list[int], params: SamplingParams) -> Told:
+    def answer(self, skill: str | None, tokens: list[int], params: RequestParams) -> Told:
         key = (skill, tuple(tokens), repr(params))
         found = self._known.get(key)
         if found is None:
@@ -215,7 +215,7 @@ class RealRun(EngineRun):
         way = {"max_tokens": MAX_TOKENS, **rng.choice(WAYS)}
         tokens, temperature = rng.choice(self.calm.prompts[skill]), rng.choice([0.0, 0.0, 1.0])
         for _ in range(rng.choice([1, 1, 1, 4])):
-            params = SamplingParams(**way, temperature=temperature, seed=rng.randrange(3) if temperature else 0)
+            params = RequestParams(**way, temperature=temperature, seed=rng.randrange(3) if temperature else 0)
             self._submit(skill, tokens, params, rng.choice(["", "a", "b"]), rng.choice(["", "", "x"]))
 
     def _alone(self, asked: Asked) -> Told:

@@ -17,7 +17,7 @@ from chorus.core.costs.fit import FitError, fit
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, OverheadCost, StepCost, StepWork, TransferCost
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
 from chorus.core.costs.work import STEP_TERMS, step_work, term_values
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import ScheduledSequence, StepPlan
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
@@ -32,7 +32,7 @@ PAPERS = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv", "a100-llama2-7b", "h100-l
 def row(name, lora_index, start, count):
     tokens = [1] * (start + count)
     return ScheduledSequence(
-        name, lora_index, tokens[start:], start, [1], SamplingParams(), 0, True, tokens, start + count
+        name, lora_index, tokens[start:], start, [1], RequestParams(), 0, True, tokens, start + count
     )
 
 

@@ -14,7 +14,7 @@ from chorus.core.executors import cpu_setup
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.shadow import MATRICES
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
 from chorus.ops import native_library, sgmv
@@ -27,7 +27,7 @@ def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
     model = subject("wide_heads")
     settings = EngineConfig(model=model.model, dtype="float32", memory_bytes=8 << 20, cpu_kernels=kernels, threads=1)
     executor = CpuExecutor(settings)
-    row = ScheduledSequence("one", BASE_LORA_INDEX, [3], 0, [1], SamplingParams(temperature=0.0), 0, True, [3], 1)
+    row = ScheduledSequence("one", BASE_LORA_INDEX, [3], 0, [1], RequestParams(temperature=0.0), 0, True, [3], 1)
     assert executor.execute(StepPlan(1, [row], [], bucket=1)).tokens.keys() == {"one"}
     arena = weakref.ref(executor.arena.pages)
     gc.collect()
@@ -93,7 +93,7 @@ def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(s
     ]
     rows = [
         ScheduledSequence(
-            f"r{i}", BASE_LORA_INDEX, [3 + i], 0, [1 + i], SamplingParams(**ways[i % 6]), i, True, [3 + i], 1
+            f"r{i}", BASE_LORA_INDEX, [3 + i], 0, [1 + i], RequestParams(**ways[i % 6]), i, True, [3 + i], 1
         )
         for i in range(12)
     ]
@@ -140,7 +140,7 @@ def test_where_the_processor_is_slow_in_the_models_dtype_torch_computes_in_float
     assert executor.arena.pages.dtype == torch.bfloat16
     assert {getattr(layer, name).dtype for layer in executor.decoder.layers for name in MATRICES} == {dtype}
     row = ScheduledSequence(
-        "one", BASE_LORA_INDEX, [3, 5, 7], 0, [1], SamplingParams(temperature=0.0), 0, True, [3, 5, 7], 3
+        "one", BASE_LORA_INDEX, [3, 5, 7], 0, [1], RequestParams(temperature=0.0), 0, True, [3, 5, 7], 3
     )
     with torch.inference_mode():
         logits = executor.steps.forward(StepPlan(1, [row], [], bucket=None)).clone()

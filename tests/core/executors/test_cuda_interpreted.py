@@ -33,7 +33,7 @@ from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.core.requests.pooling import from_bytes
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, Room, StepForm, StepMode, StepPart
 from chorus.memory.files.format import AdapterFormatError

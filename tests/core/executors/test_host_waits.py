@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from chorus.core.executors import adapters
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.ops import attention, sampling
 from chorus.ops.attention import HeadShape, PagedAttention
 from chorus.ops.attention_plan import PlanBuffers
@@ -135,7 +135,7 @@ def test_a_decode_step_waits_for_its_tokens_alone(kind, lora, ahead, tmp_path):
     ):
         names = sorted(engine.store.names()) if lora else [None] * ROWS
         for index, name in enumerate(names):
-            params = SamplingParams(max_tokens=20, ignore_eos=True, **(PARAMS[kind] if index else PARAMS["greedy"]))
+            params = RequestParams(max_tokens=20, ignore_eos=True, **(PARAMS[kind] if index else PARAMS["greedy"]))
             engine.add_request(Request(f"r{index}", [1] * PROMPT, params, name))
         for _ in range(4):
             engine.step()

@@ -27,7 +27,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weights import Weights, num_weights
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
@@ -363,7 +363,7 @@ def opened(subject, monkeypatch):
 
 
 def greedy(request_id, prompt, count, adapter=None):
-    return Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), adapter)
+    return Request(request_id, prompt, RequestParams(temperature=0.0, max_tokens=count, ignore_eos=True), adapter)
 
 
 def test_a_rank_that_ends_within_a_step_ends_the_engine(opened, monkeypatch):

@@ -14,7 +14,7 @@ from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import WeightLoader
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 
 
 @pytest.mark.parametrize("name", ["gqa", "tied", "wide_heads"])
@@ -61,7 +61,7 @@ def test_no_checkpoint_is_looked_for(subject, tmp_path):
     for _ in range(2):
         config = EngineConfig(model=tmp_path, load_format="dummy", device="cpu", num_pages=32, threads=1)
         engine = Engine.from_config(config)
-        request = Request("r", [5, 6, 7], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        request = Request("r", [5, 6, 7], RequestParams(max_tokens=12, temperature=0.0, ignore_eos=True))
         engine.add_request(request)
         while engine.has_work():
             engine.step()

@@ -23,7 +23,7 @@ from chorus.core.model.sampler import (
     needs_logits,
     plain_row_params,
 )
-from chorus.core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from chorus.core.requests.request_params import MAX_LOGPROBS, InvalidRequest, RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, FinishReason, ScheduledSequence, StepResult
 from chorus.ops.sampling import TorchSampling, greedy, pick, sample
 
@@ -41,7 +41,7 @@ def row(name, prompt, output=(), *, tokens=None, samples=True, seed=0, **params)
         tokens=known[len(known) - count :],
         start=len(known) - count,
         pages=[],
-        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}),
+        params=RequestParams(**{"temperature": 0.0, "max_tokens": 50, **params}),
         seed=seed,
         samples=samples,
         token_ids=known,
@@ -427,7 +427,7 @@ def test_repetition_penalty_next_to_nothing_is_no_overflow():
 )
 def test_what_changes_logits_is_bounded(field, value, message):
     with pytest.raises(InvalidRequest, match=message) as refused:
-        SamplingParams(**{field: value})
+        RequestParams(**{field: value})
     assert refused.value.field == field
 
 

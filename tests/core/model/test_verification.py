@@ -7,14 +7,14 @@ from dataclasses import fields
 import pytest
 
 from chorus.core.model.verification import accept_drafts, positions_of
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import NOT_FINITE, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 
 
 def sequence(name, tokens, drafts=0, start=10):
     known = [*range(100, 100 + start), *tokens[: len(tokens) - drafts]]
     return ScheduledSequence(
-        name, -1, tokens, start, [1, 2, 3], SamplingParams(), 3, samples=True, token_ids=known, num_prompt_tokens=4,
+        name, -1, tokens, start, [1, 2, 3], RequestParams(), 3, samples=True, token_ids=known, num_prompt_tokens=4,
         drafts=drafts,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from chorus.core.requests.grammar_work import GrammarState, GrammarWork
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.scheduling.grammar_budget import ALONE_SECONDS, LEAST_SECONDS, MAX_DEBT, GrammarBudget
 from chorus.server.demo.builtin import BUILTIN_MODEL
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 def request(name: str, tenant: str = "") -> Request:
-    found = Request(name, [1], SamplingParams())
+    found = Request(name, [1], RequestParams())
     found.fairness_key = tenant
     return found
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.scheduling.service import OUTPUT_COST, TokenCounters
 
 
 def request(tenant, prompt=10):
-    made = Request("x", [5] * prompt, SamplingParams())
+    made = Request("x", [5] * prompt, RequestParams())
     made.fairness_key = tenant
     return made
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.scheduling import queue_order
 from chorus.core.scheduling.queue_order import QueueOrder
 from chorus.core.scheduling.queues import WaitingQueue
@@ -40,7 +40,7 @@ def waiting(*tiers, tenants=None):
     queue = WaitingQueue()
     for second, tier in enumerate(tiers):
         tenant = "" if tenants is None else tenants[second]
-        request = Request(str(second), [5] * 10, SamplingParams(), arrival_time=float(second))
+        request = Request(str(second), [5] * 10, RequestParams(), arrival_time=float(second))
         request.fairness_key = tenant
         request.adapter = None if tier is None else FakeAdapter(tier)
         queue.append(request)
@@ -49,7 +49,7 @@ def waiting(*tiers, tenants=None):
 
 def request_of(tenant):
     """A request that costs as much as it has tokens."""
-    request = Request("x", [5] * 100_000, SamplingParams())
+    request = Request("x", [5] * 100_000, RequestParams())
     request.fairness_key = tenant
     return request
 
@@ -231,7 +231,7 @@ def test_the_queue_is_that_of_its_changes(changes):
     for what, index, tenant, call in changes:
         if what == "+":
             known += 1
-            request = Request(str(known), [1], SamplingParams(), tenant=tenant, choice_group=call)
+            request = Request(str(known), [1], RequestParams(), tenant=tenant, choice_group=call)
             queue.append(request)
             model.append(request)
         elif model and what in "-^":

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.scheduling.queues import Running, group_by_adapter
 
 
@@ -15,7 +15,7 @@ def test_groups_are_those_of_the_requests_in_order(changes):
     running = Running()
     for comes, index, adapter in changes:
         if comes:
-            request = Request("r", [1], SamplingParams())
+            request = Request("r", [1], RequestParams())
             request.adapter = adapter
             running.append(request)
         elif running:

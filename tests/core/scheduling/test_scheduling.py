@@ -19,7 +19,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine_stats import tenants_of
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request, RequestState
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.core.scheduling.admission import DOUBT_SECONDS
@@ -390,7 +390,7 @@ def test_the_victim_is_of_who_was_served_most_by_the_queue_policy(monkeypatch, p
 
 def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
     lengths = OutputLengths()
-    request = Request("long", [1, 2], SamplingParams(44))
+    request = Request("long", [1, 2], RequestParams(44))
     request.max_length = 46
     for _ in range(50):
         lengths.end(1, was_cut=True)
@@ -612,7 +612,7 @@ def test_pages_of_an_aborted_request_come_back_without_another_request():
 def test_a_donor_of_pages_begins_before_the_recipient_only_if_overdue_for_a_turn(is_overdue, runs, begins):
     running = Running()
     if runs:
-        running.append(Request("0", [1], SamplingParams(), fairness_key="donor"))
+        running.append(Request("0", [1], RequestParams(), fairness_key="donor"))
     limits = EngineConfig(model=Path("fake"))
     builder = StepBuilder(
         limits=limits,

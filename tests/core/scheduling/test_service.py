@@ -16,7 +16,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.merging.modes import leaves_tenant_out
 from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.scheduling.adapter_turns import AdapterTurns
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.service import WINDOW_SECONDS, Service, TokenCounters
@@ -347,7 +347,7 @@ class Clock:
 
 
 def made(tenant, index, decodes=True, cost=1.0):
-    request = Request(f"{tenant} {index}", [5] * (1 if decodes else 9), SamplingParams())
+    request = Request(f"{tenant} {index}", [5] * (1 if decodes else 9), RequestParams())
     request.fairness_key, request.charged = tenant, cost
     return request
 

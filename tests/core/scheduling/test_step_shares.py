@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepResult
 from chorus.core.scheduling.queues import Running, WaitingQueue
 from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
@@ -34,9 +34,9 @@ def make_running(sizes, num_lone):
     running = Running()
     for call, size in enumerate(sizes):
         for index in range(size):
-            running.append(Request(f"{call}-{index}", [1], SamplingParams(), choice_group=f"call {call}"))
+            running.append(Request(f"{call}-{index}", [1], RequestParams(), choice_group=f"call {call}"))
     for index in range(num_lone):
-        running.append(Request(f"lone {index}", [1], SamplingParams()))
+        running.append(Request(f"lone {index}", [1], RequestParams()))
     return running
 
 
@@ -200,7 +200,7 @@ def make_engine(fixed, each, slots=32, is_async=False):
 
 def request(name, max_tokens, choice_group=""):
     return Request(
-        name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), choice_group=choice_group
+        name, [1, 2], RequestParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), choice_group=choice_group
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.speculation.ngrams import LENGTHS, MOST_SLOTS, NgramIndex, NgramProposer
 
 SHORTEST, LONGEST = min(LENGTHS), max(LENGTHS)
@@ -99,7 +99,7 @@ def test_a_token_takes_constant_time():
 
 def test_each_request_has_an_index_of_its_own():
     proposer = NgramProposer()
-    requests = [Request(name, tokens, SamplingParams()) for name, tokens in (("a", [1, 2, 1, 2]), ("b", [3, 4, 5]))]
+    requests = [Request(name, tokens, RequestParams()) for name, tokens in (("a", [1, 2, 1, 2]), ("b", [3, 4, 5]))]
     for each in requests:
         each.max_length = 50
     assert proposer.propose(dict.fromkeys(requests, 3)) == {requests[0]: [1, 2, 1]}

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.files import config as config_module
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 from chorus.memory.files.identity import with_content
@@ -345,7 +345,7 @@ def test_values_that_overflow_the_models_dtype(adapter_draft, tmp_path):
 
 
 def generate(engine, adapter, prompt=(5, 6, 7, 8), count=6):
-    engine.add_request(Request("r", list(prompt), SamplingParams(count, temperature=0, ignore_eos=True), adapter))
+    engine.add_request(Request("r", list(prompt), RequestParams(count, temperature=0, ignore_eos=True), adapter))
     tokens, error = [], None
     while engine.has_work():
         for output in engine.step():

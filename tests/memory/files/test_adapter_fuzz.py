@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.files.format import AdapterFormatError
 
 from ..fakes import acquire_whole
@@ -337,7 +337,7 @@ def check_equal(actual: dict, expected: dict) -> None:
 
 
 def generate(engine, adapter: str) -> list[int]:
-    engine.add_request(Request("r", [5, 6, 7], SamplingParams(4, temperature=0, ignore_eos=True), adapter))
+    engine.add_request(Request("r", [5, 6, 7], RequestParams(4, temperature=0, ignore_eos=True), adapter))
     tokens: list[int] = []
     while engine.has_work():
         for output in engine.step():

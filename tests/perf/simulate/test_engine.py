@@ -16,7 +16,7 @@ from chorus.core.costs.models import StepWork
 from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.files.format import AdapterFormatError
@@ -84,7 +84,7 @@ class Run:
 
     def request(self, name, prompt, max_tokens, adapter=None):
         tokens = prompt if isinstance(prompt, list) else [1] * prompt
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        params = RequestParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return self.request_type(name, tokens, params, adapter, self.clock.now)
 
     def add(self, *args):
@@ -602,12 +602,12 @@ from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.engine import simulated_engine
 from chorus.perf.simulate.scheduler import SimRequest
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 profile = load_profile("h200-llama3.1-8b")
 adapters = SimAdapters(profile.geometry, 16)
 engine, _ = simulated_engine(profile, adapters)
 engine.store.register("a", adapters.add("a", 16, profile.geometry.adapter_bytes(16)))
-engine.add_request(SimRequest("r", [1] * 99, SamplingParams(max_tokens=50, ignore_eos=True), "a"))
+engine.add_request(SimRequest("r", [1] * 99, RequestParams(max_tokens=50, ignore_eos=True), "a"))
 while engine.has_work():
     engine.step()
 engine.check_integrity()
@@ -633,7 +633,7 @@ def test_a_tenant_that_holds_the_pages_keeps_nobody_else_waiting():
         sent: dict[str, float] = {}
 
         def add(name, tokens, count, tenant):
-            params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+            params = RequestParams(max_tokens=count, temperature=0.0, ignore_eos=True)
             request = SimRequest(name, [1] * tokens, params, None, clock.now)
             request.tenant = tenant
             engine.add_request(request)

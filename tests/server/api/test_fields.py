@@ -4,7 +4,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.server.api.chat_request import ChatCompletionRequest, ChatMessage
 from chorus.server.api.completion_request import CompletionRequest
 from chorus.server.api.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL, REFUSED_INSIDE
@@ -243,7 +243,7 @@ def test_chat_leaves_an_unasked_length_to_the_engine(shared):
     assert shared.post(prompt="hi").status_code == 200
     chat, completion = shared.engine.asked
     assert chat.params.max_tokens == 512 - chat.num_prompt_tokens, "all that the engine has room for"
-    assert completion.params.max_tokens == SamplingParams().max_tokens == 16
+    assert completion.params.max_tokens == RequestParams().max_tokens == 16
 
 
 def test_salt_and_tenant_reach_the_engine(start, fake_engine):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.core.executors.base import ModelInfo
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.requests.types import FinishReason
 from chorus.memory.files.error import LoadFailure
 from chorus.server.cluster.address import UnixSocket

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.core.requests.sampling_params import AdapterPaused, InvalidRequest, NotServed
+from chorus.core.requests.request_params import AdapterPaused, InvalidRequest, NotServed
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.error import LoadFailure

@@ -12,7 +12,7 @@ import pytest
 from chorus.core.executors.base import ModelInfo
 from chorus.core.requests.record import NotHere, from_record, to_record
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import OutOfPages
 from chorus.memory.transfers.transfer import ExecutorLost
@@ -87,7 +87,7 @@ def play(tmp_path):
 
 
 def record(name: str, prompt=(5, 6, 7), **fields) -> dict:
-    params = SamplingParams(temperature=0, max_tokens=100)
+    params = RequestParams(temperature=0, max_tokens=100)
     return {**to_record(Request(name, list(prompt), params), 0.0), **fields}
 
 

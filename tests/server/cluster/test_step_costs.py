@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan
 from chorus.server.cluster.report import LearnedCosts, mean_costs
 
@@ -25,7 +25,7 @@ def engine():
 def plan(rows, start, tokens=1):
     made = [
         ScheduledSequence(
-            f"r{index}", BASE_LORA_INDEX, [1] * tokens, start, [], SamplingParams(), 0, True, [1], start + tokens
+            f"r{index}", BASE_LORA_INDEX, [1] * tokens, start, [], RequestParams(), 0, True, [1], start + tokens
         )
         for index in range(rows)
     ]

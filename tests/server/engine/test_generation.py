@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput
 from chorus.server.engine.generation import BULK, Choice, Generation
 from chorus.server.text.detokenizer import ByteDetokenizer, TextStream
@@ -35,7 +35,7 @@ class FakeWorker:
 
 def make_generation(worker, num_choices=1, in_bulk=True):
     streams = [TextStream(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(num_choices)]
-    choices = [Choice(i, Request(f"c-{i}", [1], SamplingParams()), stream) for i, stream in enumerate(streams)]
+    choices = [Choice(i, Request(f"c-{i}", [1], RequestParams()), stream) for i, stream in enumerate(streams)]
     return Generation(worker, choices, id="c", model="m", in_bulk=in_bulk)
 
 

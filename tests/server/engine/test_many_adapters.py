@@ -12,7 +12,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.perf.bench.schedule_time import FakeExecutor, StoppedReads
 from chorus.server.cluster.replica import _about
 from chorus.server.cluster.report import LearnedCosts
@@ -31,7 +31,7 @@ def engine(monkeypatch):
     it = Engine(config, executor, reads=StoppedReads())
     for index in range(REGISTERED):
         it.store.register(f"a{index}", Path(f"a{index}-4"))
-    it.add_request(Request("r", [1] * 4, SamplingParams(max_tokens=4, ignore_eos=True), "a7"))
+    it.add_request(Request("r", [1] * 4, RequestParams(max_tokens=4, ignore_eos=True), "a7"))
     it.step()
     tier, asked = it.store.tier, []
     monkeypatch.setattr(it.store, "tier", lambda adapter: (asked.append(adapter.name), tier(adapter))[1])

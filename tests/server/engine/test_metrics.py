@@ -16,7 +16,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.engine_stats import EngineStats, adapter_names_of
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.adapters.adapter import Tier
 from chorus.server.cluster.cluster_view import ClusterCollector
 from chorus.server.engine import engine_view
@@ -413,7 +413,7 @@ def test_a_scrape_does_not_wait_for_a_stuck_engine(start, fake_engine, monkeypat
     assert 'adapter="alice"' in live.client.get("/metrics").text
     monkeypatch.setattr("chorus.server.api.about.SCRAPE_SECONDS", 0.05)
     fake_engine.gate.clear()
-    live.worker.submit(Request("stuck", [97], SamplingParams()), lambda output: None).result(5)
+    live.worker.submit(Request("stuck", [97], RequestParams()), lambda output: None).result(5)
     live.wait_until(lambda: live.worker.stats.num_steps == 0)
     assert 'adapter="alice"' in live.client.get("/metrics").text
     fake_engine.gate.set()
@@ -435,7 +435,7 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     names = ["r2-qv", "r3-mlp", "r8-attention"]
     for name in names:
         engine.store.register(name, reference.adapters[name])
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    params = RequestParams(max_tokens=8, temperature=0, ignore_eos=True)
     for number, name in enumerate([None, *names, names[2]]):
         engine.add_request(Request(str(number), [5, 6, 7], params, name))
     assert adapter_names_of(engine.scheduler) == ([], names)

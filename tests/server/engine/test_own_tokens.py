@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from chorus import LLM, SamplingParams
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.settings import Settings
 from chorus.server.start.launch import build_app, serving

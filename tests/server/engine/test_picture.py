@@ -11,7 +11,7 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.request_params import RequestParams
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.pages.pool import PageKind
 from chorus.perf.bench.schedule_time import FakeExecutor
@@ -30,7 +30,7 @@ def engine():
 
 
 def add(engine, name, adapter, tenant, tokens=40):
-    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    params = RequestParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     engine.add_request(Request(name, [1] * tokens, params, adapter, tenant=tenant))
 
 

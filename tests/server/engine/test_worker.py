@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.request_params import InvalidRequest, RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.engine.watchdog import POLL_SECONDS, Watchdog
@@ -27,7 +27,7 @@ def worker(fake_engine):
 
 
 def request(request_id="r", tokens=(97, 98), adapter=None, **params) -> Request:
-    return Request(request_id, list(tokens), SamplingParams(**params), adapter)
+    return Request(request_id, list(tokens), RequestParams(**params), adapter)
 
 
 class Receiver:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.executors import DaemonPool
 from chorus.server.text.spelt_specials import SpeltSpecials, new_mark

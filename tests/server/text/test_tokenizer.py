@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL
 from chorus.server.errors import ApiError
 from chorus.server.executors import DaemonPool

@@ -1,4 +1,4 @@
-"""Sampling parameters: the choice of a request's next token, and its end.
+"""Parameters of a request: the choice of its next token, and its end.
 
 Tests: tests/core/model/test_sampler.py, tests/core/test_engine.py.
 """
@@ -59,7 +59,7 @@ class AdapterPaused(InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class RequestParams:
     """Applied in this order: grammar, allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p,
     top_k, top_p. A request for which they leave no token to draw ends with an error.
 
@@ -151,7 +151,7 @@ class Seeds:
         """seed: makes all that are drawn reproducible; None: none are."""
         self._random = random.Random(seed)
 
-    def fill(self, params: SamplingParams) -> SamplingParams:
+    def fill(self, params: RequestParams) -> RequestParams:
         """Return the parameters with a seed."""
         return params if params.seed is not None else replace(params, seed=self._random.getrandbits(63))
 
