@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -73,16 +73,22 @@ class _Listed(NamedTuple):
 
 def added_beyond(directory: AdapterDirectory, num_tokens: int) -> dict[int, str]:
     """Tokens with ids from `num_tokens` on, in any tokenizer file of the directory; empty where it has none."""
-    return {id_: one.token.text for id_, one in _read(directory).tokens.items() if id_ >= num_tokens}
+    found = _read(directory, _contents(directory)).tokens
+    return {id_: one.token.text for id_, one in found.items() if id_ >= num_tokens}
 
 
 def own_tokens(directory: AdapterDirectory, base: BaseTokens, vocab_size: int | None) -> OwnTokens | None:
     """The adapter's tokenizer if it names tokens that the base model's tokenizer lacks; None if not.
 
     vocab_size: of the base model's embeddings. Tokens beyond them have no row, so they are no tokens of a prompt.
-    Raises AdapterFormatError for files that can't be read, and for a token that isn't the base model's.
+    Raises AdapterFormatError for files that can't be read, and for a token that isn't the base model's. Files that
+    equal another adapter's without such tokens are not parsed again.
     """
-    found = _read(directory)
+    contents = _contents(directory)
+    key = _digest(contents)
+    if key in base.plain:
+        return None
+    found = _read(directory, contents)
     for id_, (token, file) in found.tokens.items():
         known = base.id_of(token.text)
         if known is not None and known != id_:
@@ -92,6 +98,8 @@ def own_tokens(directory: AdapterDirectory, base: BaseTokens, vocab_size: int | 
             )
     served = {id_: one for id_, one in found.tokens.items() if vocab_size is None or id_ < vocab_size}
     if all(base.id_of(one.token.text) is not None for one in served.values()):
+        if not found.is_beyond:
+            base.plain.add(key)
         return None
     _check_ids(served, base)
     _check_parts(directory.path / TOKENIZER, found.parts)
@@ -112,29 +120,47 @@ class _Found(NamedTuple):
     tokens: dict[int, _Listed]
     named: dict[str, str]
     parts: str
+    is_beyond: bool
+    """True if more than the beginning of `tokenizer.json` says it."""
 
 
-def _read(directory: AdapterDirectory) -> _Found:
-    config, named_in = _object(directory, CONFIG), _object(directory, NAMED)
+def _contents(directory: AdapterDirectory) -> dict[str, bytes]:
+    """The directory's files by name, of `tokenizer.json` its beginning."""
+    files = {name: directory.read(name, MAX_BYTES, _KIND) for name in (CONFIG, LISTED, NAMED) if directory.has(name)}
+    if directory.has(TOKENIZER):
+        files[TOKENIZER] = directory.read_beginning(TOKENIZER, _BEGINNING, _KIND)
+    return files
+
+
+def _digest(contents: Mapping[str, bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for name, data in contents.items():
+        digest.update(f"{name} {len(data)}\n".encode())
+        digest.update(data)
+    return digest.digest()
+
+
+def _read(directory: AdapterDirectory, contents: Mapping[str, bytes]) -> _Found:
+    config, named_in = (_object(directory.path / name, contents.get(name)) for name in (CONFIG, NAMED))
     named, specials = _named(directory, {CONFIG: config, NAMED: named_in})
     tokens: dict[int, _Listed] = {}
-    parts = ""
-    if directory.has(TOKENIZER):
-        members = _beginning(directory)
+    parts, is_beyond = "", False
+    if TOKENIZER in contents:
+        members, is_beyond = _beginning(directory, contents[TOKENIZER])
         parts = json.dumps({name: members.get(name) for name in PARTS})
         _put(tokens, directory, TOKENIZER, _listed(directory.path / TOKENIZER, members.get("added_tokens")))
     _put(tokens, directory, CONFIG, _decoded(directory.path / CONFIG, config.get("added_tokens_decoder")))
-    _put(tokens, directory, LISTED, _numbered(directory.path / LISTED, _object(directory, LISTED), specials))
-    return _Found(dict(sorted(tokens.items())), named, parts)
+    listed = _object(directory.path / LISTED, contents.get(LISTED))
+    _put(tokens, directory, LISTED, _numbered(directory.path / LISTED, listed, specials))
+    return _Found(dict(sorted(tokens.items())), named, parts, is_beyond)
 
 
-def _object(directory: AdapterDirectory, name: str) -> dict[str, Any]:
+def _object(file: Path, data: bytes | None) -> dict[str, Any]:
     """A file's JSON object; empty without the file."""
-    if not directory.has(name):
+    if data is None:
         return {}
-    file = directory.path / name
     try:
-        raw = strict_json.loads(directory.read(name, MAX_BYTES, _KIND))
+        raw = strict_json.loads(data)
     except ValueError as error:
         raise AdapterFormatError(f"{file}: not JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -142,16 +168,15 @@ def _object(directory: AdapterDirectory, name: str) -> dict[str, Any]:
     return raw
 
 
-def _beginning(directory: AdapterDirectory) -> dict[str, Any]:
-    """The members of `tokenizer.json` but for the vocabulary."""
+def _beginning(directory: AdapterDirectory, data: bytes) -> tuple[dict[str, Any], bool]:
+    """The members of `tokenizer.json` but for the vocabulary, and whether more than its beginning was needed."""
     file = directory.path / TOKENIZER
-    data = directory.read_beginning(TOKENIZER, _BEGINNING, _KIND)
     try:
-        return read_members(data)[0]
+        return read_members(data)[0], False
     except ValueError:
         pass  # cut off, or other members behind the vocabulary
     try:
-        return read_members(directory.read(TOKENIZER, MAX_BYTES, _KIND))[0]
+        return read_members(directory.read(TOKENIZER, MAX_BYTES, _KIND))[0], True
     except ValueError as error:
         raise AdapterFormatError(f"{file}: {error}") from error
 

@@ -22,6 +22,8 @@ class BaseTokens:
     directory: Path
     same: set[bytes] = field(default_factory=set)
     """Digests of adapters' files whose vocabulary is this one."""
+    plain: set[bytes] = field(default_factory=set)
+    """Digests of adapters' tokenizer files that name no other tokens."""
 
     @property
     def is_there(self) -> bool:

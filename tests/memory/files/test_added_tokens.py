@@ -101,6 +101,19 @@ def test_the_base_model_s_tokenizer_costs_nothing(adapter, modules, monkeypatch)
     assert sum(map(len, read)) < 400_000 < (adapter / FILE).stat().st_size
 
 
+def test_files_that_equal_another_adapters_are_not_parsed_again(adapter_draft, tmp_path, modules, monkeypatch):
+    paths = [adapter_draft().write(tmp_path / str(index)) for index in range(3)]
+    for path in paths:
+        (path / FILE).write_bytes((BUILTIN_MODEL / FILE).read_bytes())
+        (path / "tokenizer_config.json").write_bytes((BUILTIN_MODEL / "tokenizer_config.json").read_bytes())
+    assert inspect_adapter(paths[0], modules).tokens is None
+    with monkeypatch.context() as patch:
+        patch.setattr("chorus.memory.files.added_tokens.read_members", None)
+        assert inspect_adapter(paths[1], modules).tokens is None
+    (paths[2] / "added_tokens.json").write_text(json.dumps({"<tool>": 259}))
+    assert tokens_of(paths[2], modules).tokens[-1].text == "<tool>"
+
+
 def test_equal_sets_are_one_object_and_the_content_tells_others_apart(adapter_draft, tmp_path, modules):
     manifests = []
     for index, texts in enumerate((("<tool>",), ("<tool>",), ("<end>",), ())):
