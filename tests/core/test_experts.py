@@ -17,6 +17,7 @@ from chorus.core.model import experts as mixture
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
+from chorus.core.model.shard import Shard
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
@@ -25,8 +26,6 @@ from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
 from .test_family_paths import answers, told
 from .tiny_families import ADAPTERS, EXPERTS, save_family
-
-pytestmark = pytest.mark.numerics
 
 BF16_ERROR = 8e-2
 """Relative L2 error of bfloat16 logits that is taken for rounding, which may change a router's choice; measured: at
@@ -47,6 +46,7 @@ def kernels() -> str:
     return "torch"
 
 
+@pytest.mark.numerics
 @every_family
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
     it = tiny(family)
@@ -113,6 +113,7 @@ def test_steps_that_are_launched_ahead(tiny, drive, family):
     assert told(driver, want) == want
 
 
+@pytest.mark.slow
 @every_family
 def test_comparisons_mean_something(tiny, family):
     """Answers vary, adapters change them, and tokens go to most experts."""
@@ -252,9 +253,9 @@ def test_settings_that_experts_are_not_served_with(tiny, changes, message):
         executor_of(tiny("qwen3-moe").model, **changes)
 
 
-def test_ranks_do_not_share_experts(tiny, drive):
+def test_ranks_do_not_share_experts(tiny):
     with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size is 2, and the model's 16 experts .*one of 1"):
-        drive(tiny("qwen3-moe"), tensor_parallel_size=2)
+        Shard(0, 2).config(read_model_config(tiny("qwen3-moe").model))
 
 
 def test_gpus_refuse_experts(tiny):
