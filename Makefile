@@ -1,5 +1,5 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
-.PHONY: help slow check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
+.PHONY: help slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
     timed studies compare levels plain families
 .DEFAULT_GOAL := check
 SHELL := bash
@@ -57,8 +57,11 @@ style-report: ## counts of words, sentences, parameters and positional values
 test: ## the test suite
 	pytest -q
 
-slow: ## the slow tests, which a plain pytest leaves out, and those of GPU kernels, which need triton
-	pytest -q -m "slow or triton"
+slow: ## the slow tests, which a plain pytest leaves out, and the quick ones of GPU kernels, which need triton
+	pytest -q -m "(slow and not triton) or (triton and not slow)"
+
+kernel-tests: ## the slow tests of GPU kernels and GPU steps: a quarter of an hour
+	pytest -q -m "slow and triton"
 
 sanitize: ## the native decoder under ASan and UBSan
 	mkdir -p build/sanitize
@@ -108,12 +111,12 @@ families: ## every geometry of every model family over every path of an engine
 		tests/core/executors/test_cuda_families_interpreted.py
 
 level-%: ## native tests at one ISA level, such as level-avx2
-	CHORUS_CPU_ISA=$* pytest -q -n 0 -m native
+	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow"
 
 plain: ## numerics tests against a package built without a compiler in PLAIN
 	export PYTHONPATH="$(PLAIN)"; \
 	python -c "from chorus.ops import native_library as it; assert not any(map(it.built, it.LEVELS)), 'a native library'"; \
-	pytest -q -n 0 -m numerics
+	pytest -q -n 0 -m "numerics and not slow"
 
 levels: $(addprefix level-,$(LEVELS))
 

@@ -1,15 +1,15 @@
 """Runs `test_*_interpreted.py` in processes that interpret Triton's kernels.
 
 A process that interprets can't compile, and the other way round, so these modules are never imported by a process whose
-TRITON_INTERPRET is not 1. There each file is one test, which runs the file in a process of its own. `-k` finds it by
-the names of the tests in it, and that process then runs those alone.
+TRITON_INTERPRET is not 1. There each file is one test, which runs the file in a process of its own, or two: one of
+those that are marked `slow`. `-k` finds it by the names of the tests in it, and that process then runs those alone.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 
@@ -27,32 +27,40 @@ class InterpretedFile(pytest.File):
     """A file of tests that another process runs."""
 
     def collect(self) -> Iterable[InterpretedTests]:
-        yield InterpretedTests.from_parent(self, name="interpreted")
+        tree = ast.parse(self.path.read_bytes())
+        tests = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
+        marks, slow = _module_marks(tree), [test.name for test in tests if _is_slow(test)]
+        if quick := [test.name for test in tests if test.name not in slow]:
+            yield InterpretedTests.from_parent(self, name="interpreted", tests=quick, marks=marks)
+        if slow:
+            yield InterpretedTests.from_parent(self, name="interpreted_slow", tests=slow, marks={*marks, "slow"})
 
 
 class InterpretedTests(pytest.Item):
-    """All tests of one file, or those that `-k` selects."""
+    """Tests of one file, or those of them that `-k` selects."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, *, tests: Sequence[str], marks: Collection[str], **options) -> None:
         super().__init__(**options)
-        tree = ast.parse(self.path.read_bytes())
-        names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test")]
-        self.extra_keyword_matches.update(names)
-        for name in ("long", "slow", "triton"):
-            self.add_marker(name)
+        self._tests = tests
+        self.extra_keyword_matches.update(tests)
         self.add_marker(pytest.mark.timeout(SECONDS))
-        for name in _module_marks(tree):
+        for name in sorted({*marks, "long", "triton"}):
             self.add_marker(name)
 
     def runtest(self) -> None:
         keyword = str(self.config.getoption("keyword") or "")
-        result = run_python(*PYTEST, str(self.path), "-k", keyword, TRITON_INTERPRET="1")
+        tests = [f"{self.path}::{name}" for name in self._tests]
+        result = run_python(*PYTEST, *tests, "-k", keyword, TRITON_INTERPRET="1")
         if result.returncode == NOTHING_SELECTED and keyword:
             pytest.skip(f"no test of the file matches {keyword!r}")
         assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
     def reportinfo(self) -> tuple[os.PathLike[str], int, str]:
         return self.path, 0, self.name
+
+
+def _is_slow(test: ast.FunctionDef) -> bool:
+    return any(ast.unparse(each) == "pytest.mark.slow" for each in test.decorator_list)
 
 
 def _module_marks(tree: ast.Module) -> set[str]:

@@ -76,12 +76,14 @@ def check(it, driver, *requests):
     assert {name: answers[name].tokens for name in want} == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families(tiny, drive, family):
     it = tiny(family)
     check(it, drive(it, ["r3-all"]), (None, 30, 3), ("r3-all", 9, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WINDOWS)
 def test_windows(tiny, drive, family):
     """Beyond the window, so that pages leave."""
@@ -114,6 +116,7 @@ def triton(monkeypatch):
     monkeypatch.setattr(cuda, "choose_attention", choose)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ON_A_GPU)
 def test_windows_and_soft_caps_by_flashinfer(tiny, drive, flashinfer, family):
     it = tiny(family)
@@ -121,12 +124,14 @@ def test_windows_and_soft_caps_by_flashinfer(tiny, drive, flashinfer, family):
     assert flashinfer.fast_plans, "no bucket was planned twice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ON_A_GPU)
 def test_windows_and_soft_caps_by_our_kernel(tiny, drive, triton, family):
     it = tiny(family)
     check(it, drive(it, ["r3-all"]), (None, 50, 3), ("r3-all", 22, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens):
     it = save_zoo(tmp_path)
@@ -134,6 +139,7 @@ def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens
     check(it, driver, ("alora", 30, 4), ("alora-qkv", 12, 4), ("plain", 9, 3), (None, 10, 3), ("alora", 9, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "obstacle", "limit"),
     [("auto", None, 256), ("auto", Obstacle("it is not installed"), 24), ("triton", None, 24)],
@@ -147,6 +153,7 @@ def test_requests_leave_the_window_by_default_where_flashinfer_serves(
     assert (model.max_model_len, model.window) == (limit, 24 if limit == 24 else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed_graph_tokens", MIXED)
 def test_recurrent_states(tiny, drive, mixed_graph_tokens):
     it = tiny("qwen3.5")
@@ -159,6 +166,7 @@ def test_recurrent_states(tiny, drive, mixed_graph_tokens):
 on_ranks = pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
 
 
+@pytest.mark.slow
 @on_ranks
 def test_ranks_norm_all_heads_at_once(tiny, drive):
     """Of four ranks, each has one head of queries, and two have the same head of keys."""
@@ -168,6 +176,7 @@ def test_ranks_norm_all_heads_at_once(tiny, drive):
     assert driver.executor.inner.first.captured
 
 
+@pytest.mark.slow
 @on_ranks
 def test_ranks_share_recurrent_states(tiny, drive):
     """Captured steps ahead of tokens, with an adapter on layers of both kinds."""
@@ -179,6 +188,7 @@ def test_ranks_share_recurrent_states(tiny, drive):
     assert driver.executor.inner.first.captured
 
 
+@pytest.mark.slow
 @on_ranks
 def test_ranks_serve_a_window_by_default(tiny, drive):
     """As one GPU does: the first rank's limits are those of all ranks."""

@@ -171,6 +171,7 @@ class Launches(LateDevice):
         return replay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["ahead", "lazy", "off"])
 def test_pieces_of_mixed_steps_give_the_references_tokens(drive, tiny, monkeypatch, setting):
     """Chunks of prompts and decode rows of several adapters and of none, padded to buckets of 8 and 15 tokens."""
@@ -381,6 +382,7 @@ def merge(driver: Driver, name: str) -> None:
     assert driver.engine.stats().merged_adapter == name
 
 
+@pytest.mark.slow
 def test_merged_steps_of_the_adapter_alone_and_of_others(drive, tiny):
     """Chunks of prompts and decode rows; the merged adapter's own rows launch nothing of LoRA."""
     driver = drive(graph_capture="off", adapters=["r17-all", "pattern"])
@@ -395,6 +397,7 @@ def test_merged_steps_of_the_adapter_alone_and_of_others(drive, tiny):
     assert any(plan.bucket and len(plan.sequences) < plan.bucket for plan in plans), "no padding"
 
 
+@pytest.mark.slow
 def test_an_adapter_of_several_parts_is_taken_off_the_rows_of_others(drive, tiny):
     driver = drive(graph_capture="lazy", adapters=["pattern", "r1-qv"], max_num_seqs=3)
     merge(driver, "pattern")
@@ -420,6 +423,7 @@ def test_merged_steps_have_launches_for_a_quarter_of_their_rows(drive, tiny):
     assert len(steps.captured) == captured
 
 
+@pytest.mark.slow
 def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):
     """Graphs have the addresses of weights in them: the next shadow of the same matrices lies where the last one did.
 
@@ -461,6 +465,7 @@ def test_a_shadow_elsewhere_has_graphs_of_its_own(drive, tiny):
     check(driver, ask(driver, tiny, ("r1-qv", 2, 3)))
 
 
+@pytest.mark.slow
 def test_switches_between_steps(drive, tiny):
     """One step ahead where nothing is being made: merged, unmerged and merged again while requests run."""
     driver = drive(adapters=["r1-qv", "r5-o-down"], max_num_seqs=2, graph_capture="lazy")
@@ -713,6 +718,7 @@ def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
         steps.decoder.prompt_logits(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"mixed_graph_tokens": 12}, {"async_scheduling": False}], ids=str)
 def test_pooled_vectors_beside_generated_text(drive, tiny, config):
     driver = drive(**config)
@@ -731,6 +737,7 @@ def test_pooled_vectors_beside_generated_text(drive, tiny, config):
     assert {name: answers[name].tokens for name in tokens} == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("drawing_kernels")
 def test_async_steps_take_tokens_that_were_drawn_on_the_device(drive, tiny):
     asked = [
@@ -904,6 +911,7 @@ def float32_products(monkeypatch):
     monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-4)
 
 
+@pytest.mark.slow
 def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_products, caplog):
     """Bucket by bucket, with adapters and without, before anything is captured; the log says the times."""
     library, small, expanded = GemmBackend.LIBRARY, GemmBackend.SMALL, GemmBackend.EXPANDED
@@ -934,6 +942,7 @@ def test_products_are_by_what_takes_least_time_of_whole_steps(tiny, float32_prod
     executor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["on", "fused"])
 def test_our_products_give_the_references_tokens(drive, tiny, float32_products, setting):
     """In steps with adapters and without, captured; adapters of one part, and of several."""
@@ -945,6 +954,7 @@ def test_our_products_give_the_references_tokens(drive, tiny, float32_products, 
     assert {bool(plan.adapters) for plan in driver.plans if plan.bucket} == {True, False}
 
 
+@pytest.mark.slow
 def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float32_products):
     """Of rows that the larger tile holds, which are more than are expanded at once."""
     driver = drive(
@@ -960,6 +970,7 @@ def test_our_products_of_more_rows_give_the_references_tokens(drive, tiny, float
     assert 18 in {plan.bucket for plan in driver.plans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["on", "fused"])
 def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     drive, tiny, float32_products, monkeypatch, setting
@@ -984,6 +995,7 @@ def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
     assert torch.equal(*first)
 
 
+@pytest.mark.slow
 def test_adapters_in_passes_are_not_expanded_in_a_product(drive, tiny, float32_products, monkeypatch):
     """With one adapter in the weights, rows of another subtract it and add their own, in one launch after the other
     that follow the GEMM.

@@ -139,6 +139,7 @@ def test_no_layer_is_there_and_the_tokens_are_the_references(with_offload, tiny,
     assert stats.cold_start_regret >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [0, 12])
 def test_sgmv_takes_over_in_mid_prefill(with_offload, tiny, padded):  # noqa: F811
     """The pages come while the first layer's first group is with the offload workers."""
@@ -152,6 +153,7 @@ def test_sgmv_takes_over_in_mid_prefill(with_offload, tiny, padded):  # noqa: F8
     assert cuda.num_words == before + 2 * groups
 
 
+@pytest.mark.slow
 def test_a_step_that_lends_is_none_of_captured_pieces(with_offload, tiny, monkeypatch):  # noqa: F811
     """The next one of the same bucket, with its adapter there, is."""
     driver, cuda, offload = with_offload(1, mixed_graph_tokens=12, adapters=["r17-all"], graph_capture="lazy")
@@ -166,6 +168,7 @@ def test_a_step_that_lends_is_none_of_captured_pieces(with_offload, tiny, monkey
     assert offload.starts.num_offloaded == 1
 
 
+@pytest.mark.slow
 def test_offloads_where_the_products_way_back_is_shorter_than_the_adapters(with_offload, tiny):  # noqa: F811
     """Of 9 tokens: not for rank 1 on two projections, but for rank 17 on all; over a link of which nothing comes."""
     driver, cuda, offload = with_offload(1, cold_start=None, adapters=["r1-qv", "r17-all"])
@@ -180,6 +183,7 @@ def test_offloads_where_the_products_way_back_is_shorter_than_the_adapters(with_
     assert (offload.starts.num_offloaded, offload.starts.num_streamed) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tiny, monkeypatch, caplog, number):  # noqa: F811
     """A process, within a layer: the device goes on, the prompt is void and runs again, and none is offloaded then."""
@@ -204,6 +208,7 @@ def test_an_offload_worker_that_ends_leaves_its_prompt_to_wait(with_offload, tin
     assert cuda.num_words == words
 
 
+@pytest.mark.slow
 def test_an_offload_worker_that_has_ended_before_the_step_is_not_waited_for(with_offload, tiny):  # noqa: F811
     driver, cuda, offload = with_offload(2, adapters=["r17-all"])
     offload._ranks.lose()  # noqa: SLF001
@@ -212,6 +217,7 @@ def test_an_offload_worker_that_has_ended_before_the_step_is_not_waited_for(with
     assert cuda.num_words == words
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_launched_again(with_offload, tiny, monkeypatch):  # noqa: F811
     driver, _, offload = with_offload(1, adapters=["r17-all"])
     want = ask(driver, tiny, ("r17-all", 9, 2))
@@ -230,6 +236,7 @@ def test_a_step_that_fails_is_launched_again(with_offload, tiny, monkeypatch):  
     assert set(offload.offloaded.layers) == {SPEC.layers}
 
 
+@pytest.mark.slow
 def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(with_offload, tiny):  # noqa: F811
     driver, cuda, offload = with_offload(1, adapters=["r17-all"])
     memory = offload._memory  # noqa: SLF001
@@ -238,6 +245,7 @@ def test_images_and_what_is_handed_over_are_pinned_while_they_are_used(with_offl
     assert max(cuda.pinned) >= memory.address(memory.layout.first_room)
 
 
+@pytest.mark.slow
 def test_a_step_behind_one_that_is_under_way_is_not_timed_and_nor_is_that_one(with_offload):
     """Else a token of a prompt would seem to take as long as both, and offload workers to pay where they don't."""
     _, _, offload = with_offload(1, adapters=[])

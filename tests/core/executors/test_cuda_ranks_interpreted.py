@@ -137,6 +137,7 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):  # noqa: F811
     assert any(plan.sources is not None for plan in plans), "no step was ahead"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["ahead", "lazy", "off"])
 def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa: F811
     driver = drive(mixed_graph_tokens=12, graph_capture=setting, adapters=["r17-all", "r1-qv"], max_num_seqs=2)
@@ -145,6 +146,7 @@ def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa
     assert bool(first.captured) == (setting != "off")
 
 
+@pytest.mark.slow
 def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
     """Sampling by seed, penalties, log-probabilities of answers and of prompts, next to a plain row, and ahead."""
     asked = [
@@ -170,6 +172,7 @@ def test_draws_and_scores_are_those_of_one_rank(drive, tiny):  # noqa: F811
     assert any(row.looks_back for plan in ahead[1] for row in plan.sequences), "none was drawn behind host's tokens"
 
 
+@pytest.mark.slow
 def test_pooled_vectors_are_those_of_one_rank(drive, tiny):  # noqa: F811
     found = []
     for size in (1, 2):
@@ -221,6 +224,7 @@ def load_and_merge(driver: Driver, name: str) -> None:
     merge(driver, name)
 
 
+@pytest.mark.slow
 def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     """Made by both ranks, captured when a step needs it, and switched back."""
     driver = drive(adapters=["r5-o-down", "r1-qv"], max_num_seqs=2, graph_capture="ahead")
@@ -232,6 +236,7 @@ def test_merged_steps_beside_others(drive, tiny):  # noqa: F811
     check(driver, ask(driver, tiny, ("r5-o-down", 3, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 def test_swapped_requests_come_back(drive, tiny):  # noqa: F811
     """KV of all ranks goes to host memory and returns; an adapter's pages are taken and filled again."""
@@ -248,6 +253,7 @@ def four(tmp_path_factory) -> Subject:
     return saved(tmp_path_factory.mktemp("four"), replace(SPEC, layers=1, heads=4, kv_heads=2))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 def test_four_ranks_swap_go_ahead_and_merge(drive, four):
     """While a request is aborted; then mixed steps with one adapter in the weights."""
@@ -277,6 +283,7 @@ def test_four_ranks_swap_go_ahead_and_merge(drive, four):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
+@pytest.mark.slow
 def test_adapters_are_read_while_others_run(drive, tiny):  # noqa: F811
     driver = drive(adapters=["r1-qv", "r5-o-down"], reads=(reads := ThreadReads()), max_num_seqs=2)
     check(driver, ask(driver, tiny, ("r1-qv", 4, 2), (None, 3, 3), ("r5-o-down", 5, 2)))
@@ -284,6 +291,7 @@ def test_adapters_are_read_while_others_run(drive, tiny):  # noqa: F811
     reads.shutdown()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_still_being_read_is_void_on_all_ranks(drive, tiny):  # noqa: F811
     """Were a step to come to it, both ranks would leave it out, and launch the same."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=2)
@@ -299,6 +307,7 @@ def test_an_adapter_that_is_still_being_read_is_void_on_all_ranks(drive, tiny): 
     assert not inner.execute(plan).unready
 
 
+@pytest.mark.slow
 def test_the_time_of_a_page_is_of_copies_on_all_ranks(drive, monkeypatch):
     """From memory that all see, which is pinned; a rank's own measure is of memory that is not."""
     numbers, take = [], RankCopies.take
@@ -308,6 +317,7 @@ def test_the_time_of_a_page_is_of_copies_on_all_ranks(drive, monkeypatch):
     assert driver.executor.swaps.page_seconds > 0
 
 
+@pytest.mark.slow
 def test_saved_pages_of_an_adapter_are_those_of_all_ranks(drive, tiny):  # noqa: F811
     driver = drive(adapters=["r17-all"], max_num_seqs=1)
     check(driver, ask(driver, tiny, ("r17-all", 3, 2)))
@@ -320,12 +330,14 @@ def test_saved_pages_of_an_adapter_are_those_of_all_ranks(drive, tiny):  # noqa:
     assert not torch.equal(image.data[0], image.data[1])
 
 
+@pytest.mark.slow
 def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny):  # noqa: F811
     driver = drive(adapters=[], max_lora_rank=16)
     with pytest.raises(AdapterFormatError, match="has rank 17, above max_lora_rank 16; raise max_lora_rank"):
         driver.engine.store.register("a", tiny.adapters["r17-all"])
 
 
+@pytest.mark.slow
 def test_ranks_have_as_many_pages_as_the_smallest_gpu(tiny, drive, monkeypatch):  # noqa: F811
     monkeypatch.setattr(sys.modules[__name__], "DEVICES", RankDevices(unequal_device, no_driver, host_collectives))
     driver = drive(adapters=[], memory_bytes=None, gpu_memory_utilization=0.5, graph_capture="off")
@@ -345,6 +357,7 @@ def gloo_collectives(shard, device, store, seconds):
     return open_group("gloo", shard.rank, shard.size, device, store, seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, again):  # noqa: F811
     """As on GPUs, except for the backend; a process may run a second group of ranks after the first."""
@@ -367,6 +380,7 @@ def test_ranks_are_processes_that_meet_by_torch_distributed(tiny, monkeypatch, a
 # -- ranks that end, or never begin
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_on_another_rank_ends_all(drive, tiny, monkeypatch):  # noqa: F811
     """The first one, which waits for its share, is released."""
     driver = drive(adapters=[], graph_capture="off")
@@ -380,6 +394,7 @@ def raising(*args):
     raise MemoryError("no room")
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_on_the_first_rank_ends_all(drive, tiny, monkeypatch):  # noqa: F811
     driver = drive(adapters=[], graph_capture="off")
     ask(driver, tiny, (None, 3, 2))
@@ -388,6 +403,7 @@ def test_a_step_that_fails_on_the_first_rank_ends_all(drive, tiny, monkeypatch):
         driver.engine.step()
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_the_others_waiting_ends_all(drive, tiny, monkeypatch):  # noqa: F811
     driver = drive(adapters=[], graph_capture="off", patience=1.0)
     ask(driver, tiny, (None, 3, 2))
@@ -399,6 +415,7 @@ def test_a_rank_that_keeps_the_others_waiting_ends_all(drive, tiny, monkeypatch)
     released.set()
 
 
+@pytest.mark.slow
 def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F811
     """All ranks have launched a step, and its tokens don't come: the wait for them is ended from another thread."""
     driver = drive(adapters=[], graph_capture="off", patience=2.0)
@@ -419,6 +436,7 @@ def test_a_device_that_is_stuck_ends_all(drive, tiny, monkeypatch):  # noqa: F81
         driver.engine.step()
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_while_idle_is_noticed(drive):
     driver, ended = drive(adapters=[], graph_capture="off"), threading.Event()
     driver.executor.inner.watch(lambda error: ended.set())
@@ -426,12 +444,14 @@ def test_a_rank_that_ends_while_idle_is_noticed(drive):
     assert ended.wait(60)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_join_is_named_with_the_reason(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(CudaTpWorker, "__init__", raising)
     with pytest.raises(RuntimeError, match="rank 1 of 2 could not join: MemoryError: no room"):
         CudaRanksExecutor(config_of(tiny, graph_capture="off"), DEVICES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["measure", "open"])
 def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny, monkeypatch, phase):  # noqa: F811
     do = getattr(CudaExecutor, phase)
@@ -457,6 +477,7 @@ def ending_collectives(shard, device, store, seconds):
     return sys.exit(1) if shard.rank else NEVER.wait(600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("open_collectives", "why"),
     [
@@ -472,18 +493,21 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named(tiny, open_collective
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_while_pages_are_timed_is_named(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(TpWorkerCopies, "copy", lambda *args: sys.exit(3))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 has ended \(exit status 1\)"):
         CudaRanksExecutor(config_of(tiny, max_num_seqs=1, graph_capture="off"), DEVICES)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_add_up_are_not_started(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(HostCollectives, "add_up", lambda self, part: part)
     with pytest.raises(RuntimeError, match="the sum of 2 ranks' ones is 1"):
         CudaRanksExecutor(config_of(tiny), DEVICES)
 
 
+@pytest.mark.slow
 def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(cuda_ranks, "_JOIN_SECONDS", 0.3)
     monkeypatch.setattr(worker_processes, "STOP_SECONDS", 0.5)
@@ -494,6 +518,7 @@ def test_ranks_that_never_meet_end_the_start(tiny, monkeypatch):  # noqa: F811
     come.set()
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_does_not_fit_says_so(tiny):  # noqa: F811
     devices = RankDevices(small_first_device, no_driver, host_collectives)
     with pytest.raises(OutOfDeviceMemory, match="set an arena of"):

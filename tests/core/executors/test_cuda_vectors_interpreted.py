@@ -62,6 +62,7 @@ def check(driver, zoo, names, seed=1, lengths=(1, 14), tokens=3):
     assert {name: answers[name].tokens for name in want} == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["off", "lazy", "pieces"])
 def test_mixed_with_others(drive, zoo, setting):
     """Chunked prompts and decode steps, captured and eager, of vectors and of none; then without any."""
@@ -76,6 +77,7 @@ def test_mixed_with_others(drive, zoo, setting):
         check(driver, zoo, [None, "plain"], seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dora", "dora-qo"])
 def test_merged(drive, zoo, name):
     """Merged DoRA is undone for the rows of others; biases can't be merged beside captured steps."""
@@ -93,6 +95,7 @@ def test_merged(drive, zoo, name):
     assert ({plan.mode for plan in driver.plans} == {StepMode.MERGED}) == (not FORMS[name].get("bias"))
 
 
+@pytest.mark.slow
 def test_small_products_with_vectors(drive, zoo, monkeypatch):
     """A product that would expand adapters in its own launch doesn't where a row has vectors."""
     from chorus.core.model.batch import GemmBackend

@@ -38,11 +38,13 @@ def context(tmp_path, monkeypatch):
     assert all(config.max_lora_rank == MAX_RANK and config.load_format == "dummy" for config in made)
 
 
+@pytest.mark.slow
 def test_decode(context):
     rows = section("decode").run(context)["buckets"]
     assert all(row["base_device_ms"] > 0 and row["lora_device_ms"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_merged(context, monkeypatch):
     monkeypatch.setattr(section("merged"), "MIXES", {"mixture": "mo"})
     values = section("merged").run(context)
@@ -52,6 +54,7 @@ def test_merged(context, monkeypatch):
     assert not any(merge["captured"] for merge in values["merges"]), "they are captured when they are replayed"
 
 
+@pytest.mark.slow
 def test_equality(context, monkeypatch):
     """One of its cases, unmerged and merged: the interpreter takes seconds for each."""
     monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-4)  # as the interpreter multiplies
