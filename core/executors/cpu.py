@@ -221,7 +221,7 @@ class CpuSteps(ABC, Generic[A]):
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
 
     def rows(self, plan: StepPlan) -> list[ScheduledSequence]:
-        """The sequences of which `forward` gives logits, in order: of drafts, each position is one of its own."""
+        """Return the sequences that `forward` returns logits for, in order. Each draft is a sequence of its own."""
         return positions_of(plan) if plan.num_drafts else plan.sequences
 
     def close(self) -> None:

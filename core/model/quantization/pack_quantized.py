@@ -40,7 +40,7 @@ def quantization_config(
     quantiser: RoundToNearest, inputs: Mapping[str, int], ignored: Collection[str] = ()
 ) -> dict[str, Any]:
     """`quantization_config` of config.json. inputs: of each quantised module, by its name. ignored: names of linear
-    modules that are not quantised, beside the output projection.
+    modules that are not quantised, in addition to the output projection.
 
     Raises UnsupportedModel for rows that no group size divides, and for modules of one name with several sizes.
     """
