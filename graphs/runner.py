@@ -65,7 +65,7 @@ class StepPart(StrEnum):
     """What lies between the layers' mixers, of a step with prompts; its bucket counts tokens."""
 
 
-class Room(NamedTuple):
+class LaunchSize(NamedTuple):
     """Size of the captured LoRA launches, beyond the usual one, 0; see `lora_launches`."""
 
     prompts: int = 0
@@ -74,7 +74,7 @@ class Room(NamedTuple):
     """Of decoding sequences after prompts."""
 
 
-USUAL_ROOM, NO_TAIL = Room(), Room(tail=-1)
+USUAL_ROOM, NO_TAIL = LaunchSize(), LaunchSize(tail=-1)
 
 
 class StepForm(NamedTuple):
@@ -86,7 +86,7 @@ class StepForm(NamedTuple):
     part: StepPart = StepPart.WHOLE
     scales: tuple[bool, ...] = ()
     """Launches that scale and shift outputs, for adapters with vectors: True undoes those of a merged adapter."""
-    room: Room = USUAL_ROOM
+    room: LaunchSize = USUAL_ROOM
 
 
 class EagerReason(StrEnum):

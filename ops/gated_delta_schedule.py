@@ -34,7 +34,7 @@ class DeltaConstants:
 def step_constants(k_heads: int, v_heads: int, k_dim: int, v_dim: int, conv_size: int) -> DeltaConstants:
     """Of a decode step's launch, with a program for each head of values of a sequence."""
     block_k, block_v = _power_of_two(k_dim), _power_of_two(v_dim)
-    return DeltaConstants(v_heads, k_dim, v_dim, block_k, block_v, k_heads, conv_size)
+    return DeltaConstants(v_heads, k_dim, v_dim, block_k, block_v, k_heads=k_heads, conv=conv_size)
 
 
 def step_options(k_dim: int, v_dim: int) -> dict[str, int | bool]:

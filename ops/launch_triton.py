@@ -50,7 +50,7 @@ class KernelLauncher:
         """
         self._kernel = kernel
         self._constants = constants
-        self._found: dict[Hashable, _Found] = {}
+        self._found: dict[Hashable, _Compiled] = {}
         self._groups: list[tuple[int, slice]] | None = None
         self._values = ()  # values of the constants, in the kernel's order
         if isinstance(kernel, JITFunction):
@@ -108,7 +108,7 @@ class KernelLauncher:
             return
         is_plain = all(tensor.data_ptr() % _ALIGN == 0 for tensor in flat) and max(free, default=0) <= _LARGEST
         if is_plain and driver.active.get_current_device() == flat[0].get_device():
-            self._found[kind] = _Found(kernel, kernel.run, kernel.function, kernel.packed_metadata)
+            self._found[kind] = _Compiled(kernel, kernel.run, kernel.function, kernel.packed_metadata)
 
 
 def _groups(tensors: Arguments) -> list[tuple[int, slice]]:
@@ -136,7 +136,7 @@ def compiling(threads: int) -> Iterator[None]:
         yield
 
 
-class _Found(NamedTuple):
+class _Compiled(NamedTuple):
     """A compiled kernel, kept as long as its handles are used."""
 
     kernel: Any

@@ -359,13 +359,13 @@ class NativeDecoder:
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
         found = SegmentsDescriptor(
-            count,
-            ctypes.addressof(begin),
-            ctypes.addressof(end),
-            ctypes.addressof(adapters),
-            None if level is None else ctypes.addressof(level),
-            bool(segments.vectors),
-            any(segments.rows[index].scale < 0 for index in segments.vectors),
+            count=count,
+            begin=ctypes.addressof(begin),
+            end=ctypes.addressof(end),
+            adapters=ctypes.addressof(adapters),
+            level=None if level is None else ctypes.addressof(level),
+            vectors=bool(segments.vectors),
+            undoes=any(segments.rows[index].scale < 0 for index in segments.vectors),
         )
         return found, (adapters, begin, end, level, ready, late)
 

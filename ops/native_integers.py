@@ -80,7 +80,7 @@ def pack_integers(
     data.copy_(low | high[0] << 4 if high else low)
     packed_scales.copy_(_by_panel(scales.float(), panels))
     packed_zeros = None if zeros is None else _by_panel(zeros.to(torch.bfloat16), panels).contiguous()
-    return IntegerPanels(data, packed_scales, packed_zeros, bits, group, rows, inputs)
+    return IntegerPanels(data, packed_scales, packed_zeros, bits=bits, group=group, outputs=rows, inputs=inputs)
 
 
 def _by_panel(values: torch.Tensor, panels: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ...graphs.runner import CapturedStep, GraphRunner, Room, StepForm, StepMode
+from ...graphs.runner import CapturedStep, GraphRunner, LaunchSize, StepForm, StepMode
 from ...memory.pages.arena import Arena
 from ..model.batch import LoraState
 from ..model.decoder import DecoderModel
@@ -18,7 +18,7 @@ from ..model.shadow import Places, ShadowWeights
 MERGED_MODES = (StepMode.MERGED, StepMode.MIXTURE)
 
 #: Forms of decode steps that are captured once weights are merged.
-MERGED_FORMS = (StepForm(StepMode.MERGED), StepForm(StepMode.MIXTURE), StepForm(StepMode.MIXTURE, room=Room(1)))
+MERGED_FORMS = (StepForm(StepMode.MERGED), StepForm(StepMode.MIXTURE), StepForm(StepMode.MIXTURE, room=LaunchSize(1)))
 
 #: Number of address sets to keep graphs for: adapters that target other projections than the last one need other sets.
 KEPT_PLACES = 2

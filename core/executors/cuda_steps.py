@@ -141,11 +141,11 @@ class CudaSteps:
         self._attention_names = attention.name, "" if rival is None else rival.name
         self._buffers = DeviceDecodeBuffers(
             sizes,
-            layout.table_width(max_model_len),
-            layout.block_tokens,
-            PagePool.DUMMY,
-            device,
-            layout.pages_per_block,
+            max_pages_per_row=layout.table_width(max_model_len),
+            block_tokens=layout.block_tokens,
+            dummy_page=PagePool.DUMMY,
+            device=device,
+            groups=layout.pages_per_block,
         )
         self.logits = torch.zeros(rows, model.logits_width, device=where)
         vocab = torch.arange(model.config.vocab_size, device=where)

@@ -387,7 +387,7 @@ class DecoderModel:
 
     def _layer(self, index: int, batch: Batch) -> Layer:
         weights = (self._merged if batch.merged else self.layers)[index]
-        return Layer(weights, self.config.layers[index], index, batch.backends, batch.lora, self._ranks)
+        return Layer(weights, self.config.layers[index], index, batch.backends, lora=batch.lora, ranks=self._ranks)
 
     def _query(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, Room
+from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
 from ...ops.sgmv_schedule import Schedule
 from ...ops.sgmv_tables import SgmvTables
 from .batch import HeadLora
@@ -69,7 +69,7 @@ class Variant(NamedTuple):
 
     scales: tuple[bool, ...] = ()
     """Launches for vectors, each True if it undoes them."""
-    room: Room = USUAL_ROOM
+    room: LaunchSize = USUAL_ROOM
     """Of captured ones."""
     eager: EagerReason | None = None
     """Why a step with them is not captured; None if it may be."""
@@ -114,7 +114,7 @@ class LoraLaunches:
         self._tokens = (tail and tail.border) or None
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
 
-    def variant(self, scales: tuple[bool, ...], room: Room) -> LoraLaunches:
+    def variant(self, scales: tuple[bool, ...], room: LaunchSize) -> LoraLaunches:
         """Return captured launches with other launches for vectors, and room for more tiles, made once; of those of the
         usual room.
         """
@@ -142,7 +142,7 @@ class LoraLaunches:
         """
         usual_tail = 0 if self.tail is None else self.tail.num_tiles
         tail = _least_room(tail_tiles, usual_tail) if tail_tiles or not usual_tail else NO_TAIL.tail
-        room = Room(_least_room(num_tiles, self.num_tiles), tail)
+        room = LaunchSize(_least_room(num_tiles, self.num_tiles), tail)
         if max(room) == len(_FACTORS):
             return None
         found = self.variant(scales, room)

@@ -339,9 +339,13 @@ class RequestMemory:
             version, scope = _version(request.adapter), self.scope(request)
             block = None
             if not request.is_refilling:
-                block = self.prefix.insert(version, request.last_block, tokens, pages, scope, request.lora_from)
+                block = self.prefix.insert(
+                    version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
+                )
             if block is None and (self.layout.has_windows or self.layout.state_pages):
-                block = self.prefix.refill(version, request.last_block, tokens, pages, scope, request.lora_from)
+                block = self.prefix.refill(
+                    version, request.last_block, tokens, pages, scope=scope, changed_from=request.lora_from
+                )
                 request.is_refilling = True
             if block is None:
                 request.caching = False

@@ -286,7 +286,7 @@ class _PartReader:
             rows[:, slabs.a_offset[m] :][:, :d_in] = self._file.matrix(a, a_shape, buffer)
             rows[:, slabs.b_offset[m] :][:, :d_out] = self._file.matrix(b, b_shape, buffer).T
         if not _all_finite(rows):
-            raise _not_finite(self._file, part, layer, self.projections, rows.dtype, buffer)
+            raise _not_finite(self._file, part, layer, self.projections, dtype=rows.dtype, buffer=buffer)
         self.data[first : first + rows.numel()] = rows.view(-1)
 
     def _read_rows(self, rows: torch.Tensor) -> None:

@@ -94,7 +94,9 @@ class BlockTable:
         """Move the pages to a new table and return it; this table becomes empty."""
         pages, self.pages = self.pages, []
         states, self.states = self.states, None
-        return BlockTable(self._pool, self._prefix, self._block_tokens, pages, self._windows, states)
+        return BlockTable(
+            self._pool, self._prefix, self._block_tokens, pages=pages, windows=self._windows, states=states
+        )
 
     def free(self) -> None:
         """Drop every page; pages of known blocks stay cached until evicted."""

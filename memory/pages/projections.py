@@ -281,7 +281,7 @@ def linear_projections(hidden: int, key: int, value: int, k_heads: int, v_heads:
     """
     channels, sections = 2 * key + value, (key, key, value)
     return (
-        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, k_heads, sections),
+        Projection("linear_attn.in_proj_qkv", Group.MIXER_IN, hidden, channels, k_heads, sections=sections),
         Projection("linear_attn.in_proj_z", Group.MIXER_IN, hidden, value, k_heads),
         Projection("linear_attn.in_proj_b", Group.MIXER_IN, hidden, v_heads, k_heads),
         Projection("linear_attn.in_proj_a", Group.MIXER_IN, hidden, v_heads, k_heads),

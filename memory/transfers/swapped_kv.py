@@ -121,7 +121,7 @@ class SwappedKv:
         if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
             return None
         data, transfer = self.backend.copy_out(copied)
-        image = KvImage(data, num_bytes, blocks, held, num_tokens, transfer is None)
+        image = KvImage(data, num_bytes, blocks, held, num_tokens, is_whole=transfer is None)
         self._images[image] = None
         self.num_bytes += num_bytes
         if transfer is not None:

@@ -37,8 +37,8 @@ GENERATING = (
 )
 
 
-class Room:
-    """A bound that tenants share: none may hold more than it leaves free, so other tenants always find some."""
+class SharedLimit:
+    """A limit that tenants share: none may hold more than it leaves free, so other tenants always find some."""
 
     def __init__(self, what: str, most: int | None = None) -> None:
         """what: the things held, for messages. most: maximum for all tenants together; None: unlimited."""
@@ -78,12 +78,12 @@ class Gate:
         """most_body_bytes: maximum for all bodies being read. shared: directory in which the processes that serve the
         same clients count the keys' limits together; None: there is one process.
         """
-        self.requests = Room("requests")
+        self.requests = SharedLimit("requests")
         """Requests in progress that ask for work; read-only requests are not counted."""
         self.request_slots = RequestSlots(shared and shared / "seats")
         """The same for keys with a limit, by the key's tenant rather than one that a gateway names within it."""
         self.tokens = TokenBudgets(file=shared and shared / "tokens")
-        self.bodies = Room("bytes of bodies", most_body_bytes)
+        self.bodies = SharedLimit("bytes of bodies", most_body_bytes)
         self.draining = False
         self.cutting = False
         self._tasks: set[asyncio.Task] = set()

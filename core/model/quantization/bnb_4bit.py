@@ -100,11 +100,11 @@ def _read_state(checkpoint: Checkpoint, name: str) -> _State:
         raise fields.refuse("nested_offset", "a number is needed")
     return _State(
         found,
-        fields.text("quant_type"),
-        fields.integer("blocksize"),
-        fields.integer("nested_blocksize") if nested else None,
-        float(offset),
-        [int(size) for size in fields.numbers("shape")],
+        kind=fields.text("quant_type"),
+        block=fields.integer("blocksize"),
+        nested_block=fields.integer("nested_blocksize") if nested else None,
+        offset=float(offset),
+        shape=[int(size) for size in fields.numbers("shape")],
     )
 
 

@@ -35,7 +35,7 @@ from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.graphs.device import DeviceError
-from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, Room, StepForm, StepMode, StepPart
+from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize, StepForm, StepMode, StepPart
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.pool import PageKind
@@ -150,7 +150,7 @@ def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
     assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
     assert any(plan.bucket and not plan.adapters for plan in plans)
     more = executor.captured[len(keys) :]
-    assert {(step.bucket, step.form.room) for step in more} == {(step.bucket, Room(1)) for step in more}
+    assert {(step.bucket, step.form.room) for step in more} == {(step.bucket, LaunchSize(1)) for step in more}
     assert len({step.bucket for step in more}) == len(more) > 0, "captured twice"
 
 
@@ -249,7 +249,7 @@ def test_a_mixed_step_of_more_tiles_than_captured_is_captured_with_more(drive, t
     assert device.num_replays == SPEC.layers + 1
     check(driver, want)
     rooms = [key[1].room for key in steps.mixed.graphs.keys[ahead:]]
-    assert rooms == [Room(1, NO_TAIL.tail), Room(tail=1)]
+    assert rooms == [LaunchSize(1, NO_TAIL.tail), LaunchSize(tail=1)]
     assert not steps.eager
 
 
@@ -345,7 +345,7 @@ def test_a_step_of_more_tiles_than_captured_is_captured_with_more(drive, tiny):
     parts = len(driver.engine.store.get("pattern").manifest.parts)
     assert parts > steps.bucket_lora[1].num_tiles
     check(driver, ask(driver, tiny, ("pattern", 2, 2)))
-    assert steps.graphs.keys[-1] == (1, StepForm(StepMode.LORA, room=Room(1)))
+    assert steps.graphs.keys[-1] == (1, StepForm(StepMode.LORA, room=LaunchSize(1)))
     assert set(steps.eager) == {EagerReason.TOKENS}, "of the prompt"
 
 
@@ -409,7 +409,7 @@ def test_merged_steps_have_launches_for_a_quarter_of_their_rows(drive, tiny):
     driver = drive(adapters=["r1-qv", "r17-all"], max_num_seqs=4)
     merge(driver, "r1-qv")
     steps = driver.executor.inner.steps
-    tiles = {room: steps.mixture_lora[4].variant((), Room(room)).num_tiles for room in (0, 1)}
+    tiles = {room: steps.mixture_lora[4].variant((), LaunchSize(room)).num_tiles for room in (0, 1)}
     assert tiles == {0: 1, 1: 4}
     captured = len(steps.captured)
     with pytest.MonkeyPatch.context() as patch:
@@ -419,7 +419,7 @@ def test_merged_steps_have_launches_for_a_quarter_of_their_rows(drive, tiny):
         check(driver, ask(driver, tiny, *[("r1-qv", 2, 4)] * 3, ("r17-all", 2, 4)))
         check(driver, ask(driver, tiny, *[("r17-all", 2, 4)] * 2, (None, 2, 4), ("r1-qv", 2, 4)))
     rooms = [form.room for bucket, form in used if bucket == 4 and form.mode is StepMode.MIXTURE]
-    assert set(rooms) == {Room(0), Room(1)}
+    assert set(rooms) == {LaunchSize(0), LaunchSize(1)}
     assert len(steps.captured) == captured
 
 

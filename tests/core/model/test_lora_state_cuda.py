@@ -13,7 +13,7 @@ from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSp
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.requests.types import BASE_LORA_INDEX
-from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, Room
+from chorus.graphs.runner import NO_TAIL, USUAL_ROOM, LaunchSize
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.ops.sgmv_schedule import decode, prefill
@@ -135,7 +135,7 @@ def test_a_captured_step_has_as_few_launches_as_it_needs(state):
 
     assert room((0, 100), (1, 20)) == NO_TAIL
     assert room((0, 100), (1, 1)) == USUAL_ROOM
-    assert room(*[(index % 3, 2) for index in range(12)]) == Room(1, NO_TAIL.tail)
+    assert room(*[(index % 3, 2) for index in range(12)]) == LaunchSize(1, NO_TAIL.tail)
     assert room((0, 100), *[(1, 1)] * 16) == USUAL_ROOM
 
 
