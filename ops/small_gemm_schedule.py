@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from .sgmv_schedule import ExpandShape, Modules, Records
 
@@ -75,6 +76,20 @@ class GemmSchedule:
         return min(1024, _FETCHED_BYTES // (2 * self.block_n))
 
 
+class WeightForm(NamedTuple):
+    """How a weight lies in memory."""
+
+    bits: int = 16
+    """Bits of a weight; 16: it has the dtype of the product, whatever that is, and nothing else counts."""
+    group: int = 0
+    """Inputs that share a scale."""
+    zeros: bool = False
+    """It has zero points."""
+
+
+FULL = WeightForm()
+
+
 @dataclass(frozen=True, slots=True)
 class GemmConstants:
     """Compile-time constants of a launch."""
@@ -101,6 +116,11 @@ class GemmConstants:
     """`parts`, or the next power of two."""
     pdl: bool = False
     """The previous launch may still be running when this one begins."""
+    bits: int = 16
+    group: int = 0
+    groups: int = 1
+    """Groups of a row."""
+    zeros: bool = False
 
 
 def tile_rows(rows: int) -> int:
@@ -113,7 +133,7 @@ def fewest_rows(rows: int) -> int:
     return 1 + max(tile for tile in (0, *TILE_ROWS) if tile < rows)
 
 
-def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSchedule:
+def gemm_schedule(outputs: int, rows: int, form: WeightForm = FULL, *, expanded: bool = False) -> GemmSchedule:
     """The schedule of a weight of `outputs` rows for up to `rows` rows of x.
 
     expanded: it also expands adapters, whose rank-rows leave a tile of 64 rows registers for 32 columns. The sum of a
@@ -121,7 +141,9 @@ def gemm_schedule(outputs: int, rows: int, *, expanded: bool = False) -> GemmSch
     order; in a tile of 64 rows there is one part, in order.
     """
     if tile_rows(rows) == TILE_ROWS[0]:
-        return GemmSchedule(block_t=16, block_n=32 if outputs >= _WIDE else 16, splits=4, warps=4, stages=4)
+        registers = 255 if expanded and form.bits < 16 else 0  # else a few of float16's spill
+        block_n = 32 if outputs >= _WIDE else 16
+        return GemmSchedule(16, block_n, splits=4, warps=4, stages=4, max_registers=registers)
     block_n = 32 if expanded or outputs < _WIDE else 64 if outputs < _WIDEST else 128
     registers = 255 if expanded else 0
     return GemmSchedule(64, block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4, max_registers=registers)
@@ -131,6 +153,7 @@ def gemm_constants(
     schedule: GemmSchedule,
     d_in: int,
     d_out: int,
+    form: WeightForm = FULL,
     *,
     bias: bool = False,
     silu: bool = False,
@@ -151,6 +174,10 @@ def gemm_constants(
         bias=bias,
         silu=silu,
         modules=Modules.build(ids, widths, schedule.columns(silu)),
+        bits=form.bits,
+        group=form.group,
+        groups=-(-d_in // form.group) if form.group else 1,
+        zeros=form.zeros,
     )
     if shape is None:
         return constants

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,11 +30,22 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
+from .device_integers import DeviceIntegers
+from .device_integers_triton import unpacked
 from .launch_triton import KernelLauncher
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from .sgmv_triton import Adapters, Shrunk, _find_block, _find_columns, _find_module, _pick
-from .small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, gemm_constants, gemm_options, gemm_schedule, tile_rows
+from .small_gemm_schedule import (
+    FULL,
+    MAX_EXPANDED_ROWS,
+    MAX_ROWS,
+    WeightForm,
+    gemm_constants,
+    gemm_options,
+    gemm_schedule,
+    tile_rows,
+)
 
 #: 16-bit elements of a cache line, and those of a row that one prefetch step covers.
 _LINE, _LINES = tl.constexpr(64), tl.constexpr(256)
@@ -42,12 +54,63 @@ _BEGIN, _TABLE_ROW, _RANK, _SLAB, _SCALE = (tl.constexpr(at) for at in (BEGIN, T
 _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
 
 
+class Weight(NamedTuple):
+    """A weight as one argument: tensors on the host, pointers in a kernel. One in 16 bits or more stands for all three.
+
+    data: `[out, in]`, or bytes as in `DeviceIntegers`. scales, zeros: `[out, groups]`; without zero points, zeros is
+    any tensor.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+
 @triton.jit
 def _prefetch(pointers):
     """Fetch the cache lines at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def _load_weight(data, scales, zeros, step, own, scale, zero, dtype: tl.constexpr, C: tl.constexpr):
+    """Load the weights of a program's columns for the inputs from `step` on, `[(splits,) columns, inputs]`.
+
+    data, scales, zeros: of the columns' first input and group, `[(1,) columns, 1]`. scale, zero: of the columns, where
+    all inputs have the same.
+    """
+    SPLITS: tl.constexpr = C.splits
+    BLOCK_K: tl.constexpr = C.block_k * C.bits // 8 if C.bits < 16 else C.block_k
+    ROW: tl.constexpr = C.d_in * C.bits // 8 if C.bits < 16 else C.d_in
+    at = tl.arange(0, BLOCK_K)[None, :]
+    if SPLITS > 1:
+        at = tl.expand_dims(at, 0) + tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
+    at += step * C.bits // 8 if C.bits < 16 else step
+    w = tl.load(data + at, mask=own & (at < ROW), other=0)
+    if C.bits < 16:
+        if C.groups > 1:
+            group, inside = step // C.group, own
+            if SPLITS > 1:
+                group = (step + tl.arange(0, SPLITS)[:, None, None] * C.block_k) // C.group
+                inside = own & (group < C.groups)
+            scale = tl.load(scales + group, mask=inside, other=0.0)
+            if C.zeros:
+                zero = tl.load(zeros + group, mask=inside, other=0.0)
+        w = ((unpacked(w, C.bits) - zero) * scale).to(dtype)
+    return w
+
+
+@triton.jit
+def _load_scale(scales, zeros, own, C: tl.constexpr):
+    """Scales and zero points of columns whose inputs share them, else numbers that are not used."""
+    scale, zero = 1.0, 1.0 * (1 << (C.bits - 1))
+    if C.bits < 16 and C.groups == 1:
+        scale = tl.load(scales, mask=own, other=0.0)
+        if C.zeros:
+            zero = tl.load(zeros, mask=own, other=0.0)
+    return scale, zero
 
 
 @triton.jit
@@ -198,8 +261,8 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
     rounded first, as `silu_and_mul_rows` rounds.
 
     Grid (blocks of columns of all modules,); with silu, of the gate's columns. y: [tokens, d_out], contiguous. x:
-    [tokens, d_in], rows x_stride apart. weight: [d_out or 2 · d_out, d_in], contiguous. See `expand_decode` for
-    adapters, layer, layers and max_pages. C: `GemmConstants`. The first num_tiles tiles have one token each, and at
+    [tokens, d_in], rows x_stride apart. weight: `Weight`, [d_out or 2 · d_out, d_in], contiguous. See `expand_decode`
+    for adapters, layer, layers and max_pages. C: `GemmConstants`. The first num_tiles tiles have one token each, and at
     most one tile of a token changes a module.
 
     With pdl, the kernel fetches the first weights into the L2 cache and loads rank-rows before the previous launch has
@@ -218,7 +281,9 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
         cuda.gdc_launch_dependents()
     PERIOD: tl.constexpr = SPLITS * BLOCK_K
     SUMS: tl.constexpr = (SPLITS, BLOCK_T, BLOCK_N) if SPLITS > 1 else (BLOCK_T, BLOCK_N)
-    FETCHED: tl.constexpr = min(C.fetched, D_IN // _LINE * _LINE)
+    ROW: tl.constexpr = D_IN * C.bits // 8 if C.bits < 16 else D_IN
+    WIDE: tl.constexpr = 2 if C.bits < 16 else 1
+    FETCHED: tl.constexpr = min(C.fetched * WIDE, ROW // (_LINE * WIDE) * (_LINE * WIDE))
     block = tl.program_id(0)
     dtype = y.dtype.element_ty
     group, begin, width = 0, 0, C.modules.widths[0]
@@ -232,13 +297,13 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
     token = tl.arange(0, BLOCK_T)
     own_token = token < tokens
     if PDL:
-        lines = tl.arange(0, _LINES // _LINE)[None, :] * _LINE
-        first = weight + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * D_IN
-        for step in tl.static_range(0, FETCHED, _LINES):
-            place = tl.minimum(step + lines, D_IN - 1)
+        lines = tl.arange(0, _LINES // _LINE)[None, :] * (_LINE * WIDE)
+        first = weight.data + tl.minimum(column, D_OUT - 1).to(tl.int64)[:, None] * ROW
+        for step in tl.static_range(0, FETCHED, _LINES * WIDE):
+            place = tl.minimum(step + lines, ROW - 1)
             _prefetch(first + place)
             if SILU:
-                _prefetch(first + place + D_OUT * D_IN)
+                _prefetch(first + place + D_OUT * ROW)
     level = (layer, layers, max_pages)
     if MODULES:
         module, up = _pick(group, C.modules.ids, MODULES), C.modules.ids[1]
@@ -259,20 +324,23 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
     if SILU:
         total_up = tl.zeros(SUMS, dtype=tl.float32)
     k = tl.arange(0, BLOCK_K)[None, :]
-    weights, rows = weight + column.to(tl.int64)[:, None] * D_IN, x + token.to(tl.int64)[:, None] * x_stride
+    row, rows = column.to(tl.int64)[:, None], x + token.to(tl.int64)[:, None] * x_stride
     w_own, x_own = own_column[:, None], own_token[:, None]
     if SPLITS > 1:
         k = tl.expand_dims(k, 0) + tl.arange(0, SPLITS)[:, None, None] * BLOCK_K
-        weights, rows, w_own, x_own = weights[None], rows[None], w_own[None], x_own[None]
+        row, rows, w_own, x_own = row[None], rows[None], w_own[None], x_own[None]
+    weights, scales, zeros = weight.data + row * ROW, weight.scales + row * C.groups, weight.zeros + row * C.groups
+    scale, zero = _load_scale(scales, zeros, w_own, C)
+    if SILU:
+        weights_up, scales_up, zeros_up = weights + D_OUT * ROW, scales + D_OUT * C.groups, zeros + D_OUT * C.groups
+        scale_up, zero_up = _load_scale(scales_up, zeros_up, w_own, C)
     for step in tl.range(0, D_IN, PERIOD, num_stages=C.stages):
         at = step + k
-        inside = at < D_IN
-        w_mask = w_own & inside
-        w = tl.load(weights + at, mask=w_mask, other=0.0)
-        value = tl.load(rows + at, mask=x_own & inside, other=0.0)
+        w = _load_weight(weights, scales, zeros, step, w_own, scale, zero, dtype, C)
+        value = tl.load(rows + at, mask=x_own & (at < D_IN), other=0.0)
         total = tl.dot(value, tl.trans(w), total, input_precision="ieee")
         if SILU:
-            w = tl.load(weights + D_OUT * D_IN + at, mask=w_mask, other=0.0)
+            w = _load_weight(weights_up, scales_up, zeros_up, step, w_own, scale_up, zero_up, dtype, C)
             total_up = tl.dot(value, tl.trans(w), total_up, input_precision="ieee")
     out = _finish(total, bias, column, own_column, dtype, C.bias)
     if MODULES:
@@ -322,7 +390,7 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
 
 def multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | DeviceIntegers,
     bias: torch.Tensor | None = None,
     *,
     silu: bool = False,
@@ -331,8 +399,9 @@ def multiply(
 ) -> torch.Tensor:
     """Return `x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
 
-    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. shrunk: result of `Sgmv.shrink` for x, whose
-    LoRA terms are to be added. compile_only: compile the kernels that would be launched, in parallel within
+    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. Whole numbers are widened as they are loaded, so
+    the result has the bits of a product with `weight.dense()`. shrunk: result of `Sgmv.shrink` for x, whose LoRA terms
+    are to be added. compile_only: compile the kernels that would be launched, in parallel within
     `launch_triton.compiling`, and compute nothing.
     """
     tokens, d_in = x.shape
@@ -347,9 +416,9 @@ def multiply(
         return y
     shape = None if shrunk is None else shrunk.shape
     early = dependent_launch.begins_early(x.device)
-    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), bias is not None, silu, shape, early)
+    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), _form(weight), bias is not None, silu, shape, early)
     adapters, free = (Adapters(*(x,) * 7), (0,) * 4) if shrunk is None else (shrunk.adapters, shrunk.free)
-    tensors, strides = (y, x, weight, weight if bias is None else bias, adapters), (x.stride(0),)
+    tensors, strides = (y, x, _parts(weight), x if bias is None else bias, adapters), (x.stride(0),)
     if compile_only:
         launch.compile(tensors, (tokens, *free), strides)
     else:
@@ -357,16 +426,36 @@ def multiply(
     return y
 
 
+def _form(weight: torch.Tensor | DeviceIntegers) -> WeightForm:
+    if not isinstance(weight, DeviceIntegers):
+        return FULL
+    return WeightForm(weight.bits, weight.group, weight.zeros is not None)
+
+
+def _parts(weight: torch.Tensor | DeviceIntegers) -> Weight:
+    if not isinstance(weight, DeviceIntegers):
+        return Weight(weight, weight, weight)
+    return Weight(weight.data, weight.scales, weight.scales if weight.zeros is None else weight.zeros)
+
+
 @cache
 def _launch(
-    outputs: int, d_in: int, tile: int, bias: bool, silu: bool, shape: ExpandShape | None, early: bool
+    outputs: int,
+    d_in: int,
+    tile: int,
+    form: WeightForm,
+    bias: bool,
+    silu: bool,
+    shape: ExpandShape | None,
+    early: bool,
 ) -> tuple[KernelLauncher, int]:
     """Return a launcher for a weight of `outputs` rows and a tile of `tile` rows, and its number of programs."""
-    schedule, d_out = gemm_schedule(outputs, tile, expanded=shape is not None), outputs // 2 if silu else outputs
+    schedule, d_out = gemm_schedule(outputs, tile, form, expanded=shape is not None), outputs // 2 if silu else outputs
     if shape is not None and sum(shape.widths) != outputs:
         raise ValueError(f"the modules' widths {shape.widths} must add up to the weight's {outputs} rows")
     widths = (d_out,) if silu or shape is None else shape.widths
-    constants = replace(gemm_constants(schedule, d_in, d_out, bias=bias, silu=silu, shape=shape), pdl=early)
+    constants = gemm_constants(schedule, d_in, d_out, form, bias=bias, silu=silu, shape=shape)
+    constants = replace(constants, pdl=early)
     options = {**gemm_options(schedule), **dependent_launch.options(early)}
     return KernelLauncher(multiply_rows, {"C": constants, **options}), schedule.blocks(widths, silu=silu)
 

@@ -115,7 +115,9 @@ class CudaExecutor(CudaShapes):
         self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
         self._watched = partial(watched, self._device)
-        self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard)
+        self._keeps_integers = config.small_gemm != "off"
+        quantiser = self.quantiser if self._keeps_integers else None
+        self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard, quantiser)
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
             self._decoder = self._load()
@@ -253,7 +255,8 @@ class CudaExecutor(CudaShapes):
         config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
-        self.warn_if_dequantised("a GPU multiplies")
+        if not self._keeps_integers:
+            self.warn_if_dequantised("cuBLAS multiplies")
         with open_weights(
             config.model,
             self.whole,
@@ -263,6 +266,7 @@ class CudaExecutor(CudaShapes):
             shard=self.shard,
             quantiser=self.quantiser,
         ) as weights:
+            weights.keeps_integers = self._keeps_integers
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             return DecoderModel(self.config, weights, arena, self.model.max_model_len)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
+from ...ops.device_integers import DeviceIntegers
 from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
@@ -164,16 +165,18 @@ class Layer:
 def multiply(
     backend: GemmBackend,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | DeviceIntegers,
     bias: torch.Tensor | None = None,
     *,
     gate: bool = False,
     shrunk: Shrunk | None = None,
 ) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`. gate: `silu(gate) · up` of the halves of that, the
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; the library multiplies one of whole numbers as the
+    weight that they stand for, which is in memory meanwhile. gate: `silu(gate) · up` of the halves of that, the
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
     """
     if backend is GemmBackend.LIBRARY:
+        weight = weight.dense() if isinstance(weight, DeviceIntegers) else weight
         y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
         return silu_and_mul(y) if gate else y
     from ...ops import small_gemm_triton  # needs triton

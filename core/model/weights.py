@@ -287,8 +287,16 @@ class Weights(ABC):
 
     @property
     def num_bytes_kept(self) -> int:
-        """Bytes that the weights take once they are read."""
-        return sum(self._shape([name]).numel() for name in self._shapes) * self._dtype.itemsize
+        """Bytes that the weights take once they are read, at least: stored integers may have to be dequantised."""
+        num_bytes = sum(map(self._dense_bytes, self._shapes))
+        if self.keeps_integers and self.quantiser is not None:
+            of = self._config, self._dtype.itemsize, self._shard
+            num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
+        return num_bytes
+
+    def _dense_bytes(self, name: str) -> int:
+        """Bytes of the rank's share of a part, dequantised."""
+        return self._shape([name]).numel() * self._dtype.itemsize
 
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
@@ -525,6 +533,17 @@ class WeightLoader(Weights):
             logger.info(
                 "%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, beginnings
             )
+
+    @property
+    def num_bytes_kept(self) -> int:
+        num_bytes = super().num_bytes_kept
+        if self.keeps_integers:
+            for name in self._shapes:
+                source, dense = self._sources[name].name, self._dense_bytes(name)
+                if source in self._quantised:
+                    share = self._shape([name]).numel() / math.prod(self._stored[source])
+                    num_bytes -= max(0, dense - int(self._num_bytes[source] * share))
+        return num_bytes
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from ...ops import elementwise_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
+from ...ops.device_integers import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_pages
 from ...ops.vectors_schedule import vector_constants, vector_options
@@ -46,8 +48,12 @@ _ADAPTERS = (
 )
 
 #: Pointers to memory that exists before a step's first launch.
-_READY = {"arena", "weight", "bias", "norm", "indptr", "last_page_len", "indices"}
+_READY = {"arena", "data", "scales", "zeros", "bias", "norm", "indptr", "last_page_len", "indices"}
 _READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
+
+#: `small_gemm_triton.Weight`: in the variant's dtype, and of whole numbers with scales.
+_PLAIN = ("data", "*own"), ("scales", "*own"), ("zeros", "*own")
+_KEPT = ("data", "*u8"), ("scales", "*fp32"), ("zeros", "*fp32")
 
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
@@ -124,9 +130,18 @@ ELEMENTWISE = {
 }
 
 
-def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", max_rank: int = 0) -> Elementwise:
+def _product(
+    d_in: int,
+    d_out: int,
+    rows: int,
+    *,
+    silu: bool,
+    group: str = "",
+    max_rank: int = 0,
+    form: small.WeightForm = small.FULL,
+) -> Elementwise:
     """rows: of the tile. group, max_rank: of adapters that are expanded in the launch."""
-    schedule, shape = small.gemm_schedule(d_out * (2 if silu else 1), rows, expanded=bool(group)), None
+    schedule, shape = small.gemm_schedule(d_out * (2 if silu else 1), rows, form, expanded=bool(group)), None
     if group:
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
         shape = ExpandShape.build(
@@ -142,11 +157,17 @@ def _product(d_in: int, d_out: int, rows: int, *, silu: bool, group: str = "", m
     return Elementwise(
         "small_gemm_triton",
         "multiply_rows",
-        constants={"C": small.gemm_constants(schedule, d_in, d_out, silu=silu, shape=shape)},
+        constants={"C": small.gemm_constants(schedule, d_in, d_out, form, silu=silu, shape=shape)},
         options=small.gemm_options(schedule),
-        own=("y", "x", "weight", "bias"),
-        others={"adapters": _ADAPTERS, **_COUNTS, "num_tiles": "i32", **_strides("x")},
-        pointer="weight",
+        own=("y", "x", "bias"),
+        others={
+            "weight": _PLAIN if form is small.FULL else _KEPT,
+            "adapters": _ADAPTERS,
+            **_COUNTS,
+            "num_tiles": "i32",
+            **_strides("x"),
+        },
+        pointer="data",
     )
 
 
@@ -169,8 +190,40 @@ _PRODUCTS = {
     "head": (4096, 128256, ""),
 }
 
+#: Forms of weights that are whole numbers: of 8 bits with a scale per row, and of 4 with zero points.
+FORMS = {"int8": small.WeightForm(8, 1 << 20), "int4": small.WeightForm(4, 128, zeros=True)}
+
+
+def _kept(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
+    """GEMMs with whole numbers, alone and with adapters of any rank."""
+    for (form, its), (name, (d_in, d_out, group)) in product(FORMS.items(), _PRODUCTS.items()):
+        its = its._replace(group=min(its.group, d_in))
+        yield f"{base}.{form}.{name}", _product(d_in, d_out, rows, silu=name == "mlp", form=its)
+        if group:
+            launch = _product(d_in, d_out, rows, silu=name == "mlp", group=group, max_rank=256, form=its)
+            yield f"{lora}256.{form}.{name}", launch
+
+
 #: GEMMs of few rows, with either tile.
-PRODUCTS = dict([*_products("base", "lora", small.TILE_ROWS[0]), *_products("many", "multi", small.TILE_ROWS[-1])])
+PRODUCTS = dict(
+    [
+        *(each for of in (_products, _kept) for each in of("base", "lora", small.TILE_ROWS[0])),
+        *(each for of in (_products, _kept) for each in of("many", "multi", small.TILE_ROWS[-1])),
+    ]
+)
+
+#: Whole numbers widened for a GEMM of many rows.
+WIDENED = {
+    f"widen.{name}": Elementwise(
+        "device_integers_triton",
+        "widen_rows",
+        constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros)},
+        options={"num_warps": WIDEN_WARPS},
+        own=("out",),
+        others={**dict(_KEPT), "outputs": "i32"},
+    )
+    for name, form in FORMS.items()
+}
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads; and
 #: of Gemma 2's layers with a window and a soft cap.
@@ -265,7 +318,7 @@ VECTORS = {
 }
 
 #: Launches that read no rank-rows.
-PLAIN = ELEMENTWISE | PRODUCTS | DRAWS | DELTAS | VECTORS
+PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +465,7 @@ def plain_variants() -> Iterator[Variant]:
         for dtype, itemsize in ITEMSIZE.items():
             if head_dim <= largest_head(itemsize):
                 yield Variant("attend_rows", group, dtype, 64)
-    for group, launch in ELEMENTWISE.items():
+    for group, launch in (ELEMENTWISE | WIDENED).items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)
     for group, launch in PRODUCTS.items():

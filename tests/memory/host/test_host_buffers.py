@@ -8,6 +8,13 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.pages import hugepages
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short():
+    """The collector need not go through what other tests have left."""
+    gc.collect()
+    gc.freeze()
+
+
 def test_a_buffer_is_as_asked_for():
     taken = HostBuffers().take((3, 5), torch.bfloat16)
     assert (taken.shape, taken.dtype) == ((3, 5), torch.bfloat16)

@@ -1,0 +1,72 @@
+"""Whole numbers of a kept weight widened to the values that they stand for, in Triton.
+
+Import this module lazily: it needs triton.
+"""
+
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .device_integers import WIDEN_WARPS, DeviceIntegers, WidenConstants
+from .launch_triton import KernelLauncher
+
+
+@triton.jit
+def unpacked(data, BITS: tl.constexpr):
+    """Whole numbers in float32 `[..., inputs]` of bytes `[..., inputs · bits / 8]`."""
+    value = data
+    if BITS == 4:
+        value = tl.interleave(data & 15, data >> 4)
+    return value.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["outputs"])
+def widen_rows(out, data, scales, zeros, outputs, C: tl.constexpr):
+    """out[n, k] = (data[n, k] - zeros[n, k // group]) · scales[n, k // group], rounded once.
+
+    Grid (blocks of rows, blocks of inputs). out: [outputs, d_in], contiguous, as are the others; see `DeviceIntegers`.
+    """
+    BYTES: tl.constexpr = C.inputs * C.bits // 8
+    ROW_BYTES: tl.constexpr = C.d_in * C.bits // 8
+    GROUPS: tl.constexpr = (C.d_in + C.group - 1) // C.group
+    row = (tl.program_id(0) * C.rows + tl.arange(0, C.rows)).to(tl.int64)[:, None]
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
+    k = tl.program_id(1) * C.inputs + tl.arange(0, C.inputs)[None, :]
+    own = row < outputs
+    value = unpacked(tl.load(data + row * ROW_BYTES + byte, mask=own & (byte < ROW_BYTES), other=0), C.bits)
+    inside = own & (k < C.d_in)
+    at = row * GROUPS + k // C.group
+    if C.zeros:
+        value -= tl.load(zeros + at, mask=inside, other=0.0)
+    else:
+        value -= 1 << (C.bits - 1)
+    value *= tl.load(scales + at, mask=inside, other=0.0)
+    tl.store(out + row * C.d_in + k, value.to(out.dtype.element_ty), mask=inside)
+
+
+def widen(weight: DeviceIntegers) -> torch.Tensor:
+    """Return the weight `[out, in]` in its dtype."""
+    outputs, inputs = weight.shape
+    out = torch.empty(outputs, inputs, dtype=weight.dtype, device=weight.device)
+    launch, constants = _launch(inputs, weight.bits, weight.group, weight.zeros is not None)
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    grid = (-(-outputs // constants.rows), -(-inputs // constants.inputs), 1)
+    launch(grid, (out, weight.data, weight.scales, zeros), (outputs,), ())
+    return out
+
+
+@cache
+def _launch(d_in: int, bits: int, group: int, zeros: bool) -> tuple[KernelLauncher, WidenConstants]:
+    constants = WidenConstants(d_in, bits, group, zeros)
+    return KernelLauncher(widen_rows, {"C": constants, "num_warps": WIDEN_WARPS}), constants
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportOptionalOperand=false

@@ -1,0 +1,155 @@
+"""Quantised models on the CUDA executor, on a CPU: Triton's kernels interpreted, copies as late as a GPU's.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors import cuda_gemm_backends, cuda_memory
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.model.batch import BY_LIBRARY, GemmBackend
+from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.ops.device_integers import DeviceIntegers
+from chorus.perf.inline_reads import InlineReads
+from chorus.server.cli.command import main
+
+from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
+from ...graphs.late_device import LateDevice
+from ..conftest import Driver, RecordingExecutor, ticking
+from .test_cuda_interpreted import ask, check, merge
+
+SPEC = ModelSpec(seed=5, hidden=64, ffn=128, layers=2, heads=2, kv_heads=1, vocab=96, positions=64)
+ADAPTERS = {"all": (5, ATTENTION + MLP), "qv": (2, ["q_proj", "v_proj"])}
+MATRICES = "qkv", "o", "gate_up", "down"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Subject:
+    root = tmp_path_factory.mktemp("model")
+    save_model(SPEC, root / "model")
+    for seed, (name, (rank, targets)) in enumerate(ADAPTERS.items()):
+        save_adapter(root / "model", root / name, rank, 8, targets, False, seed)
+    return Subject(root / "model", {name: root / name for name in ADAPTERS})
+
+
+@pytest.fixture(scope="module")
+def twins(model, tmp_path_factory) -> dict[str, Subject]:
+    """The plain models that quantised weights stand for, with the same adapters."""
+    found = {}
+    for name in ("int8", "int4"):
+        root = tmp_path_factory.mktemp(name) / "model"
+        shutil.copytree(model.model, root)
+        tensors = load_file(root / "model.safetensors")
+        for key, tensor in tensors.items():
+            if key.endswith("_proj.weight"):
+                tensors[key] = RoundToNearest(name)(tensor.float()).dequantised()
+        save_file(tensors, root / "model.safetensors", {"format": "pt"})
+        found[name] = Subject(root, model.adapters)
+    return found
+
+
+@pytest.fixture
+def drive(model, monkeypatch):
+    """`drive(PATH, **config)`: an engine on a late device. few_rows: its kernel for few rows takes float32, too."""
+    engines = []
+
+    def make(path: Path = model.model, few_rows: bool = True, **config) -> Driver:
+        if few_rows:
+            monkeypatch.setitem(cuda_gemm_backends.TOLERANCE, torch.float32, 1e-5)
+        defaults = {
+            "dtype": "float32", "device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 12, "block_tokens": 4,
+            "memory_bytes": 2 << 20, "max_lora_rank": 8, "max_model_len": 64, "threads": 1, "mixed_graph_tokens": 0,
+            "graph_capture": "lazy", "small_gemm": "on",
+        }  # fmt: skip
+        settings = EngineConfig(model=path, **{**defaults, **config})
+        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        engine = Engine(settings, executor, ticking(), InlineReads())
+        engines.append(engine)
+        for name, directory in model.adapters.items():
+            engine.store.register(name, directory)
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def kept(driver: Driver) -> set[type]:
+    """Types of the weights of projections."""
+    layers = driver.executor.inner.steps.decoder.layers
+    return {type(getattr(layer, name)) for layer in layers for name in MATRICES}
+
+
+REQUESTS = (None, 9, 3), ("all", 5, 4), ("qv", 14, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("small_gemm", ["on", "fused"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_answers_are_those_of_the_model_that_the_weights_stand_for(drive, twins, quantization, small_gemm):
+    """Prompts by the library and decode steps by the kernel for few rows, beside adapters."""
+    driver = drive(quantization=quantization, small_gemm=small_gemm)
+    assert kept(driver) == {DeviceIntegers}
+    backends = driver.executor.inner.steps.backends
+    assert {each for of_bucket in backends.values() for each in of_bucket} & {GemmBackend.SMALL, GemmBackend.EXPANDED}
+    check(driver, ask(driver, twins[quantization], *REQUESTS))
+
+
+def test_the_library_multiplies_them_too(drive, twins):
+    """Where the kernel for few rows was found to be slower or wrong, the weights still take their few bytes."""
+    driver = drive(few_rows=False, quantization="int4")
+    assert {*driver.executor.inner.steps.backends.values()} == {BY_LIBRARY}
+    assert kept(driver) == {DeviceIntegers}
+    check(driver, ask(driver, twins["int4"], *REQUESTS))
+
+
+@pytest.mark.slow
+def test_a_quantised_checkpoint_is_kept_as_it_is(drive, model, twins, tmp_path):
+    assert main(["quantize", str(model.model), str(tmp_path / "out"), "--quantization", "int4"]) == 0
+    driver = drive(tmp_path / "out")
+    assert kept(driver) == {DeviceIntegers}
+    check(driver, ask(driver, twins["int4"], *REQUESTS))
+
+
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_what_they_stand_for(drive, twins):
+    """The merged copy is in the model's dtype, beside the whole numbers of the matrices that it leaves alone."""
+    driver = drive(quantization="int8")
+    merge(driver, "qv")
+    check(driver, ask(driver, twins["int8"], ("qv", 6, 4), (None, 3, 3)))
+
+
+def test_without_the_kernel_they_are_dequantised_once(drive, twins, caplog):
+    with caplog.at_level(logging.WARNING):
+        driver = drive(quantization="int8", small_gemm="off")
+    assert "take as much memory" in caplog.text
+    assert kept(driver) == {torch.Tensor}
+    check(driver, ask(driver, twins["int8"], *REQUESTS))
+
+
+@pytest.mark.slow
+def test_memory_is_checked_for_what_is_kept(drive, model, tmp_path, monkeypatch):
+    """A model that fits a GPU only as whole numbers is loaded."""
+    asked = {}
+    monkeypatch.setattr(cuda_memory, "check_weights", lambda weights, *_: asked.setdefault(form, weights))
+    assert main(["quantize", str(model.model), str(tmp_path / "out"), "--quantization", "int4"]) == 0
+    for form, path, quantization in (
+        ("plain", model.model, None), ("int8", model.model, "int8"), ("stored", tmp_path / "out", None),
+    ):  # fmt: skip
+        driver = drive(path, quantization=quantization)
+        layers = driver.executor.inner.steps.decoder.layers
+        sizes = [getattr(layer, name) for layer in layers for name in MATRICES]
+        asked[form, "layers"] = sum(each.nbytes for each in sizes)
+    others = asked["plain"] - asked["plain", "layers"]
+    assert asked["int8"] == others + asked["int8", "layers"]
+    assert others < asked["stored"] <= others + asked["stored", "layers"]
