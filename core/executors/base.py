@@ -250,7 +250,7 @@ class ModelExecutor(ExecutorBase):
         if self.quantiser is not None:
             logger.warning(
                 "quantization is %s, but %s dequantised weights: they take as much memory as the checkpoint's own; the "
-                "native CPU decoder keeps them quantised",
+                "native CPU decoder, and GPUs unless small_gemm is off, keep them quantised",
                 self.quantiser.name,
                 who,
             )
