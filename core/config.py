@@ -156,7 +156,8 @@ class EngineConfig(BaseModel):
         default="auto",
         description="on a GPU: GEMM backend of the base weights in decode steps of up to 64 sequences. auto: "
         "measured at the start for each shape; on: our kernel; fused: our kernel with LoRA expand "
-        "fused in, up to 32 sequences; off: cuBLAS, with quantised weights kept dequantised. With on or fused, results are the same for all "
+        "fused in, up to 32 sequences; off: cuBLAS, with quantised weights kept dequantised. With on or fused, "
+        "results are the same for all "
         "batch sizes up to 16, and for all from 17 to 64, at every start",
     )
     max_lora_rank: int = Field(

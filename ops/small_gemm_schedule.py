@@ -85,6 +85,7 @@ class WeightForm(NamedTuple):
     """Inputs that share a scale."""
     zeros: bool = False
     """It has zero points."""
+    float8: bool = False
 
 
 FULL = WeightForm()
@@ -121,6 +122,7 @@ class GemmConstants:
     groups: int = 1
     """Groups of a row."""
     zeros: bool = False
+    float8: bool = False
 
 
 def tile_rows(rows: int) -> int:
@@ -178,6 +180,7 @@ def gemm_constants(
         group=form.group,
         groups=-(-d_in // form.group) if form.group else 1,
         zeros=form.zeros,
+        float8=form.float8,
     )
     if shape is None:
         return constants

@@ -30,9 +30,9 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
-from .device_integers import DeviceIntegers
-from .device_integers_triton import unpacked
 from .launch_triton import KernelLauncher
+from .narrow_weights import NarrowWeight
+from .narrow_weights_triton import unpacked
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
 from .sgmv_triton import Adapters, Shrunk, _find_block, _find_columns, _find_module, _pick
@@ -57,7 +57,7 @@ _TILE, _B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (TILE_WIDTH, OFFSETS_B,
 class Weight(NamedTuple):
     """A weight as one argument: tensors on the host, pointers in a kernel. One in 16 bits or more stands for all three.
 
-    data: `[out, in]`, or bytes as in `DeviceIntegers`. scales, zeros: `[out, groups]`; without zero points, zeros is
+    data: `[out, in]`, or bytes as in `NarrowWeight`. scales, zeros: `[out, groups]`; without zero points, zeros is
     any tensor.
     """
 
@@ -98,7 +98,10 @@ def _load_weight(data, scales, zeros, step, own, scale, zero, dtype: tl.constexp
             scale = tl.load(scales + group, mask=inside, other=0.0)
             if C.zeros:
                 zero = tl.load(zeros + group, mask=inside, other=0.0)
-        w = ((unpacked(w, C.bits) - zero) * scale).to(dtype)
+        value = unpacked(w, C.bits, C.float8)
+        if not C.float8:
+            value -= zero
+        w = (value * scale).to(dtype)
     return w
 
 
@@ -390,7 +393,7 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
 
 def multiply(
     x: torch.Tensor,
-    weight: torch.Tensor | DeviceIntegers,
+    weight: torch.Tensor | NarrowWeight,
     bias: torch.Tensor | None = None,
     *,
     silu: bool = False,
@@ -399,7 +402,7 @@ def multiply(
 ) -> torch.Tensor:
     """Return `x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
 
-    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. Whole numbers are widened as they are loaded, so
+    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. A narrow weight is widened as it is loaded, so
     the result has the bits of a product with `weight.dense()`. shrunk: result of `Sgmv.shrink` for x, whose LoRA terms
     are to be added. compile_only: compile the kernels that would be launched, in parallel within
     `launch_triton.compiling`, and compute nothing.
@@ -426,14 +429,14 @@ def multiply(
     return y
 
 
-def _form(weight: torch.Tensor | DeviceIntegers) -> WeightForm:
-    if not isinstance(weight, DeviceIntegers):
+def _form(weight: torch.Tensor | NarrowWeight) -> WeightForm:
+    if not isinstance(weight, NarrowWeight):
         return FULL
-    return WeightForm(weight.bits, weight.group, weight.zeros is not None)
+    return WeightForm(weight.bits, weight.group, weight.zeros is not None, weight.float8)
 
 
-def _parts(weight: torch.Tensor | DeviceIntegers) -> Weight:
-    if not isinstance(weight, DeviceIntegers):
+def _parts(weight: torch.Tensor | NarrowWeight) -> Weight:
+    if not isinstance(weight, NarrowWeight):
         return Weight(weight, weight, weight)
     return Weight(weight.data, weight.scales, weight.scales if weight.zeros is None else weight.zeros)
 

@@ -29,7 +29,7 @@ from ...ops.attention_backend import (
 )
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel, scores_of
+from ..model.decoder import DecoderModel, scores_of, stays_narrow
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
@@ -115,8 +115,8 @@ class CudaExecutor(CudaShapes):
         self._config, self._rank_context = config, rank_context
         dependent_launch.allow(config.dependent_launch == "auto")
         self._watched = partial(watched, self._device)
-        self._keeps_integers = config.small_gemm != "off"
-        quantiser = self.quantiser if self._keeps_integers else None
+        self._keeps_narrow = config.small_gemm != "off"
+        quantiser = self.quantiser if self._keeps_narrow else None
         self.weight_bytes = kept_bytes(self.whole, self._dtype.itemsize, self.shard, quantiser)
         with self._device.scope():
             self._free, _ = self._device.memory()  # before anything is loaded
@@ -255,7 +255,7 @@ class CudaExecutor(CudaShapes):
         config, device = self._config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
-        if not self._keeps_integers:
+        if not self._keeps_narrow:
             self.warn_if_dequantised("cuBLAS multiplies")
         with open_weights(
             config.model,
@@ -266,7 +266,7 @@ class CudaExecutor(CudaShapes):
             shard=self.shard,
             quantiser=self.quantiser,
         ) as weights:
-            weights.keeps_integers = self._keeps_integers
+            weights.keeps = stays_narrow if self._keeps_narrow else None
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             return DecoderModel(self.config, weights, arena, self.model.max_model_len)
 

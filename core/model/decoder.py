@@ -11,10 +11,10 @@ from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
-from ...ops.device_integers import DeviceIntegers, is_kept, keep
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
+from ...ops.narrow_weights import NarrowWeight, is_kept, keep
 from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots
@@ -78,7 +78,7 @@ class DecoderModel:
         ranks: Collectives | None = None,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
-        tokens. Projections are kept as whole numbers where they are that and `weights.keeps_integers`.
+        tokens. Projections stay narrow if `weights.keeps` any.
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
         as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
@@ -95,7 +95,7 @@ class DecoderModel:
         packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        kept = _kept(device, embed.dtype, packs=packs, keeps_integers=weights.keeps_integers)
+        kept = _kept(device, embed.dtype, packs=packs, narrow=weights.keeps is not None)
         if head is embed and not packs:
             self._lm_head = self._embed
         else:
@@ -300,11 +300,11 @@ class DecoderModel:
         layer: int,
         group: int,
         rows: Sequence[AdapterRows],
-        origin: torch.Tensor | DeviceIntegers,
+        origin: torch.Tensor | NarrowWeight,
         out: torch.Tensor,
     ) -> float:
         """See `MergeableModel.merge`."""
-        origin = origin.dense() if isinstance(origin, DeviceIntegers) else unpack(origin)
+        origin = origin.dense() if isinstance(origin, NarrowWeight) else unpack(origin)
         return merge(origin, out, self._arena.pages, layer, rows, self._groups[layer][group])
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
@@ -363,7 +363,7 @@ class DecoderModel:
         """The ranks that compute shares with this one; None where it computes all."""
         return self._ranks
 
-    def weight(self, group: int) -> torch.Tensor | DeviceIntegers:
+    def weight(self, group: int) -> torch.Tensor | NarrowWeight:
         """The first layer's weight of a group of projections, or the logits', which all layers share."""
         layer = self.layers[0]
         return (layer.qkv, layer.o, layer.gate_up, layer.down, self._lm_head)[group]
@@ -425,27 +425,32 @@ def kv_index(config: ModelConfig) -> list[int]:
     return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
 
 
-def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool, keeps_integers: bool) -> Pack | None:
+def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool, narrow: bool) -> Pack | None:
     """The function that converts each projection after it was read; None: projections stay as they were read."""
     if packs:
         return lambda weight: pack(plain(weight, dtype).float())
-    if keeps_integers:
-        return lambda weight: _whole_numbers(weight, dtype, device)
+    if narrow:
+        return lambda weight: _narrowed(weight, dtype, device)
     return (
         None if device.type == "cpu" else lambda weight: plain(weight, dtype).to(device)
     )  # a GPU's are read into the same memory
 
 
-def _whole_numbers(
+def stays_narrow(weight: GroupScaled) -> bool:
+    """True if a GPU's kernels can multiply a projection as it is stored."""
+    even, group = evenly_grouped(with_signed_values(weight))
+    return is_kept(even.values.shape[1], packed_bits(even), group)
+
+
+def _narrowed(
     weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | DeviceIntegers:
-    """A projection on a device: as whole numbers if it is that, in groups that kernels can multiply."""
-    if isinstance(weight, GroupScaled):
-        even, group = evenly_grouped(with_signed_values(weight))
-        bits, scales = packed_bits(even), even.scales * even.factor
-        if is_kept(even.values.shape[1], bits, group):
-            return keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
-    return plain(weight, dtype).to(device, copy=True)
+) -> torch.Tensor | NarrowWeight:
+    """A projection on a device: as narrow values if it is that, in groups that kernels can multiply."""
+    if not isinstance(weight, GroupScaled) or not stays_narrow(weight):
+        return plain(weight, dtype).to(device, copy=True)
+    even, group = evenly_grouped(with_signed_values(weight))
+    bits, scales = packed_bits(even), even.scales * even.factor
+    return keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:
@@ -473,7 +478,7 @@ def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: tor
             layer.delta = _moved_delta(part, device)
         elif isinstance(part, ExpertWeights):
             layer.experts = _moved_experts(part, dtype)
-        elif part is not None and not isinstance(part, DeviceIntegers) and not part.is_mkldnn:
+        elif part is not None and not isinstance(part, NarrowWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
     return layer

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
-from ...ops.device_integers import DeviceIntegers
 from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm, silu_and_mul
+from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepLora
@@ -165,18 +165,18 @@ class Layer:
 def multiply(
     backend: GemmBackend,
     x: torch.Tensor,
-    weight: torch.Tensor | DeviceIntegers,
+    weight: torch.Tensor | NarrowWeight,
     bias: torch.Tensor | None = None,
     *,
     gate: bool = False,
     shrunk: Shrunk | None = None,
 ) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; the library multiplies one of whole numbers as the
-    weight that they stand for, which is in memory meanwhile. gate: `silu(gate) · up` of the halves of that, the
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`; a narrow one is widened in memory for the
+    library. gate: `silu(gate) · up` of the halves of that, the
     same bits as one after the other of the same way. shrunk: of adapters that are expanded in the product's launch.
     """
     if backend is GemmBackend.LIBRARY:
-        weight = weight.dense() if isinstance(weight, DeviceIntegers) else weight
+        weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
         y = (packed_linear if weight.is_mkldnn else linear)(x, weight, bias)
         return silu_and_mul(y) if gate else y
     from ...ops import small_gemm_triton  # needs triton

@@ -73,7 +73,7 @@ class NativeDecoderModel:
         self.config = config
         self._ranks = ranks
         embed = weights.embed()
-        packed, weights.keeps_integers = PackedWeights(embed.dtype), True
+        packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.kept_lm_head(embed)
         vocab = len(head.values if isinstance(head, GroupScaled) else head)

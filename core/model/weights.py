@@ -21,7 +21,7 @@ from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec,
 from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
-from .quantization.groups import is_packable, part_of, plain, stacked
+from .quantization.groups import part_of, plain, stacked
 from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
 from .score_head import BIAS, WEIGHT
@@ -287,9 +287,9 @@ class Weights(ABC):
 
     @property
     def num_bytes_kept(self) -> int:
-        """Bytes that the weights take once they are read, at least: stored integers may have to be dequantised."""
+        """Bytes that the weights take once they are read, at least: stored values may have to be dequantised."""
         num_bytes = sum(map(self._dense_bytes, self._shapes))
-        if self.keeps_integers and self.quantiser is not None:
+        if self.keeps is not None and self.quantiser is not None:
             of = self._config, self._dtype.itemsize, self._shard
             num_bytes += kept_bytes(*of, self.quantiser) - kept_bytes(*of)
         return num_bytes
@@ -302,8 +302,8 @@ class Weights(ABC):
         """Token embeddings `[vocab, hidden]`."""
         return self._read(self._embed_name)
 
-    keeps_integers = False
-    """Projections that are stored as integers with scales are packed as such, not dequantised."""
+    keeps: Callable[[GroupScaled], bool] | None = None
+    """Which projections that are stored as narrow values with scales are packed as such; None: all are dequantised."""
 
     def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
         """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
@@ -537,7 +537,7 @@ class WeightLoader(Weights):
     @property
     def num_bytes_kept(self) -> int:
         num_bytes = super().num_bytes_kept
-        if self.keeps_integers:
+        if self.keeps is not None:
             for name in self._shapes:
                 source, dense = self._sources[name].name, self._dense_bytes(name)
                 if source in self._quantised:
@@ -583,12 +583,12 @@ class WeightLoader(Weights):
         return target
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
-        if pack is not None and self.keeps_integers and (found := self._integers(names)) is not None:
+        if pack is not None and self.keeps is not None and (found := self._scaled(names, self.keeps)) is not None:
             return pack(found)
         return super()._projection(names, pack)
 
-    def _integers(self, names: Sequence[str]) -> GroupScaled | None:
-        """The rank's shares of projections as they are stored; None if they are not integers in even groups."""
+    def _scaled(self, names: Sequence[str], keeps: Callable[[GroupScaled], bool]) -> GroupScaled | None:
+        """The rank's shares of projections as they are stored; None if they are not narrow values to be kept."""
         how, found = self._config.weight_format, []
         if how is None or any(self._sources[name].name not in self._quantised for name in names):
             return None
@@ -596,11 +596,11 @@ class WeightLoader(Weights):
             source = self._sources[name]
             for part in self._parts(name):
                 place = rows_and_columns(self._rows(name, source, part), self._stored[source.name])
-                matrix = how.integers(self._checkpoint, source.name, place)
-                if matrix is None or not is_packable(matrix):
+                matrix = how.scaled(self._checkpoint, source.name, place)
+                if matrix is None or not keeps(matrix):
                     return None
                 found.append(matrix)
-        if len({matrix.bits for matrix in found}) > 1:
+        if len({(matrix.bits, matrix.is_float) for matrix in found}) > 1:
             return None
         for name in names:
             self._advance(name)

@@ -19,7 +19,7 @@ from ...ops import elementwise_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
-from ...ops.device_integers import WIDEN_WARPS, WidenConstants
+from ...ops.narrow_weights import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_pages
 from ...ops.vectors_schedule import vector_constants, vector_options
@@ -190,12 +190,16 @@ _PRODUCTS = {
     "head": (4096, 128256, ""),
 }
 
-#: Forms of weights that are whole numbers: of 8 bits with a scale per row, and of 4 with zero points.
-FORMS = {"int8": small.WeightForm(8, 1 << 20), "int4": small.WeightForm(4, 128, zeros=True)}
+#: Forms of narrow weights: of 8 bits with a scale per row, of 4 with zero points, and FP8 in blocks.
+FORMS = {
+    "int8": small.WeightForm(8, 1 << 20),
+    "int4": small.WeightForm(4, 128, zeros=True),
+    "fp8": small.WeightForm(8, 128, float8=True),
+}
 
 
 def _kept(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
-    """GEMMs with whole numbers, alone and with adapters of any rank."""
+    """GEMMs with narrow weights, alone and with adapters of any rank."""
     for (form, its), (name, (d_in, d_out, group)) in product(FORMS.items(), _PRODUCTS.items()):
         its = its._replace(group=min(its.group, d_in))
         yield f"{base}.{form}.{name}", _product(d_in, d_out, rows, silu=name == "mlp", form=its)
@@ -212,12 +216,12 @@ PRODUCTS = dict(
     ]
 )
 
-#: Whole numbers widened for a GEMM of many rows.
+#: Narrow weights widened for a GEMM of many rows.
 WIDENED = {
     f"widen.{name}": Elementwise(
-        "device_integers_triton",
+        "narrow_weights_triton",
         "widen_rows",
-        constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros)},
+        constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros, form.float8)},
         options={"num_warps": WIDEN_WARPS},
         own=("out",),
         others={**dict(_KEPT), "outputs": "i32"},

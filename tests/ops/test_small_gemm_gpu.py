@@ -17,8 +17,8 @@ from chorus.ops.elementwise import rms_norm
 from chorus.ops.launch_triton import compiling
 from chorus.ops.sgmv_schedule import decode
 
-from .test_device_integers import forms, kept
 from .test_expanded_product import MAX_RANK, World, check_companies, check_values
+from .test_narrow_weights import forms, kept
 from .test_small_gemm_triton import (
     FORMS,
     TOLERANCE,
@@ -29,8 +29,8 @@ from .test_small_gemm_triton import (
     check_broken_row,
     check_company,
     check_form,
+    narrow,
     run,
-    whole_numbers,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -86,21 +86,21 @@ def test_bits_of_a_row_do_not_depend_on_its_company(dtype, launch):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_whole_numbers_have_the_bits_of_the_weight_that_they_stand_for(form):
+def test_a_narrow_weight_has_the_bits_of_the_weight_that_it_stands_for(form):
     """Of Llama-3.1-8B's shapes, and of small ones; the kernel that widens them gives the same as torch."""
     chosen = [case for case in (*cases(4, 14), *LARGE[:4], *LARGE[7:10]) if form[0] == 8 or not case.shape[0] % 2]
     with compiling(available_cpus()):
         for case in chosen:
             inputs = Inputs(case, torch.bfloat16, "cuda")
             run(case, inputs, compile_only=True)
-            inputs.weight = whole_numbers(case, form, torch.bfloat16, "cuda")
+            inputs.weight = narrow(case, form, torch.bfloat16, "cuda")
             run(case, inputs, compile_only=True)
     for case in chosen:
         problem = check_form(case, form, torch.bfloat16, "cuda")
         assert not problem, (case, problem)
 
 
-def test_whole_numbers_are_widened_to_the_same_bits():
+def test_narrow_weights_are_widened_to_the_same_bits():
     for seed, (bits, (inputs, group), zeros, dtype) in enumerate(forms()):
         weight, want = kept(300, inputs, bits=bits, group=group, zeros=zeros, dtype=dtype, seed=seed)
         moved = {name: getattr(weight, name) for name in ("data", "scales", "zeros")}

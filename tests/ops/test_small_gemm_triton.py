@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.device_integers import DeviceIntegers, keep
 from chorus.ops.elementwise import silu_and_mul
+from chorus.ops.narrow_weights import NarrowWeight, keep
 from chorus.ops.sgmv_schedule import ExpandShape
 from chorus.ops.small_gemm_schedule import MAX_ROWS, TILE_ROWS, fewest_rows, gemm_constants, gemm_schedule, tile_rows
 
@@ -73,15 +73,15 @@ class Inputs:
         outputs = 2 * d_out if case.silu else d_out
         scale = 10.0**case.scale
         self.x = (draw(case.rows, d_in + case.spare) * scale).to(dtype)[:, :d_in]
-        self.weight: torch.Tensor | DeviceIntegers = (draw(outputs, d_in) / d_in**0.5).to(dtype)
+        self.weight: torch.Tensor | NarrowWeight = (draw(outputs, d_in) / d_in**0.5).to(dtype)
         self.bias = (draw(outputs) * scale).to(dtype) if case.bias else None
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor | DeviceIntegers, bias: torch.Tensor | None, silu: bool
+    x: torch.Tensor, weight: torch.Tensor | NarrowWeight, bias: torch.Tensor | None, silu: bool
 ) -> torch.Tensor:
     """Definition, on the CPU: summed in float64, rounded where the kernel rounds."""
-    weight = weight.dense() if isinstance(weight, DeviceIntegers) else weight
+    weight = weight.dense() if isinstance(weight, NarrowWeight) else weight
     y = x.double() @ weight.double().T
     y = (y if bias is None else y + bias.double()).to(x.dtype).cpu()
     return silu_and_mul(y) if silu else y
@@ -192,26 +192,29 @@ def test_values_equal_the_definition():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def whole_numbers(case: Case, form: tuple[int, int, bool], dtype: torch.dtype, device: str = "cpu") -> DeviceIntegers:
-    """Random whole numbers as a case's weight. form: bits, inputs of a group or 0 for a row, and zero points."""
-    bits, group, zeros = form
+def narrow(case: Case, form: tuple[int, int, str], dtype: torch.dtype, device: str = "cpu") -> NarrowWeight:
+    """Random values as a case's weight. form: bits, inputs of a group or 0 for a row, and whether they have zero points
+    or are FP8.
+    """
+    bits, group, kind = form
     d_in, d_out = case.shape
     rows, half = d_out * (1 + case.silu), 1 << (bits - 1)
     generator = torch.Generator().manual_seed(case.seed)
     group = group or d_in
     values = torch.randint(-half, half, (rows, d_in), generator=generator, dtype=torch.int8)
     scales = (torch.rand(rows, -(-d_in // group), generator=generator) + 0.1) / (half * d_in**0.5)
-    points = torch.randint(-half, half, scales.shape, generator=generator, dtype=torch.int16) if zeros else None
+    points = torch.randint(-half, half, scales.shape, generator=generator, dtype=torch.int16)
+    points = points if kind == "zeros" else None
+    values = values.to(torch.float8_e4m3fn) if kind == "fp8" else values
     return keep(values, scales, points, bits=bits, group=group, dtype=dtype, device=torch.device(device))
 
 
-#: Bits, inputs of a group (0: a row is one) and zero points.
-FORMS = ((8, 0, False), (8, 128, True), (4, 64, False), (4, 128, True), (4, 0, True))
+FORMS = ((8, 0, ""), (8, 128, "zeros"), (4, 64, ""), (4, 128, "zeros"), (4, 0, "zeros"), (8, 0, "fp8"), (8, 128, "fp8"))
 
 
-def check_form(case: Case, form: tuple[int, int, bool], dtype: torch.dtype, device: str) -> str:
-    """Text that names how a product with whole numbers differs from one with the weight that they stand for."""
-    inputs, weight = Inputs(case, dtype, device), whole_numbers(case, form, dtype, device)
+def check_form(case: Case, form: tuple[int, int, str], dtype: torch.dtype, device: str) -> str:
+    """Text that names how a product with a narrow weight differs from one with the weight that it stands for."""
+    inputs, weight = Inputs(case, dtype, device), narrow(case, form, dtype, device)
     inputs.weight = weight.dense()
     want = run(case, inputs)
     error = _differs(want, product(inputs.x, inputs.weight, inputs.bias, case.silu), dtype)
@@ -233,7 +236,7 @@ def interpret_forms() -> None:
 
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
-def test_whole_numbers_have_the_bits_of_the_weight_that_they_stand_for():
+def test_a_narrow_weight_has_the_bits_of_the_weight_that_it_stands_for():
     command = "from tests.ops.test_small_gemm_triton import *; interpret_forms()"
     result = run_python("-c", command, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ..config_json import ConfigJson
 from .format import Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
-from .integer_scheme import IntegerScheme
 from .packing import num_words, unpack, words_of
 from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size, read_modules
 from .reading import read_scales
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -46,7 +46,7 @@ _NO_EFFECT = OF_TOOLS | {
 }
 
 
-class Awq(IntegerScheme, WeightFormat):
+class Awq(ScaledScheme, WeightFormat):
     """`quant_method: awq` in the `gemm` layout.
 
     `qweight [in, out/8]`, `qzeros [groups, out/8]`, `scales [groups, out]`: `weight = (q − zero) · scale`.
@@ -76,7 +76,7 @@ class Awq(IntegerScheme, WeightFormat):
         checkpoint.check({scales: (groups, outputs)})
         return weight, zeros, scales
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         names = _names(name)
         rows, columns = part
         words, within = words_of(rows, _EACH)

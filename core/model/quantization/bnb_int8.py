@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from .format import Part
 from .group_scaled import GroupScaled, groups_of
-from .integer_scheme import IntegerScheme
 from .reading import check_range, read_scales
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _RECIPROCAL = 7.874015718698502e-3  # of 127, as the library has it
 
 
-class BnbInt8(IntegerScheme):
+class BnbInt8(ScaledScheme):
     """`weight` (int8) and `SCB [out]`: `weight = q · SCB · (1/127)`, in that order, as the library computes it."""
 
     title = "bitsandbytes int8"
@@ -34,7 +34,7 @@ class BnbInt8(IntegerScheme):
         check_range(checkpoint, layout, checkpoint.read(layout), 0, 0)  # rows; others are of old GPUs
         return [name, scale, layout]
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part
         scales = read_scales(checkpoint, f"{name.removesuffix('weight')}SCB", (rows,)).unsqueeze(1)
         _, group_of = groups_of(columns, None)

@@ -107,8 +107,8 @@ class CompressedTensors(WeightFormat):
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         self._of(name).read_into(target, checkpoint, name, part)
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
-        return self._of(name).integers(checkpoint, name, part)
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        return self._of(name).scaled(checkpoint, name, part)
 
     def _of(self, name: str) -> WeightScheme:
         scheme = self._scheme(name)

@@ -48,8 +48,8 @@ class WeightScheme(ABC):
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         """Dequantise `part` of `name` in float32 and cast it into `target`."""
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
-        """Return `part` of `name` as integers with scales; None if it is not stored as such."""
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        """Return `part` of `name` as narrow values with scales; None if it is not stored as such."""
         return None
 
 
@@ -91,5 +91,5 @@ class UniformFormat(WeightFormat):
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         self._scheme.read_into(target, checkpoint, name, part)
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
-        return self._scheme.integers(checkpoint, name, part)
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
+        return self._scheme.scaled(checkpoint, name, part)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ..config_json import UnsupportedModel
 from .format import Part
 from .group_scaled import GroupScaled, groups_of
-from .integer_scheme import IntegerScheme
 from .packing import words_of
 from .reading import REMEDY, check_range, read_scales
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ _NAN = 255  # of the scales of MXFP4
 
 
 @dataclass(frozen=True)
-class Fp4(IntegerScheme):
+class Fp4(ScaledScheme):
     """Two numbers a byte, the first in the low bits; `weight = number · scale`."""
 
     title: str
@@ -64,7 +64,7 @@ class Fp4(IntegerScheme):
                 found.append(one)
         return found
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         import torch
 
         rows, columns = part

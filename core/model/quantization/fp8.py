@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson, UnsupportedModel
-from .format import Part, WeightFormat, WeightScheme
-from .group_scaled import row_chunks
+from .format import Part, WeightFormat
+from .group_scaled import GroupScaled, groups_of
 from .read_fields import check_known, read_modules
 from .reading import REMEDY, read_scales
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
-    import torch
-
     from ..checkpoint import Checkpoint
 
 _STORED = "F8_E4M3"
@@ -32,7 +31,7 @@ _FIELDS = {
 _NO_EFFECT = {"dequantize", "expert_dtype", "scale_fmt"}
 
 
-class Fp8Scheme(WeightScheme):
+class Fp8Scheme(ScaledScheme):
     """`weight` in FP8 with `weight_scale` or `weight_scale_inv`. Activations are not quantised (W8A16)."""
 
     def __init__(self, block: Sequence[int] | None = None, *, inverse: bool = False) -> None:
@@ -57,7 +56,7 @@ class Fp8Scheme(WeightScheme):
         checkpoint.check({scale: found if found in allowed else allowed[-1]}, _SCALES)
         return name, scale
 
-    def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         import torch
 
         shape, scale_name = checkpoint[name].shape, self._scale_name(checkpoint, name)
@@ -67,13 +66,11 @@ class Fp8Scheme(WeightScheme):
                 f"{checkpoint[scale_name].path}: tensor {scale_name} has scales that are not above 0; {REMEDY}"
             )
         scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-        height, width = self._block or (-(-shape[0] // scale.shape[0]), shape[1])
         rows, columns = part
-        row_of = torch.arange(rows.start, rows.stop) // height
-        column_of = torch.arange(columns.start, columns.stop) // width if scale.shape[1] > 1 else slice(None)
-        stored = checkpoint.read(name, part)
-        for chunk in row_chunks(target):
-            target[chunk].copy_(stored[chunk].float() * scale[row_of[chunk]][:, column_of])
+        height = self._block[0] if self._block is not None else -(-shape[0] // scale.shape[0])
+        groups, group_of = groups_of(columns, self._block[1] if self._block is not None else None)
+        scales = scale[torch.arange(rows.start, rows.stop) // height, groups]
+        return GroupScaled(checkpoint.read(name, part), 8, scales, None, group_of)
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from ..config_json import ConfigJson
 from .format import Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
-from .integer_scheme import IntegerScheme
 from .module_list import ModuleList
 from .packing import WORD_BITS, num_words, unpack, words_of
 from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size, read_modules
 from .reading import check_range, read_scales
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ _FIELDS = {
 }
 
 
-class GptqScheme(IntegerScheme):
+class GptqScheme(ScaledScheme):
     """`qweight [in·bits/32, out]`, `qzeros [groups, out·bits/32]`, `scales [groups, out]`, `g_idx [in]`:
     `weight = (q − zero) · scale` of the column's group, which `g_idx` gives where it is there.
     """
@@ -67,7 +67,7 @@ class GptqScheme(IntegerScheme):
         checkpoint.check({scales: (groups, outputs)})
         return (*shapes, scales)
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         weight, zeros_name, scales_name, order = (
             _name(name, each) for each in ("qweight", "qzeros", "scales", "g_idx")
         )
@@ -127,8 +127,8 @@ class Gptq(WeightFormat):
     def check(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
         return self._of(name).check(checkpoint, name, shape)
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
-        return self._of(name).integers(checkpoint, name, part)
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
+        return self._of(name).scaled(checkpoint, name, part)
 
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         self._of(name).read_into(target, checkpoint, name, part)

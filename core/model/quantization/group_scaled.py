@@ -1,4 +1,4 @@
-"""Quantised integers with a scale for each group of a row's columns: the common form of AWQ, GPTQ and their like."""
+"""Narrow values with a scale for each group of a row's columns: the common form of AWQ, GPTQ, FP8 and their like."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class GroupScaled:
     """`weight[i, j] = (values[i, j] - zeros[i, g]) · scales[i, g] · factor` for group `g = group_of[j]`."""
 
     values: torch.Tensor
-    """int8 `[out, in]`."""
+    """int8 or float8_e4m3fn `[out, in]`."""
 
     bits: int
-    """Bits of a stored integer; `values` are within -2^(bits-1) and 2^bits - 1."""
+    """Bits of a stored value; integers are within -2^(bits-1) and 2^bits - 1."""
 
     scales: torch.Tensor
     """float32 `[out, groups]`."""
@@ -36,6 +36,11 @@ class GroupScaled:
 
     factor: float = 1.0
     """Multiplies every product in float32."""
+
+    @property
+    def is_float(self) -> bool:
+        """True if values are in FP8."""
+        return self.values.is_floating_point()
 
     def dequantised(self) -> torch.Tensor:
         """Return the weight in float32."""

@@ -73,18 +73,22 @@ def _even_size(group_of: torch.Tensor) -> int:
 def is_packable(matrix: GroupScaled) -> bool:
     """True if the native library can multiply the integers: groups are even, and values have at most 8 bits."""
     size = _even_size(matrix.group_of)
-    return matrix.bits <= max(BITS) and (size == len(matrix.group_of) or not size % MULTIPLE)
+    return not matrix.is_float and matrix.bits <= max(BITS) and (size == len(matrix.group_of) or not size % MULTIPLE)
 
 
 def packed_bits(matrix: GroupScaled) -> int:
     """Bits in which the library keeps a matrix with signed values."""
+    if matrix.is_float:
+        return matrix.bits
     low, high = (int(each) for each in matrix.values.aminmax())
     return next(bits for bits in BITS if -(1 << (bits - 1)) <= low and high < 1 << (bits - 1))
 
 
 def with_signed_values(matrix: GroupScaled) -> GroupScaled:
-    """The same weights with values from -2^(bits-1) to 2^(bits-1) - 1, if they are all above -1."""
+    """The same weights with integers from -2^(bits-1) to 2^(bits-1) - 1, if they are all above -1."""
     half = 1 << (matrix.bits - 1)
+    if matrix.is_float:
+        return matrix
     if int(matrix.values.max()) < half or int(matrix.values.min()) < 0:
         return matrix
     return replace(matrix, values=matrix.values - half, zeros=_zeros_of(matrix) - half)

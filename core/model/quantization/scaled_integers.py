@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from ..config_json import UnsupportedModel
 from .format import Part
 from .group_scaled import SIGNED_BITS, GroupScaled, groups_of, signed
-from .integer_scheme import IntegerScheme
 from .packing import WORD_BITS, num_words, unpack, words_of
 from .read_fields import num_groups
 from .reading import check_range, read_scales
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ Strategy = Literal["tensor", "channel", "group"]
 
 
 @dataclass(frozen=True)
-class ScaledIntegers(IntegerScheme):
+class ScaledIntegers(ScaledScheme):
     """`weight = (q - zero) · scale` of tensors `weight` (int8) or `weight_packed`, `weight_scale`,
     `weight_zero_point` and `weight_g_idx`.
     """
@@ -67,7 +67,7 @@ class ScaledIntegers(IntegerScheme):
             found.append(order)
         return found
 
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part
         groups, group_of = self._groups(checkpoint, f"{name}_g_idx", columns)
         scales = self._of_groups(read_scales(checkpoint, f"{name}_scale"), rows, groups)

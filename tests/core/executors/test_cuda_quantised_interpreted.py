@@ -5,6 +5,7 @@ Run in a process that interprets, see `tests/interpreted.py`.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from chorus.core.executors import cuda_gemm_backends, cuda_memory
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.batch import BY_LIBRARY, GemmBackend
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
-from chorus.ops.device_integers import DeviceIntegers
+from chorus.ops.narrow_weights import NarrowWeight
 from chorus.perf.inline_reads import InlineReads
 from chorus.server.cli.command import main
 
@@ -99,7 +100,7 @@ REQUESTS = (None, 9, 3), ("all", 5, 4), ("qv", 14, 3)
 def test_answers_are_those_of_the_model_that_the_weights_stand_for(drive, twins, quantization, small_gemm):
     """Prompts by the library and decode steps by the kernel for few rows, beside adapters."""
     driver = drive(quantization=quantization, small_gemm=small_gemm)
-    assert kept(driver) == {DeviceIntegers}
+    assert kept(driver) == {NarrowWeight}
     backends = driver.executor.inner.steps.backends
     assert {each for of_bucket in backends.values() for each in of_bucket} & {GemmBackend.SMALL, GemmBackend.EXPANDED}
     check(driver, ask(driver, twins[quantization], *REQUESTS))
@@ -109,7 +110,7 @@ def test_the_library_multiplies_them_too(drive, twins):
     """Where the kernel for few rows was found to be slower or wrong, the weights still take their few bytes."""
     driver = drive(few_rows=False, quantization="int4")
     assert {*driver.executor.inner.steps.backends.values()} == {BY_LIBRARY}
-    assert kept(driver) == {DeviceIntegers}
+    assert kept(driver) == {NarrowWeight}
     check(driver, ask(driver, twins["int4"], *REQUESTS))
 
 
@@ -117,13 +118,37 @@ def test_the_library_multiplies_them_too(drive, twins):
 def test_a_quantised_checkpoint_is_kept_as_it_is(drive, model, twins, tmp_path):
     assert main(["quantize", str(model.model), str(tmp_path / "out"), "--quantization", "int4"]) == 0
     driver = drive(tmp_path / "out")
-    assert kept(driver) == {DeviceIntegers}
+    assert kept(driver) == {NarrowWeight}
     check(driver, ask(driver, twins["int4"], *REQUESTS))
 
 
 @pytest.mark.slow
+def test_an_fp8_checkpoint_is_kept_as_it_is(drive, model, tmp_path):
+    """A scale per output."""
+    for name in ("fp8", "twin"):
+        shutil.copytree(model.model, tmp_path / name)
+    tensors = load_file(model.model / "model.safetensors")
+    twin = dict(tensors)
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        weight = tensors[key].float()
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        tensors[key] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{key}_scale"] = scale
+        twin[key] = tensors[key].float() * scale
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    save_file(twin, tmp_path / "twin" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    (tmp_path / "fp8" / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
+    driver = drive(tmp_path / "fp8")
+    assert kept(driver) == {NarrowWeight}
+    check(driver, ask(driver, Subject(tmp_path / "twin", model.adapters), *REQUESTS))
+
+
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_what_they_stand_for(drive, twins):
-    """The merged copy is in the model's dtype, beside the whole numbers of the matrices that it leaves alone."""
+    """The merged copy is in the model's dtype, beside the narrow matrices that it leaves alone."""
     driver = drive(quantization="int8")
     merge(driver, "qv")
     check(driver, ask(driver, twins["int8"], ("qv", 6, 4), (None, 3, 3)))
@@ -139,7 +164,7 @@ def test_without_the_kernel_they_are_dequantised_once(drive, twins, caplog):
 
 @pytest.mark.slow
 def test_memory_is_checked_for_what_is_kept(drive, model, tmp_path, monkeypatch):
-    """A model that fits a GPU only as whole numbers is loaded."""
+    """A model that fits a GPU only in few bits is loaded."""
     asked = {}
     monkeypatch.setattr(cuda_memory, "check_weights", lambda weights, *_: asked.setdefault(form, weights))
     assert main(["quantize", str(model.model), str(tmp_path / "out"), "--quantization", "int4"]) == 0

@@ -7,7 +7,14 @@ import torch
 
 from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.quantization.group_scaled import GroupScaled
-from chorus.core.model.quantization.groups import evenly_grouped, part_of, plain, stacked, with_signed_values
+from chorus.core.model.quantization.groups import (
+    evenly_grouped,
+    is_packable,
+    part_of,
+    plain,
+    stacked,
+    with_signed_values,
+)
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weights import MATRICES, WeightLoader
@@ -91,7 +98,7 @@ def test_integers_of_ranks_are_their_shares(tmp_path, form):
     config = read_model_config(path)
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
         kept, plainly = (WeightLoader(path, config, torch.float32, shard=shard) for _ in range(2))
-        kept.keeps_integers = True
+        kept.keeps = is_packable
         seen = []
 
         def pack(weight, seen=seen):

@@ -1,4 +1,4 @@
-"""Whole numbers as a GPU keeps them: what they stand for, by torch and by the kernel, and which can be kept."""
+"""Narrow weights as a GPU keeps them: what they stand for, by torch and by the kernel, and which can be kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from chorus.ops.device_integers import DeviceIntegers, is_kept, keep
+from chorus.ops.narrow_weights import NarrowWeight, is_kept, keep
 
 from ..processes import run_python
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def kept(
     outputs: int, inputs: int, *, bits: int, group: int, zeros: bool, dtype: torch.dtype, seed: int = 0
-) -> tuple[DeviceIntegers, torch.Tensor]:
+) -> tuple[NarrowWeight, torch.Tensor]:
     """Random whole numbers, kept, and the weight that they stand for, by its definition."""
     generator = torch.Generator().manual_seed(seed)
     half, groups = 1 << (bits - 1), -(-inputs // group)
@@ -67,9 +67,27 @@ def test_which_weights_can_be_kept(inputs, bits, group, expected):
     assert is_kept(inputs, bits, group) is expected
 
 
+def kept_float8(outputs: int, inputs: int, group: int, dtype: torch.dtype) -> tuple[NarrowWeight, torch.Tensor]:
+    """Every finite E4M3 value, kept, and the weight that they stand for, by its definition."""
+    bits = torch.arange(outputs * inputs) % 256
+    bits[bits % 128 == 127] = 0  # the two that are not numbers
+    values = bits.to(torch.uint8).view(torch.float8_e4m3fn).view(outputs, inputs)
+    scales = torch.rand(outputs, -(-inputs // group), generator=torch.Generator().manual_seed(1)) * 0.01 + 1e-3
+    want = (values.float() * scales[:, torch.arange(inputs) // group]).to(dtype)
+    return keep(values, scales, None, bits=8, group=group, dtype=dtype, device=CPU), want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "group"), [(256, 128), (200, 128), (40, 40)])
+def test_a_kept_float8_weight_is_what_it_stands_for(inputs, group, dtype):
+    weight, want = kept_float8(24, inputs, group, dtype)
+    assert weight.data.dtype is torch.uint8
+    assert torch.equal(weight.dense(), want)
+
+
 def widen_all() -> None:
     """Run in a process that interprets."""
-    from chorus.ops.device_integers_triton import widen
+    from chorus.ops.narrow_weights_triton import widen
 
     from .bf16_interpreter import fix_bf16
 
@@ -78,9 +96,15 @@ def widen_all() -> None:
         weight, want = kept(19, inputs, bits=bits, group=group, zeros=zeros, dtype=dtype, seed=seed)
         assert torch.equal(widen(weight), want), f"{bits} bits, {inputs} inputs in groups of {group}, zeros {zeros}"
 
+    for (inputs, group), dtype in itertools.product(
+        ((256, 128), (200, 128), (40, 40)), (torch.float32, torch.bfloat16)
+    ):
+        weight, want = kept_float8(19, inputs, group, dtype)
+        assert torch.equal(widen(weight), want), f"FP8, {inputs} inputs in groups of {group}"
+
 
 @pytest.mark.triton
 def test_the_kernel_widens_to_the_same_bits():
-    command = "from tests.ops.test_device_integers import *; widen_all()"
+    command = "from tests.ops.test_narrow_weights import *; widen_all()"
     result = run_python("-c", command, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Whole numbers of a kept weight widened to the values that they stand for, in Triton.
+"""Narrow weights widened to the values that they stand for, in Triton.
 
 Import this module lazily: it needs triton.
 """
@@ -13,13 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
-from .device_integers import WIDEN_WARPS, DeviceIntegers, WidenConstants
 from .launch_triton import KernelLauncher
+from .narrow_weights import WIDEN_WARPS, NarrowWeight, WidenConstants
 
 
 @triton.jit
-def unpacked(data, BITS: tl.constexpr):
-    """Whole numbers in float32 `[..., inputs]` of bytes `[..., inputs · bits / 8]`."""
+def unpacked(data, BITS: tl.constexpr, FLOAT8: tl.constexpr):
+    """Stored values in float32 `[..., inputs]` of bytes `[..., inputs · bits / 8]`.
+
+    An E4M3 value has the bits of a float16 of a 256th of it, subnormal ones, too: compute capability 8.0 has no
+    instruction for E4M3.
+    """
+    if FLOAT8:
+        wide = data.to(tl.uint16)
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     value = data
     if BITS == 4:
         value = tl.interleave(data & 15, data >> 4)
@@ -30,7 +38,7 @@ def unpacked(data, BITS: tl.constexpr):
 def widen_rows(out, data, scales, zeros, outputs, C: tl.constexpr):
     """out[n, k] = (data[n, k] - zeros[n, k // group]) · scales[n, k // group], rounded once.
 
-    Grid (blocks of rows, blocks of inputs). out: [outputs, d_in], contiguous, as are the others; see `DeviceIntegers`.
+    Grid (blocks of rows, blocks of inputs). out: [outputs, d_in], contiguous, as are the others; see `NarrowWeight`.
     """
     BYTES: tl.constexpr = C.inputs * C.bits // 8
     ROW_BYTES: tl.constexpr = C.d_in * C.bits // 8
@@ -39,22 +47,22 @@ def widen_rows(out, data, scales, zeros, outputs, C: tl.constexpr):
     byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)[None, :]
     k = tl.program_id(1) * C.inputs + tl.arange(0, C.inputs)[None, :]
     own = row < outputs
-    value = unpacked(tl.load(data + row * ROW_BYTES + byte, mask=own & (byte < ROW_BYTES), other=0), C.bits)
+    value = unpacked(tl.load(data + row * ROW_BYTES + byte, mask=own & (byte < ROW_BYTES), other=0), C.bits, C.float8)
     inside = own & (k < C.d_in)
     at = row * GROUPS + k // C.group
     if C.zeros:
         value -= tl.load(zeros + at, mask=inside, other=0.0)
-    else:
+    elif not C.float8:
         value -= 1 << (C.bits - 1)
     value *= tl.load(scales + at, mask=inside, other=0.0)
     tl.store(out + row * C.d_in + k, value.to(out.dtype.element_ty), mask=inside)
 
 
-def widen(weight: DeviceIntegers) -> torch.Tensor:
+def widen(weight: NarrowWeight) -> torch.Tensor:
     """Return the weight `[out, in]` in its dtype."""
     outputs, inputs = weight.shape
     out = torch.empty(outputs, inputs, dtype=weight.dtype, device=weight.device)
-    launch, constants = _launch(inputs, weight.bits, weight.group, weight.zeros is not None)
+    launch, constants = _launch(inputs, weight.bits, weight.group, weight.zeros is not None, weight.float8)
     zeros = weight.scales if weight.zeros is None else weight.zeros
     grid = (-(-outputs // constants.rows), -(-inputs // constants.inputs), 1)
     launch(grid, (out, weight.data, weight.scales, zeros), (outputs,), ())
@@ -62,8 +70,8 @@ def widen(weight: DeviceIntegers) -> torch.Tensor:
 
 
 @cache
-def _launch(d_in: int, bits: int, group: int, zeros: bool) -> tuple[KernelLauncher, WidenConstants]:
-    constants = WidenConstants(d_in, bits, group, zeros)
+def _launch(d_in: int, bits: int, group: int, zeros: bool, float8: bool) -> tuple[KernelLauncher, WidenConstants]:
+    constants = WidenConstants(d_in, bits, group, zeros, float8)
     return KernelLauncher(widen_rows, {"C": constants, "num_warps": WIDEN_WARPS}), constants
 
 

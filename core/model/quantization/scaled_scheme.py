@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
 
-class IntegerScheme(WeightScheme, ABC):
-    """A form of integers with scales."""
+class ScaledScheme(WeightScheme, ABC):
+    """A form of narrow values with scales."""
 
     @abstractmethod
-    def integers(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled: ...
+    def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled: ...
 
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
-        self.integers(checkpoint, name, part).dequantise_into(target)
+        self.scaled(checkpoint, name, part).dequantise_into(target)

@@ -1,6 +1,6 @@
-"""Weights that are small whole numbers, as a GPU keeps and multiplies them.
+"""Weights of 4 or 8 bits with scales, as a GPU keeps and multiplies them.
 
-Tests: tests/ops/test_device_integers.py, tests/ops/test_small_gemm_triton.py.
+Tests: tests/ops/test_narrow_weights.py, tests/ops/test_small_gemm_triton.py.
 """
 
 from __future__ import annotations
@@ -17,39 +17,43 @@ MULTIPLE = 64
 
 
 WIDEN_WARPS = 4
-"""Warps of a program that widens whole numbers."""
+"""Warps of a program that widens weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class WidenConstants:
-    """Compile-time constants of a launch that widens whole numbers."""
+    """Compile-time constants of a launch that widens weights."""
 
     d_in: int
     bits: int
     group: int
     zeros: bool
     """Zero points are read; without, all are `2^(bits - 1)`."""
+    float8: bool = False
+    """Weights are FP8, without zero points."""
     rows: int = 16
     """Rows of a program."""
     inputs: int = 256
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceIntegers:
-    """A projection's weights: `weight[i, j] = (data[i, j] - zeros[i, g]) · scales[i, g]` for group `g = j // group`,
-    multiplied in float32 and rounded once to `dtype`.
+class NarrowWeight:
+    """A projection's weights: `weight[i, j] = (data[i, j] - zeros[i, g]) · scales[i, g]` for group `g = j // group`, or
+    `data[i, j] · scales[i, g]` of FP8, multiplied in float32 and rounded once to `dtype`.
 
     Where a tensor is only asked for its shape, dtype and device, it may stand for the tensor.
     """
 
     data: torch.Tensor
-    """uint8 `[out, in · bits / 8]`. Of 4 bits, a byte holds two inputs, the first in its lower half."""
+    """uint8 `[out, in · bits / 8]`: integers, or the bits of E4M3. Of 4 bits, a byte holds two inputs, the first in its
+    lower half.
+    """
 
     scales: torch.Tensor
     """float32 `[out, groups]`."""
 
     zeros: torch.Tensor | None
-    """float32 `[out, groups]`, whole numbers. None: all are `2^(bits - 1)`."""
+    """float32 `[out, groups]`, integers. None: all are `2^(bits - 1)`."""
 
     bits: int
     group: int
@@ -57,6 +61,9 @@ class DeviceIntegers:
 
     dtype: torch.dtype
     """Of the weights as they are multiplied."""
+
+    float8: bool = False
+    """The weights are FP8 (E4M3)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -82,7 +89,7 @@ class DeviceIntegers:
     def dense(self) -> torch.Tensor:
         """The weight `[out, in]` in `dtype`: on a GPU in one launch, elsewhere by torch."""
         if self.data.is_cuda:
-            from .device_integers_triton import widen  # needs triton
+            from .narrow_weights_triton import widen  # needs triton
 
             return widen(self)
         outputs, inputs = self.shape
@@ -90,12 +97,14 @@ class DeviceIntegers:
         if self.bits == 4:
             values = torch.stack((values & 15, values >> 4), dim=-1).view(outputs, inputs)
         group_of = torch.arange(inputs, device=self.device) // self.group
+        if self.float8:
+            return (values.view(torch.float8_e4m3fn).float() * self.scales[:, group_of]).to(self.dtype)
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros[:, group_of]
         return ((values.float() - zeros) * self.scales[:, group_of]).to(self.dtype)
 
 
 def is_kept(inputs: int, bits: int, group: int) -> bool:
-    """True if a weight with rows of `inputs` in groups of `group` can be kept as whole numbers."""
+    """True if a weight with rows of `inputs` in groups of `group` can be kept in so many bits."""
     return bits in BITS and not inputs * bits % 8 and (group >= inputs or not group % MULTIPLE)
 
 
@@ -108,15 +117,19 @@ def keep(
     group: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> DeviceIntegers:
-    """Move whole numbers to a device. See `is_kept`, which they must be.
+) -> NarrowWeight:
+    """Move a weight to a device. See `is_kept`, which it must be.
 
-    values: int8 `[out, in]`, from -2^(bits-1) to 2^(bits-1) - 1. scales: float32 `[out, groups]`; zeros: whole numbers
-    of that shape, or None if all are 0.
+    values: float8_e4m3fn, or int8 from -2^(bits-1) to 2^(bits-1) - 1, `[out, in]`. scales: float32 `[out, groups]`;
+    zeros: integers of that shape, or None if all are 0.
     """
+    scales = scales.to(device).contiguous()
+    if values.is_floating_point():
+        data = values.view(torch.uint8).to(device, copy=True)
+        return NarrowWeight(data, scales, None, bits, group=group, dtype=dtype, float8=True)
     half = 1 << (bits - 1)
     data = (values.to(device).to(torch.int16) + half).to(torch.uint8)
     if bits == 4:
         data = data[:, ::2] | data[:, 1::2] << 4
     shifted = None if zeros is None else zeros.to(device, torch.float32) + half
-    return DeviceIntegers(data.contiguous(), scales.to(device).contiguous(), shifted, bits, group=group, dtype=dtype)
+    return NarrowWeight(data.contiguous(), scales, shifted, bits, group=group, dtype=dtype)
