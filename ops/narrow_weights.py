@@ -16,26 +16,6 @@ MULTIPLE = 64
 """A group's inputs must be a multiple of it, unless a row is one group: inputs that a kernel multiplies at once."""
 
 
-WIDEN_WARPS = 4
-"""Warps of a program that widens weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class WidenConstants:
-    """Compile-time constants of a launch that widens weights."""
-
-    d_in: int
-    bits: int
-    group: int
-    zeros: bool
-    """Zero points are read; without, all are `2^(bits - 1)`."""
-    float8: bool = False
-    """Weights are FP8, without zero points."""
-    rows: int = 16
-    """Rows of a program."""
-    inputs: int = 256
-
-
 @dataclass(frozen=True, slots=True)
 class NarrowWeight:
     """A projection's weights: `weight[i, j] = (data[i, j] - zeros[i, g]) · scales[i, g]` for group `g = j // group`, or
@@ -88,11 +68,13 @@ class NarrowWeight:
 
     def dense(self) -> torch.Tensor:
         """The weight `[out, in]` in `dtype`: on a GPU in one launch, elsewhere by torch."""
+        outputs, inputs = self.shape
         if self.data.is_cuda:
             from .narrow_weights_triton import widen  # needs triton
 
-            return widen(self)
-        outputs, inputs = self.shape
+            out = torch.empty(outputs, inputs, dtype=self.dtype, device=self.device)
+            widen(out, self.data, self.scales, self.zeros, bits=self.bits, group=self.group, float8=self.float8)
+            return out
         values = self.data
         if self.bits == 4:
             values = torch.stack((values & 15, values >> 4), dim=-1).view(outputs, inputs)

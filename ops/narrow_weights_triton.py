@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .launch_triton import KernelLauncher
-from .narrow_weights import WIDEN_WARPS, NarrowWeight, WidenConstants
+from .narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 
 
 @triton.jit
@@ -58,15 +58,21 @@ def widen_rows(out, data, scales, zeros, outputs, C: tl.constexpr):
     tl.store(out + row * C.d_in + k, value.to(out.dtype.element_ty), mask=inside)
 
 
-def widen(weight: NarrowWeight) -> torch.Tensor:
-    """Return the weight `[out, in]` in its dtype."""
-    outputs, inputs = weight.shape
-    out = torch.empty(outputs, inputs, dtype=weight.dtype, device=weight.device)
-    launch, constants = _launch(inputs, weight.bits, weight.group, weight.zeros is not None, weight.float8)
-    zeros = weight.scales if weight.zeros is None else weight.zeros
+def widen(
+    out: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    *,
+    bits: int,
+    group: int,
+    float8: bool = False,
+) -> None:
+    """Write a weight to `out` `[out, in]`; the rest is as in `NarrowWeight`."""
+    outputs, inputs = out.shape
+    launch, constants = _launch(inputs, bits, group, zeros is not None, float8)
     grid = (-(-outputs // constants.rows), -(-inputs // constants.inputs), 1)
-    launch(grid, (out, weight.data, weight.scales, zeros), (outputs,), ())
-    return out
+    launch(grid, (out, data, scales, scales if zeros is None else zeros), (outputs,), ())
 
 
 @cache

@@ -19,7 +19,7 @@ from ...ops import elementwise_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
-from ...ops.narrow_weights import WIDEN_WARPS, WidenConstants
+from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import place_pages
 from ...ops.vectors_schedule import vector_constants, vector_options
@@ -202,10 +202,10 @@ def _kept(base: str, lora: str, rows: int) -> Iterator[tuple[str, Elementwise]]:
     """GEMMs with narrow weights, alone and with adapters of any rank."""
     for (form, its), (name, (d_in, d_out, group)) in product(FORMS.items(), _PRODUCTS.items()):
         its = its._replace(group=min(its.group, d_in))
-        yield f"{base}.{form}.{name}", _product(d_in, d_out, rows, silu=name == "mlp", form=its)
+        yield f"{base}-{form}.{name}", _product(d_in, d_out, rows, silu=name == "mlp", form=its)
         if group:
             launch = _product(d_in, d_out, rows, silu=name == "mlp", group=group, max_rank=256, form=its)
-            yield f"{lora}256.{form}.{name}", launch
+            yield f"{lora}256-{form}.{name}", launch
 
 
 #: GEMMs of few rows, with either tile.
@@ -218,7 +218,7 @@ PRODUCTS = dict(
 
 #: Narrow weights widened for a GEMM of many rows.
 WIDENED = {
-    f"widen.{name}": Elementwise(
+    f"widen-{name}": Elementwise(
         "narrow_weights_triton",
         "widen_rows",
         constants={"C": WidenConstants(14336, form.bits, min(form.group, 14336), form.zeros, form.float8)},
