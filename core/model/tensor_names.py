@@ -28,8 +28,8 @@ FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 STACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 
 
-#: What is appended to a stacked tensor's name where its weights are packed (MXFP4), and where it has biases.
-PACKED, BIASES = "_blocks", "_bias"
+#: Ends of names for what a stacked tensor is where its weights are packed (MXFP4), and of that of biases.
+PACKED, BIASES = ("_blocks", "_scales"), "_bias"
 
 
 @dataclass(frozen=True, slots=True)

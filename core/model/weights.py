@@ -249,7 +249,7 @@ def _expert_source(
     """
     for name, order in tensors.stacked_experts.items():
         stored = at + name + (BIASES if kind == "bias" else "")
-        if matrix not in order or not (stored in names or stored + PACKED in names):
+        if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
             continue
         place, transposed = order.index(matrix), tensors.transposed and kind == "weight" and stored in names
         if tensors.alternates:

@@ -293,7 +293,6 @@ def test_layers_have_experts_or_not(read):
         ({**EXPERTS, "mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]: a list of whole numbers"),
         ({**EXPERTS, "decoder_sparse_step": 0}, r"decoder_sparse_step is 0"),
         ({**EXPERTS, "hidden_act": "relu"}, r"hidden_act is 'relu': not supported"),
-        ({**EXPERTS, "quantization_config": {"quant_method": "fp8"}}, r"quantization_config is .*quantised experts"),
         ({**EXPERTS, "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, r"clip_qkv is 8.0: .*only null"),
         ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
         ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
