@@ -31,6 +31,9 @@ class Scores:
     softcap: float | None = None
     """`cap(s) = softcap · tanh(s / softcap)`."""
 
+    has_sinks: bool = False
+    """Each head has a sink, which `Attention.run` takes: one more score in the softmax, of a value of zeros."""
+
 
 PLAIN = Scores()
 """Attention as in "Attention Is All You Need", causal."""
@@ -137,15 +140,19 @@ class Attention(ABC):
         v_cache: torch.Tensor,
         out: torch.Tensor | None = None,
         scores: Scores = PLAIN,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
         q: `[tokens, heads, head_dim]`; k_cache, v_cache: see `KvCache`. out: of q's shape, to write to. scores: of the
-        layer, among those of `AttentionSetup`.
+        layer, among those of `AttentionSetup`. sinks: `[heads]`, where the layer has them.
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
-        self._attend(q, (k_cache, v_cache), out, scores)
+        if sinks is None:
+            self._attend(q, (k_cache, v_cache), out, scores)
+        else:
+            self._attend_with_sinks(q, (k_cache, v_cache), out, scores, sinks)
         return out.view(len(q), -1)
 
     @abstractmethod
@@ -154,6 +161,12 @@ class Attention(ABC):
     @abstractmethod
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         """Write to `out`."""
+
+    def _attend_with_sinks(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
+    ) -> None:
+        """Likewise, in a layer with sinks."""
+        raise NotImplementedError(f"{type(self).__name__} has no attention sinks; use attention torch")
 
 
 class PagedAttention(Attention):
@@ -198,6 +211,16 @@ class PagedAttention(Attention):
             self._decode_pages = page_table[:0]
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
+        self._attend_rows(q, cache, out, scores, None)
+
+    def _attend_with_sinks(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor
+    ) -> None:
+        self._attend_rows(q, cache, out, scores, sinks)
+
+    def _attend_rows(
+        self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
+    ) -> None:
         for prefill in self._prefills:
             k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in cache)
             broken = self._broken(k, v)
@@ -207,7 +230,7 @@ class PagedAttention(Attention):
             if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = _attend(rows, k, v, prefill.mask(scores), scores)
+            attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks)
             if broken is not None:
                 attended = attended.masked_fill(self._who_sees(broken, attended.shape, scores.window), torch.nan)
             out[prefill.tokens] = attended[0].transpose(0, 1)
@@ -217,7 +240,7 @@ class PagedAttention(Attention):
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores)
+            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks)
             out[self._first_decode_token :] = attended[:, :, 0]
 
     def _decode_mask(self, window: int | None) -> torch.Tensor:
@@ -339,7 +362,7 @@ class _Prefill:
         """What its tokens see of their keys, made once a plan for each window; None: plain causal attention of a whole
         sequence.
         """
-        window, explicit = scores.window, scores.softcap is not None
+        window, explicit = scores.window, scores.softcap is not None or scores.has_sinks
         if window is not None and window >= self.kv_len:
             window = None
         if (key := (window, explicit)) not in self._masks:
@@ -370,19 +393,30 @@ def _bias() -> Callable[[int, int], torch.Tensor]:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: Scores,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """q: `[rows, heads, tokens, head_dim]`; k, v: `[rows, kv_heads, keys, head_dim]`. mask: None: plain causal."""
     group = q.shape[1] // k.shape[1]
-    if scores.softcap is None:
+    if scores.softcap is None and sinks is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=group > 1
         )
     assert mask is not None
     k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
     weights = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-    weights = scores.softcap * torch.tanh(weights / scores.softcap)
-    weights = weights.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    if scores.softcap is not None:
+        weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    weights = weights.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        own = sinks.to(weights.dtype).view(1, -1, 1, 1).expand(len(weights), -1, weights.shape[2], 1)
+        weights = torch.cat((weights, own), dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
+    else:
+        weights = weights.softmax(-1, dtype=torch.float32)
     return weights.to(q.dtype) @ v
 
 

@@ -110,6 +110,11 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
     theirs = ours = None
     if wanted == "torch":
         return TorchBackend(heads, device, reason="attention is torch")
+    if any(each.has_sinks for each in setup.scores):
+        reason = "the model has attention sinks, which only attention torch supports"
+        if wanted != "auto":
+            raise AttentionUnavailable(f"attention is {wanted}, but {reason}")
+        return TorchBackend(heads, device, reason)
     if wanted != "triton":
         theirs = flashinfer_obstacle(heads.group, heads.head_dim, dtype, device, setup.scores)
         if theirs is None:

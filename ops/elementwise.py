@@ -188,6 +188,15 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`(up + 1) · gate · sigmoid(alpha · gate)`, with gate at most `limit` and up within ± `limit`, for packed
+    `[tokens, 2·ffn]` → `[tokens, ffn]`. On a CPU.
+    """
+    gate, up = gate_up.clamp(max=limit).chunk(2, dim=-1)
+    sigmoid = (gate_up.clamp(max=limit) * alpha).chunk(2, dim=-1)[0].sigmoid()  # row by row, as it is a view
+    return (up.clamp(min=-limit) + 1) * (gate * sigmoid)
+
+
 def split_gates(qkv: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Part a projection in which each head's query is followed by a gate of its output.
 

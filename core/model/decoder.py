@@ -228,7 +228,8 @@ class DecoderModel:
         """A layer's attention `[tokens, heads · head_dim]`, in `out` if that is given; see `PagedAttention.run`."""
         with span("attn.run"):
             kv = self._kv_index[index]
-            return attention.of(self._page_groups[kv]).run(q, *self._arena.kv_layers[kv], out, self._scores[index])
+            run = attention.of(self._page_groups[kv]).run
+            return run(q, *self._arena.kv_layers[kv], out, self._scores[index], self.layers[index].sinks)
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -466,7 +467,7 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     if mixer is None:
         return PLAIN
     scale = None if mixer.scale == mixer.head_dim**-0.5 else mixer.scale
-    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap)
+    found = Scores(scale, mixer.window_within(max_model_len), mixer.softcap, mixer.sinks)
     return PLAIN if found == PLAIN else found
 
 
@@ -494,10 +495,15 @@ def _moved_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     def moved(weight: torch.Tensor | None) -> torch.Tensor | None:
         return weight if weight is None or weight.is_mkldnn else weight.to(dtype)
 
+    def all_moved(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [weight if weight.is_mkldnn else weight.to(dtype) for weight in weights]
+
     return replace(
         experts,
-        gate_up=[weight if weight.is_mkldnn else weight.to(dtype) for weight in experts.gate_up],
-        down=[weight if weight.is_mkldnn else weight.to(dtype) for weight in experts.down],
+        gate_up=all_moved(experts.gate_up),
+        down=all_moved(experts.down),
+        gate_up_bias=None if experts.gate_up_bias is None else all_moved(experts.gate_up_bias),
+        down_bias=None if experts.down_bias is None else all_moved(experts.down_bias),
         shared_gate_up=moved(experts.shared_gate_up),
         shared_down=moved(experts.shared_down),
     )

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from ...ops.elementwise import gelu_and_mul, silu_and_mul
+from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.packed_gemm import packed_linear
-from .layers import Activation, Experts, Routing, Scoring
+from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 
 #: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
 _LANES = 64
@@ -45,6 +45,15 @@ class ExpertWeights:
 
     shared_gate: torch.Tensor | None = None
     """`[1, hidden]`, float32: see `Experts.shared_gate`."""
+
+    router_bias: torch.Tensor | None = None
+    """`[experts]`, float32: see `Routing.bias`."""
+
+    gate_up_bias: Sequence[torch.Tensor] | None = None
+    """Of each expert `[2·size]`: see `Experts.biased`."""
+
+    down_bias: Sequence[torch.Tensor] | None = None
+    """Of each expert `[hidden]`."""
 
 
 class Choice(NamedTuple):
@@ -85,7 +94,7 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 def mix_experts(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
     """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read."""
-    choice = choose(_product(x.float(), weights.router), spec.routing, weights.correction)
+    choice = choose(_product(x.float(), weights.router, weights.router_bias), spec.routing, weights.correction)
     outputs = _outputs(x, choice.experts, weights, spec)
     mixed = outputs[:, 0].float() * choice.weights[:, :1]
     for place in range(1, spec.routing.per_token):
@@ -108,17 +117,36 @@ def _outputs(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec
         if count:
             places = by_expert[begin : begin + count]
             gathered = x[places // per_token]
-            found[places] = _expert(gathered, weights.gate_up[expert], weights.down[expert], spec.activation)
+            biases = _biases(weights, expert)
+            found[places] = _expert(gathered, weights.gate_up[expert], weights.down[expert], spec.activation, biases)
             begin += count
     return found.view(rows, per_token, -1)
 
 
-def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> torch.Tensor:
-    activate = silu_and_mul if activation is Activation.SILU else gelu_and_mul
-    return _product(activate(_product(x, gate_up)), down)
+def _biases(weights: ExpertWeights, expert: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """An expert's biases of gate and up, and of down."""
+    if weights.gate_up_bias is None or weights.down_bias is None:
+        return None, None
+    return weights.gate_up_bias[expert], weights.down_bias[expert]
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weightᵀ`. Of one row alone, oneDNN may take another kernel, which adds up in another order."""
+def _expert(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation | ClampedSwiglu,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> torch.Tensor:
+    return _product(_activated(_product(x, gate_up, biases[0]), activation), down, biases[1])
+
+
+def _activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) -> torch.Tensor:
+    if isinstance(activation, ClampedSwiglu):
+        return clamped_swiglu(gate_up, activation.alpha, activation.limit)
+    return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. Of one row alone, oneDNN may take another kernel, which adds up in another order."""
     rows = x if len(x) > 1 else x.repeat(2, 1)
-    return (packed_linear if weight.is_mkldnn else linear)(rows, weight)[: len(x)]
+    return (packed_linear if weight.is_mkldnn else linear)(rows, weight, bias)[: len(x)]

@@ -32,6 +32,14 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_pytorch_tanh"
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """`(up + 1) · gate · sigmoid(alpha · gate)`, with gate at most `limit` and up within ± `limit` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
 class Norms(StrEnum):
     """Where the norms of a layer stand."""
 
@@ -116,6 +124,9 @@ class AttentionSpec:
     """q_proj gives each head a query and then a gate: `o_proj(attended · sigmoid(gate))` (Qwen3.5)."""
 
     query_growth: QueryGrowth | None = None
+
+    sinks: bool = False
+    """Each head has a learned score that joins the softmax's denominator (gpt-oss)."""
 
     kv_copies: int = 1
     """TP ranks that have the same K/V heads, because there are more ranks than heads."""
@@ -267,11 +278,14 @@ class Routing:
     kept_groups: int = 1
     """Groups that a token may choose from: those with the highest sums of their two best scores."""
 
+    bias: bool = False
+    """The router's logits have a bias."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
-    router chooses for a token, and of the shared one where there is one.
+    router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own.
 
     Adapters change none of it.
     """
@@ -282,13 +296,16 @@ class Experts:
     """Width of an expert's gate and up."""
 
     routing: Routing
-    activation: Activation = Activation.SILU
+    activation: Activation | ClampedSwiglu = Activation.SILU
 
     shared_size: int = 0
     """Width of the gate and up of an expert that every token goes to; 0: there is none."""
 
     shared_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a product of x (Qwen3.5)."""
+
+    biased: bool = False
+    """Each expert's gate, up and down have biases (gpt-oss)."""
 
     bias = False
 

@@ -43,12 +43,6 @@ def read_model_config(directory: Path, tokenizer: Path | None = None) -> ModelCo
         raise text.refuse("is_causal", "only causal attention is supported")
     weight_format = read_format(raw) or read_format(text)
     model = family.read(text)
-    if weight_format is not None and model.experts is not None:
-        method = f"quantization_config is {raw.raw['quantization_config']!r}" if raw.has("quantization_config") else ""
-        raise UnsupportedModel(
-            f"{raw.path}: {method or 'the weights are quantised'}: quantised experts are not supported; use the "
-            "original checkpoint"
-        )
     if kind:  # without an output projection, its place is taken by the embeddings, and no token is sampled
         is_classifier = kind == CLASSIFIER
         model = replace(model, tie_word_embeddings=True, has_lm_head=False, is_classifier=is_classifier)

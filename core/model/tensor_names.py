@@ -28,6 +28,10 @@ FUSED_GATE_UP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 STACKED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 
 
+#: Ends of names for what a stacked tensor is where its weights are packed (MXFP4), and of that of biases.
+PACKED, BIASES = ("_blocks", "_scales"), "_bias"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Where a checkpoint has the parts of a model."""
@@ -49,6 +53,12 @@ class TensorNames:
     stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType(STACKED_EXPERTS))
     """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
     used where the checkpoint has it instead of a tensor for each expert."""
+
+    alternates: bool = False
+    """In a stacked tensor, rows of the matrices alternate, rather than follow one another (gpt-oss)."""
+
+    transposed: bool = False
+    """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""

@@ -26,7 +26,7 @@ from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
 from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Part, Shard
-from .tensor_names import TensorNames
+from .tensor_names import BIASES, PACKED, TensorNames
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
 EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MODEL, _LAYER = "model.", "model.layers.{}."
-_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|dt_bias|A_log|e_score_correction_bias)$")
+_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|e_score_correction_bias)$")
 _EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
 
@@ -46,6 +46,11 @@ _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkp
 _ROUTER, _CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
 _SHARED, _SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+#: What chooses among experts is quantised only where it is stored so: many tools leave it out without a word.
+_ROUTERS = (f".{_ROUTER}.weight", f".{_SHARED_GATE}.weight")
+
+_SINKS = "self_attn.sinks"
 
 #: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
@@ -94,6 +99,9 @@ class LayerWeights:
 
     k_norm: torch.Tensor | None = None
 
+    sinks: torch.Tensor | None = None
+    """`[heads]`: see `AttentionSpec.sinks`."""
+
     delta: DeltaWeights | None = None
     """The rest of a layer with Gated DeltaNet."""
 
@@ -126,7 +134,8 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     if layer.experts is not None:
         shapes |= _expert_shapes(layer.experts, hidden)
     if isinstance(layer.mixer, AttentionSpec):
-        return shapes | _head_norm_shapes(layer.mixer)
+        sinks: dict[str, tuple[int, ...]] = {_SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
+        return shapes | _head_norm_shapes(layer.mixer) | sinks
     return shapes | _delta_shapes(layer.mixer)
 
 
@@ -134,6 +143,8 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{_ROUTER}.weight": (experts.count, hidden)}
     if experts.routing.corrected:
         shapes[_CORRECTION] = (experts.count,)
+    if experts.routing.bias:
+        shapes[f"{_ROUTER}.bias"] = (experts.count,)
     sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
     if experts.shared_size:
         sizes[_SHARED] = experts.shared_size
@@ -142,6 +153,9 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
     for path, size in sizes.items():
         shapes |= dict.fromkeys((f"{path}.gate_proj.weight", f"{path}.up_proj.weight"), (size, hidden))
         shapes[f"{path}.down_proj.weight"] = (hidden, size)
+        if experts.biased:
+            shapes |= dict.fromkeys((f"{path}.gate_proj.bias", f"{path}.up_proj.bias"), (size,))
+            shapes[f"{path}.down_proj.bias"] = (hidden,)
     return shapes
 
 
@@ -173,6 +187,12 @@ class Source(NamedTuple):
     expert: int | None = None
     """Of a tensor of all experts' matrices: whose rows they are."""
 
+    step: int = 1
+    """Every how many-th row of the tensor is of the part."""
+
+    transposed: bool = False
+    """The tensor has rows last."""
+
 
 def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
     """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
@@ -202,7 +222,7 @@ def _layer_source(
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
         rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
-        return _expert_source(tensors, at, int(number), matrix, rows, names)
+        return _expert_source(tensors, at, int(number), matrix, kind, rows, names)
     for name, stack in tensors.fused.items():
         if path in stack:
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
@@ -216,14 +236,27 @@ def _either(given: str, own: str, names: Container[str]) -> str:
 
 
 def _expert_source(
-    tensors: TensorNames, at: str, number: int, matrix: str, rows: Mapping[str, int], names: Container[str]
+    tensors: TensorNames,
+    at: str,
+    number: int,
+    matrix: str,
+    kind: str,
+    rows: Mapping[str, int],
+    names: Container[str],
 ) -> Source:
-    """Where a checkpoint has a matrix of an expert. at: what names in the layer begin with. rows: of each matrix."""
+    """Where a checkpoint has a matrix of an expert, or its bias. at: what names in the layer begin with. rows: of each
+    matrix.
+    """
     for name, order in tensors.stacked_experts.items():
-        if matrix in order and at + name in names:
-            return Source(at + name, sum(rows[each] for each in order[: order.index(matrix)]), number)
+        stored = at + name + (BIASES if kind == "bias" else "")
+        if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
+            continue
+        place, transposed = order.index(matrix), tensors.transposed and kind == "weight" and stored in names
+        if tensors.alternates:
+            return Source(stored, place, number, len(order), transposed)
+        return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)
     path = f"mlp.experts.{{}}.{matrix}"
-    own, given = (f"{at}{each.format(number)}.weight" for each in (path, tensors.names.get(path, path)))
+    own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
     return Source(_either(given, own, names))
 
 
@@ -370,6 +403,7 @@ class Weights(ABC):
             qkv_bias=bias(*inputs),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
+            sinks=self._read(at + _SINKS) if at + _SINKS in self._shapes else None,
             delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
             o=projection(output),
             o_bias=first_rank_bias(output),
@@ -389,6 +423,11 @@ class Weights(ABC):
         def matrix(path: str, *names: str) -> Any:
             return self._projection([f"{at}{path}.{name}.weight" for name in names], pack)
 
+        def biases(*names: str) -> list[torch.Tensor] | None:
+            if not spec.biased:
+                return None
+            return [self._read(*(f"{at}{path}.{name}.bias" for name in names)) for path in paths]
+
         paths = [f"mlp.experts.{number}" for number in range(spec.count)]
         return ExpertWeights(
             router=pack_on_cpu(self._read(f"{at}{_ROUTER}.weight", dtype=torch.float32)),
@@ -398,6 +437,9 @@ class Weights(ABC):
             shared_gate_up=matrix(_SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
             shared_down=matrix(_SHARED, "down_proj") if spec.shared_size else None,
             shared_gate=self._read(f"{at}{_SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
+            router_bias=self._read(f"{at}{_ROUTER}.bias", dtype=torch.float32) if spec.routing.bias else None,
+            gate_up_bias=biases("gate_proj", "up_proj"),
+            down_bias=biases("down_proj"),
         )
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:
@@ -485,11 +527,14 @@ class WeightLoader(Weights):
         if how is None:
             return {}
         matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or _IN_LAYER.match(part)}
+        chosen_by = {source.name for part, source in self._sources.items() if part.endswith(_ROUTERS)}
         try:
             return {
                 name: how.check(self._checkpoint, name, shape)
                 for name, shape in self._stored.items()
-                if name in matrices and len(shape) == 2 and how.covers(self._checkpoint, name)
+                if name in matrices
+                and len(shape) in how.dimensions
+                and (how.stores if name in chosen_by else how.covers)(self._checkpoint, name)
             }
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{error}; {REMEDY}") from None
@@ -498,15 +543,19 @@ class WeightLoader(Weights):
         """Shapes of the checkpoint's tensors; the rows of parts in one tensor add up."""
         shapes: dict[str, tuple[int, ...]] = {}
         experts: dict[str, set[int]] = {}
+        transposed: set[str] = set()
         for part, (rows, *others) in self._shapes.items():
-            name, _, expert = self._sources[part]
-            before = shapes.get(name, (0,))[0]
-            shapes[name] = (before + rows, *others)
-            if expert is not None:
-                experts.setdefault(name, set()).add(expert)
+            source = self._sources[part]
+            before = shapes.get(source.name, (0,))[0]
+            shapes[source.name] = (before + rows, *others)
+            if source.expert is not None:
+                experts.setdefault(source.name, set()).add(source.expert)
+            if source.transposed:
+                transposed.add(source.name)
         for name, numbers in experts.items():
             rows, *others = shapes[name]
-            shapes[name] = (len(numbers), rows // len(numbers), *others)
+            matrix = (rows // len(numbers), *others)
+            shapes[name] = (len(numbers), *(matrix[::-1] if name in transposed else matrix))
         return shapes
 
     def _is_elsewhere(self, name: str) -> bool:
@@ -577,8 +626,7 @@ class WeightLoader(Weights):
             source, parts = self._sources[name], ((),) if whole else self._parts(name)
             places = share.split([_part_shape(self._shapes[name], part)[0] for part in parts])
             for part, place in zip(parts, places, strict=True):
-                rows = self._rows(name, source, part)
-                self._read_part(place if source.expert is None else place[None], source.name, rows)
+                self._read_part(place, source, self._rows(name, source, part))
             self._advance(name)
         return target
 
@@ -612,15 +660,22 @@ class WeightLoader(Weights):
         share = math.prod(self._shapes[name]), math.prod(self._stored[source])
         self.advance(self._num_bytes[source] * share[0] // share[1])
 
-    def _read_part(self, target: torch.Tensor, name: str, part: Part) -> None:
-        how = self._config.weight_format
+    def _read_part(self, target: torch.Tensor, source: Source, part: Part) -> None:
+        """part: of the source's tensor, as its slices are but for the step; of a stack, the expert's comes first."""
+        how, name, step = self._config.weight_format, source.name, source.step
         if how is not None and name in self._quantised:
             rows, columns = rows_and_columns(part, self._stored[name])
             for chunk in row_chunks(target, _CHUNK, _ROWS):  # a read is never as large as the projection
-                these = slice(rows.start + chunk.start, rows.start + chunk.stop)
+                first, end = rows.start + chunk.start * step, rows.start + chunk.stop * step
+                these = slice(first, end) if step == 1 else slice(first, min(end, rows.stop), step)
                 how.read_into(target[chunk], self._checkpoint, name, (these, columns))
-        else:
+        elif source.expert is None:
             self._checkpoint.read_into(target, name, part)
+        elif source.transposed:
+            expert, rows, columns = (*part, slice(None))[:3]
+            target.copy_(self._checkpoint.read(name, (expert, columns, rows))[0].T[::step])
+        else:
+            target.copy_(self._checkpoint.read(name, part)[0, ::step])
 
     def _rows(self, name: str, source: Source, share: Part) -> Part:
         """A part of the rank's share, as slices of the tensor that the checkpoint has it in."""
@@ -628,5 +683,6 @@ class WeightLoader(Weights):
         if source.expert is None and rows == self._stored[source.name][0]:
             return share
         start, stop, _ = (share[0] if share else slice(None)).indices(rows)
-        part = slice(source.first + start, source.first + stop), *share[1:]
+        first = source.first + start * source.step
+        part = slice(first, first + (stop - start - 1) * source.step + 1), *share[1:]
         return part if source.expert is None else (slice(source.expert, source.expert + 1), *part)

@@ -201,7 +201,8 @@ def stack_experts(directory: Path) -> None:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tensors = {
-        name.replace(".router.w", ".router.layer.w"): tensor.contiguous() for name, tensor in model.state_dict().items()
+        name.replace("_moe.router.w", "_moe.router.layer.w"): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
     }
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]

@@ -314,6 +314,21 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
          "hidden_size": 48},
         "20KB",
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 24, "pad_token_id": 0,
+         "intermediate_size": 64, "num_hidden_layers": 3, "swiglu_limit": 1.5,
+         "rope_parameters": {**YARN, "truncate": False}},
+        "50GB",
+    ),
+    "gpt-oss-plain": (
+        "GptOssConfig",
+        {"num_local_experts": 12, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16, "pad_token_id": 0,
+         "hidden_size": 48, "intermediate_size": 40, "attention_bias": False, "tie_word_embeddings": True,
+         "layer_types": ["full_attention", "sliding_attention"], "swiglu_alpha": 1.1,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "20KB",
+    ),
     "qwen3.5-moe": (
         "Qwen3_5MoeTextConfig",
         {**QWEN3_5, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
@@ -438,6 +453,8 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.3)

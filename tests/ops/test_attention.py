@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.bias import causal_lower_right
 
-from chorus.ops.attention import PLAIN, HeadShape, PagedAttention
+from chorus.ops.attention import PLAIN, Attention, HeadShape, PagedAttention, Scores
 from chorus.ops.elementwise import write_kv
 from chorus.ops.rotation import KvSlots
 
@@ -41,10 +41,10 @@ class Step:
         self.page_table = torch.tensor([table + [DUMMY] * (width - len(table)) for table in self.tables])
         self.q = torch.randn(self.qo_indptr[-1], heads, head_dim, generator=generator)
 
-    def run(self, attention=None, scores=PLAIN):
+    def run(self, attention=None, scores=PLAIN, sinks=None):
         attention = attention or PagedAttention(HeadShape(*self.shape))
         attention.plan(self.qo_indptr, self.page_table, self.kv_lens)
-        return attention.run(self.q, self.k, self.v, scores=scores)
+        return attention.run(self.q, self.k, self.v, scores=scores, sinks=sinks)
 
     def check(self, attention=None):
         want = paged_attention_ref(self.q, self.k, self.v, self.qo_indptr, self.tables, self.kv_lens)
@@ -123,6 +123,36 @@ class ElsewhereAttention(PagedAttention):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 def test_what_a_gpu_computes_equals_its_definition(rows, heads):
     Step(8, rows, heads=heads[0], kv_heads=heads[1]).check(ElsewhereAttention(HeadShape(*heads, 8, 4)))
+
+
+@pytest.mark.parametrize("rows", [[(7, 0)], [(5, 9), (3, 0), (1, 11), (1, 0)], [(1, 6), (1, 19)]])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_join_the_denominator_alone(rows, window, softcap):
+    """Head by head and token by token against the equation, in float64."""
+    step = Step(0, rows)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
+    found = step.run(scores=Scores(None, window, softcap, has_sinks=True), sinks=sinks).view(step.q.shape)
+    heads, kv_heads, head_dim, _ = step.shape
+    for row, (first, end) in enumerate(itertools.pairwise(step.qo_indptr)):
+        pages, length = step.tables[row], step.kv_lens[row]
+        k, v = (each[pages].reshape(-1, kv_heads, head_dim)[:length].double() for each in (step.k, step.v))
+        for token, head in itertools.product(range(first, end), range(heads)):
+            position = length - (end - token)
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+            group = head // (heads // kv_heads)
+            scores = k[seen, group] @ step.q[token, head].double() / head_dim**0.5
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+            weights = scores.exp() / (scores.exp().sum() + sinks[head].double().exp())
+            torch.testing.assert_close(found[token, head].double(), weights @ v[seen, group], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_without_sinks_refuses_them():
+    class Other(PagedAttention):
+        _attend_with_sinks = Attention._attend_with_sinks  # noqa: SLF001 - as backends of GPUs have it
+
+    with pytest.raises(NotImplementedError, match="Other has no attention sinks; use attention torch"):
+        Step(0, [(1, 3)]).run(Other(HeadShape(4, 2, 8, 4)), sinks=torch.zeros(4))
 
 
 def test_padding_rows_do_not_touch_the_others():

@@ -341,6 +341,7 @@ def test_flashinfer_has_windows_soft_caps_and_scales(hopper, compiler, scores):
         ({"device": "cpu"}, "torch", "this one is cpu"),
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
+        ({"scores": (PLAIN, Scores(has_sinks=True))}, "torch", "sinks, which only attention torch supports"),
         ({"wanted": "triton"}, "triton", "attention is triton"),
         ({"wanted": "triton", "scores": (PLAIN, Scores(0.1, None, 30.0))}, "triton", "attention is triton"),
     ],
@@ -363,6 +364,7 @@ def test_others_where_it_cannot_or_is_not_asked_for(hopper, compiler, change, na
     ("change", "reason"),
     [
         ({"wanted": "flashinfer", "dtype": torch.float32}, "attention is flashinfer, but FlashInfer needs bfloat16"),
+        ({"wanted": "triton", "scores": (Scores(has_sinks=True),)}, "attention is triton, but the model has attention"),
         ({"wanted": "triton", "head_dim": 8}, "attention is triton, but the decode kernel supports heads of 16 to 256"),
     ],
 )

@@ -11,6 +11,7 @@ from . import (
     gemma_3,
     glm,
     glm_moe,
+    gpt_oss,
     granite,
     internlm,
     llama,
@@ -58,6 +59,7 @@ ALL: tuple[Family, ...] = (
     olmoe.OLMOE,
     granite.GRANITE_MOE,
     glm_moe.GLM_4_MOE,
+    gpt_oss.GPT_OSS,
     qwen3_5.QWEN3_5_MOE,
 )
 

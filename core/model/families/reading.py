@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..config import ModelConfig
 from ..config_json import ConfigJson, UnsupportedModel
-from ..layers import Activation, Experts, GatedSpec, LayerSpec, NormSpec, Routing
+from ..layers import Activation, ClampedSwiglu, Experts, GatedSpec, LayerSpec, NormSpec, Routing
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,9 +56,17 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def experts(
-    fields: ConfigJson, routing: Routing, *, size: str = "moe_intermediate_size", shared_size: int = 0, **options: Any
+    fields: ConfigJson,
+    routing: Routing,
+    *,
+    size: str = "moe_intermediate_size",
+    shared_size: int = 0,
+    activation: ClampedSwiglu | None = None,
+    **options: Any,
 ) -> Experts:
-    """routing: its `per_token` is replaced by the field's. options: further fields of `Experts`."""
+    """routing: its `per_token` is replaced by the field's. activation: None: the field's. options: further fields of
+    `Experts`.
+    """
     name = next((each for each in _COUNTS if each in fields.raw), None)
     name = name or next((each for each in _COUNTS if fields.has(each)), _COUNTS[0])
     count, per_token = fields.integer(name), fields.integer("num_experts_per_tok")
@@ -66,8 +74,10 @@ def experts(
         raise fields.refuse("num_experts_per_tok", f"{name} is {count}; it can't be more than that")
     if count % routing.groups:
         raise fields.refuse("n_group", f"{name} {count} is no multiple of it")
-    routing, activation = replace(routing, per_token=per_token), _activation(fields, "hidden_act")
-    return Experts(count, fields.integer(size), routing, activation, shared_size, **options)
+    routing = replace(routing, per_token=per_token)
+    return Experts(
+        count, fields.integer(size), routing, activation or _activation(fields, "hidden_act"), shared_size, **options
+    )
 
 
 def rms_norm(fields: ConfigJson, *, one_plus: bool = False, wide: bool = False) -> NormSpec:

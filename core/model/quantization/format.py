@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from .group_scaled import GroupScaled
 
 
-#: Rows and columns of a weight `[out, in]`, as slices with a start and an end.
+#: Rows and columns of a weight `[out, in]`, as slices with a start and an end. In a stack of experts' weights
+#: `[experts, out, in]` rows are counted through all of them, and may have a step.
 Part = tuple[slice, slice]
 
 
 def rows_and_columns(part: Sequence[slice], shape: Sequence[int]) -> Part:
-    """Slices of a matrix's first dimensions, or none, as a part."""
-    rows, columns = (
-        slice(*each.indices(size)) for each, size in zip((*part, slice(None), slice(None))[:2], shape, strict=True)
+    """Slices of the first dimensions of a matrix, or of a stack with one expert's first, as a part."""
+    *expert, rows, columns = (
+        slice(*each.indices(size))
+        for each, size in zip((*part, slice(None), slice(None))[: len(shape)], shape, strict=True)
     )
-    return rows, columns
+    before = expert[0].start * shape[1] if expert else 0
+    return slice(before + rows.start, before + rows.stop), columns
 
 
 class WeightScheme(ABC):
@@ -55,6 +58,9 @@ class WeightScheme(ABC):
 
 class WeightFormat(WeightScheme, ABC):
     """How a checkpoint stores the projections of its layers, and which of them it does not quantise."""
+
+    dimensions: tuple[int, ...] = (2,)
+    """Of the weights that it quantises: 2 of a projection, 3 of a stack of experts' weights."""
 
     plain: ModuleList = ModuleList()
     """Modules that the configuration lists as not quantised."""

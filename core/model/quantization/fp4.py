@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DOUBLES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 #: Bits that these need.
-_BITS = 5
+BITS = 5
 
 _NAN = 255  # of the scales of MXFP4
 
@@ -65,27 +65,17 @@ class Fp4(ScaledScheme):
         return found
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
-        import torch
-
         rows, columns = part
         stored, within = words_of(columns, 2)
-        pairs = checkpoint.read(_name(name, self.packed), (rows, stored))
-        doubles = torch.tensor(_DOUBLES, dtype=torch.int8)
-        values = torch.empty(*pairs.shape, 2, dtype=torch.int8)
-        values[..., 0] = doubles[(pairs & 15).int()]
-        values[..., 1] = doubles[(pairs >> 4).int()]
+        values = doubles_of(checkpoint.read(_name(name, self.packed), (rows, stored)))
         groups, group_of = groups_of(columns, self.group)
         scales = self._scales(checkpoint, name, (rows, groups))
-        return GroupScaled(values.flatten(1)[:, within], _BITS, scales / 2, None, group_of)
+        return GroupScaled(values[:, within], BITS, scales / 2, None, group_of)
 
     def _scales(self, checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> torch.Tensor:
-        import torch
-
         scale = f"{name}_scale"
         if self.is_exponent:
-            exponents = checkpoint.read(scale, part).view(torch.uint8).int()
-            check_range(checkpoint, scale, exponents, 0, _NAN - 1)
-            return torch.ldexp(torch.ones(exponents.shape), exponents - 127)
+            return read_powers(checkpoint, scale, part)
         scales = read_scales(checkpoint, scale, part)
         if self.divisor is not None:
             scales = scales / self._one(checkpoint, _name(name, self.divisor))
@@ -96,6 +86,26 @@ class Fp4(ScaledScheme):
         if not bool(one > 0):
             raise UnsupportedModel(f"{checkpoint[name].path}: tensor {name} is {float(one)}, not above 0; {REMEDY}")
         return one
+
+
+def doubles_of(pairs: torch.Tensor) -> torch.Tensor:
+    """Twice the numbers (int8 `[out, 2·n]`) of bytes `[out, n]`."""
+    import torch
+
+    doubles = torch.tensor(_DOUBLES, dtype=torch.int8)
+    values = torch.empty(*pairs.shape, 2, dtype=torch.int8)
+    values[..., 0] = doubles[(pairs & 15).int()]
+    values[..., 1] = doubles[(pairs >> 4).int()]
+    return values.flatten(1)
+
+
+def read_powers(checkpoint: Checkpoint, name: str, part: Sequence[slice]) -> torch.Tensor:
+    """Part of a tensor of exponents (E8M0) as powers of 2 in float32. Raises UnsupportedModel if one is NaN."""
+    import torch
+
+    exponents = checkpoint.read(name, part).view(torch.uint8).int()
+    check_range(checkpoint, name, exponents, 0, _NAN - 1)
+    return torch.ldexp(torch.ones(exponents.shape), exponents - 127)
 
 
 def _name(name: str, end: str) -> str:

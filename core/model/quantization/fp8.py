@@ -27,7 +27,7 @@ _FIELDS = {
     "ignored_layers",
 }
 
-#: These need no field: tensors give the dtype of their scales, and no served model has experts.
+#: These need no field: tensors give their own dtype and that of their scales.
 _NO_EFFECT = {"dequantize", "expert_dtype", "scale_fmt"}
 
 

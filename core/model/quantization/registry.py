@@ -14,6 +14,7 @@ from .format import WeightFormat
 from .fp8 import Fp8
 from .gptq import Gptq
 from .modelopt import ModelOpt
+from .mxfp4 import Mxfp4
 
 FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
     "awq": Awq,
@@ -24,6 +25,7 @@ FORMATS: dict[str, Callable[[ConfigJson], WeightFormat]] = {
     "gptq": Gptq,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
+    "mxfp4": Mxfp4,
 }
 
 #: Files that describe the weights where config.json does not, as older tools and ModelOpt write them.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chorus.core.model.experts import ExpertWeights, choose, mix_experts
-from chorus.core.model.layers import Activation, Experts, Routing, Scoring
+from chorus.core.model.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from chorus.ops.packed_gemm import pack
 
 HIDDEN = 32
@@ -32,6 +32,7 @@ ROUTERS = {
     "qwen3": (("qwen3_moe", "Qwen3MoeTopKRouter"), {"norm_topk_prob": True}, {"renormalised": True}),
     "olmoe": (("olmoe", "OlmoeTopKRouter"), {"norm_topk_prob": False}, {}),
     "granite": (("granitemoe", "GraniteMoeTopKRouter"), {}, {"scoring": Scoring.SOFTMAX_OF_CHOSEN}),
+    "gpt-oss": (("gpt_oss", "GptOssTopKRouter"), {}, {"scoring": Scoring.SOFTMAX_OF_CHOSEN, "bias": True}),
     "glm-4": (
         ("glm4_moe", "Glm4MoeTopkRouter"),
         {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
@@ -83,12 +84,18 @@ def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ExpertWeigh
         matrix(2 * shared, HIDDEN) if shared else None,
         matrix(HIDDEN, shared) if shared else None,
         torch.randn(1, HIDDEN, generator=generator) if spec.shared_gate else None,
+        torch.randn(spec.count, generator=generator) if spec.routing.bias else None,
+        list(torch.randn(spec.count, 2 * spec.size, generator=generator).to(dtype)) if spec.biased else None,
+        list(torch.randn(spec.count, HIDDEN, generator=generator).to(dtype)) if spec.biased else None,
     )
 
 
 SPECS = {
     "softmax": SPEC,
     "shared, gated": replace(SPEC, shared_size=24, shared_gate=True, activation=Activation.GELU_TANH),
+    "clamped, biased": Experts(
+        16, 40, Routing(3, Scoring.SOFTMAX_OF_CHOSEN, bias=True), ClampedSwiglu(1.702, 1.5), biased=True
+    ),
     "sigmoid": replace(SPEC, shared_size=24, routing=Routing(4, Scoring.SIGMOID, True, groups=4, kept_groups=2)),
 }
 
@@ -114,20 +121,29 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
     spec = SPECS[name]
     weights = weights_of(spec)
     rows = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
-    activate = (
-        torch.nn.functional.silu
-        if spec.activation is Activation.SILU
-        else lambda x: torch.nn.functional.gelu(x, approximate="tanh")
-    )
 
-    def expert(row: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        gate, up = (gate_up.to_dense().double() @ row.double()).chunk(2)
-        return down.to_dense().double() @ (activate(gate) * up)
+    def activated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if isinstance(spec.activation, ClampedSwiglu):
+            limit = spec.activation.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * gate * (spec.activation.alpha * gate).sigmoid()
+        if spec.activation is Activation.SILU:
+            return torch.nn.functional.silu(gate) * up
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-    choice = choose(rows @ weights.router.to_dense().T, spec.routing, weights.correction)
+    def expert(row: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> torch.Tensor:
+        of_in, of_out = biases or (0, 0)
+        gate, up = (gate_up.to_dense().double() @ row.double() + of_in).chunk(2)
+        return down.to_dense().double() @ activated(gate, up) + of_out
+
+    logits = rows @ weights.router.to_dense().T
+    logits = logits if weights.router_bias is None else logits + weights.router_bias
+    choice = choose(logits, spec.routing, weights.correction)
+    matrices = [weights.gate_up, weights.down]
+    matrices += [weights.gate_up_bias, weights.down_bias] if spec.biased else []
     for row, chosen, factors, found in zip(rows, *choice, mix_experts(rows, weights, spec), strict=True):
         want = sum(
-            factor * expert(row, weights.gate_up[index], weights.down[index])
+            factor * expert(row, *(each[index] for each in matrices))
             for index, factor in zip(chosen.tolist(), factors.double(), strict=True)
         )
         if weights.shared_gate_up is not None:

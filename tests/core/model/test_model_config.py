@@ -12,7 +12,7 @@ import torch
 
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.families import FAMILIES
-from chorus.core.model.layers import Experts, GatedDeltaSpec, HeadNorm, Routing
+from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, HeadNorm, Routing, Scoring
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
@@ -293,7 +293,6 @@ def test_layers_have_experts_or_not(read):
         ({**EXPERTS, "mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]: a list of whole numbers"),
         ({**EXPERTS, "decoder_sparse_step": 0}, r"decoder_sparse_step is 0"),
         ({**EXPERTS, "hidden_act": "relu"}, r"hidden_act is 'relu': not supported"),
-        ({**EXPERTS, "quantization_config": {"quant_method": "fp8"}}, r"quantization_config is .*quantised experts"),
         ({**EXPERTS, "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, r"clip_qkv is 8.0: .*only null"),
         ({**GLM, "n_group": 3}, r"n_group is 3: n_routed_experts 16 is no multiple"),
         ({**GLM, "n_group": 2, "topk_group": 3}, r"topk_group is 3: n_group is 2"),
@@ -302,6 +301,44 @@ def test_layers_have_experts_or_not(read):
 def test_experts_that_are_not_computed_as_transformers_does_are_refused(read, changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         read(**changes)
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "attention_bias": True, "hidden_act": "silu",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0,
+    "initial_context_length": 4096, "rope_theta": 150000, "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
+
+
+def test_gpt_oss_as_its_checkpoints_describe_it(read):
+    """What a file of an older transformers leaves out is what its own class assumes."""
+    config = read(**GPT_OSS)
+    assert config.experts == Experts(
+        32, 96, Routing(4, Scoring.SOFTMAX_OF_CHOSEN, bias=True), ClampedSwiglu(1.702, 7.0), biased=True
+    )
+    assert [layer.attention.window for layer in config.layers] == [128, None, 128]
+    assert all(it.sinks and it.qkv_bias and it.o_bias for it in config.attention_layers)
+    silent = dict.fromkeys(("rope_scaling", "rope_theta", "layer_types", "sliding_window", "swiglu_limit"), ...)
+    assert read(**{**GPT_OSS, **silent}).layers == config.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limit": 0}, r"swiglu_limit is 0: a finite number above 0"),
+        ({"swiglu_alpha": "1.7"}, r"swiglu_alpha is '1.7': a finite number above 0"),
+        ({"num_experts_per_tok": 33}, r"num_experts_per_tok is 33: num_local_experts is 32"),
+        ({"layer_types": ["full_attention"]}, r"layer_types is .*: 1 types for num_hidden_layers, 3"),
+    ],
+)
+def test_wrong_fields_of_gpt_oss(read, changes, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        read(**{**GPT_OSS, **changes})
 
 
 def test_ranks_share_a_norm_of_all_heads(read):
@@ -374,7 +411,7 @@ WRONG = [
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM': a list"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
-    ({"architectures": ["GptOssForCausalLM"], "num_local_experts": 32}, "GptOssForCausalLM is not supported;"),
+    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported;"),
     ({"architectures": []}, "architecture none named is not supported"),
     ({"architectures": ...}, "architecture none named is not supported"),
     ({"rope_scaling": "linear"}, "rope_scaling is 'linear': an object"),

@@ -87,6 +87,9 @@ class TestRefusals:
         sparse = replace(LAYER, feed_forward=Experts(16, 40, Routing(2)))
         assert refusal(LAYER, sparse) == "it has no mixture of experts, and this model's layers have 16 experts"
 
+    def test_sinks_are_refused(self):
+        assert refusal(LAYER, changed(sinks=True)) == "it has no attention sinks, and this model's layers have them"
+
 
 class TestValues:
     def test_layers_with_the_same_rope_share_their_angles(self):

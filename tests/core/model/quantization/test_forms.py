@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chorus.core.model import weights as loading
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.weights import WeightLoader
 
 from .forms import FORMS
-from .twins import weights, write_twins
+from .twins import Form, weights, write_twins
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
@@ -24,6 +27,77 @@ def test_weights_have_the_bits_of_the_dequantised_twin(tmp_path, architecture, f
     for options in ({}, {"shard": Shard(0, 2)}, {"shard": Shard(1, 2)}, {"dtype": torch.float32}):
         for found, want in zip(weights(quantised, **options), weights(twin, **options), strict=True):
             assert (found is None and want is None) or torch.equal(found, want)
+
+
+EXPERTS = {
+    "MixtralForCausalLM": {"num_local_experts": 3},
+    "Qwen3MoeForCausalLM": {"num_experts": 3, "moe_intermediate_size": 8},
+    "Glm4MoeForCausalLM": {"n_routed_experts": 3, "moe_intermediate_size": 8, "num_nextn_predict_layers": 0},
+    "Qwen3_5MoeForCausalLM": {
+        "num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 24,
+        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
+"""Each expert's projections are tensors of their own in these."""
+
+
+def with_experts(form: str, architecture: str, **config: Any) -> Form:
+    """Routers are plain, and no list names them."""
+    found, routers = FORMS[form], ("mlp.gate", "block_sparse_moe.gate", "mlp.shared_expert_gate")
+    config = {**EXPERTS[architecture], "num_experts_per_tok": 2, **config}
+    return replace(found, plain=(*found.plain, *routers), config={**found.config, **config})
+
+
+#: The lists of these name projections by ends that experts of other families have, too.
+BY_ENDS = ("gptq dynamic", "compressed mixed")
+
+OF_EXPERTS = [
+    (form, "MixtralForCausalLM" if form in BY_ENDS else architecture)
+    for form, architecture in zip(FORMS, itertools.cycle(EXPERTS), strict=False)
+]
+
+
+@pytest.mark.parametrize(("form", "architecture"), OF_EXPERTS)
+def test_experts_have_the_bits_of_the_dequantised_twin(tmp_path, architecture, form):
+    quantised, twin = write_twins(tmp_path, with_experts(form, architecture), architecture)
+    for options in ({}, {"dtype": torch.float32}):
+        found = list(weights(quantised, **options))
+        assert len(found) > 2 * 3 * 2
+        for one, other in zip(found, weights(twin, **options), strict=True):
+            assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["bnb nf4", "fp8 blocks"])
+def test_a_router_that_is_stored_quantised_is_read_so(tmp_path, form):
+    made = replace(with_experts(form, "Qwen3MoeForCausalLM"), plain=FORMS[form].plain)
+    quantised, twin = write_twins(tmp_path, made, "Qwen3MoeForCausalLM")
+    for one, other in zip(*(weights(path, torch.float32) for path in (quantised, twin)), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+EXPERT = "model.layers.1.mlp.experts.2.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("form", "spoil", "why"),
+    [
+        ("fp8", lambda t: t.pop(f"{EXPERT}.weight_scale"), f"tensor {EXPERT}.weight_scale is missing"),
+        ("awq", lambda t: t.update({f"{EXPERT}.scales": torch.ones(3, 16)}), "scales has shape [3, 16]"),
+        ("gptq", lambda t: t.pop(f"{EXPERT}.qweight"), f"tensor {EXPERT}.qweight is missing"),
+        (
+            "compressed packed",
+            lambda t: t.update({f"{EXPERT}.weight_scale": torch.full((16, 1), torch.nan)}),
+            "weight_scale has scales that are not finite",
+        ),
+    ],
+)
+def test_bad_tensors_of_experts_are_named(tmp_path, form, spoil, why):
+    made = with_experts(form, "Qwen3MoeForCausalLM")
+    with pytest.raises(UnsupportedModel) as caught:
+        list(weights(write_twins(tmp_path, made, "Qwen3MoeForCausalLM", spoil)[0]))
+    assert EXPERT in str(caught.value) and why in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -18,6 +18,7 @@ CONFIGS = {
     "bitsandbytes 8 bits": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
     "fp8": lambda: transformers.FineGrainedFP8Config(),
     "fbgemm": lambda: transformers.FbgemmFp8Config(),
+    "mxfp4": lambda: transformers.Mxfp4Config(),
     "gptq": lambda: transformers.GPTQConfig(bits=4, desc_act=True),
 }
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.weights import LM_HEAD, WeightLoader, sources, tensor_shapes
+from chorus.ops.packed_gemm import unpack
 
 CONFIG = {
     "vocab_size": 56,
@@ -93,5 +94,14 @@ def weights(path: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
     """Everything that a rank keeps of a checkpoint."""
     loader = WeightLoader(path, read_model_config(path), dtype, **options)
     for layer in loader.layers():
-        yield from (getattr(layer, each.name) for each in fields(layer))
+        yield from _parts(layer)
     yield loader.lm_head(loader.embed())
+
+
+def _parts(part: Any) -> Iterator[torch.Tensor | None]:
+    """The tensors of a layer, and of its experts."""
+    if part is None or isinstance(part, torch.Tensor):
+        yield unpack(part) if isinstance(part, torch.Tensor) else None
+    else:
+        for each in part if isinstance(part, list) else [getattr(part, it.name) for it in fields(part)]:
+            yield from _parts(each)

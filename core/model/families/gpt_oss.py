@@ -1,0 +1,70 @@
+"""gpt-oss: experts with biases and a clamped activation, sinks in attention, and windows in every other layer."""
+
+from __future__ import annotations
+
+from ..config import ModelConfig
+from ..config_json import ConfigJson
+from ..family import Family
+from ..layers import AttentionSpec, ClampedSwiglu, LayerSpec, Routing, Scoring
+from ..tensor_names import LLAMA_NORMS, TensorNames
+from . import reading
+
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _read(fields: ConfigJson) -> ModelConfig:
+    heads, bias, window = reading.heads(fields), fields.boolean("attention_bias"), fields.optional("sliding_window")
+    of = reading.rope_fields(fields)
+    rope = reading.rope(fields, heads.head_dim, of=of if of.raw else ConfigJson(fields.path, _ROPE, "rope_parameters."))
+    experts = reading.experts(
+        fields,
+        Routing(1, Scoring.SOFTMAX_OF_CHOSEN, bias=True),
+        size="intermediate_size",
+        activation=ClampedSwiglu(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
+        biased=True,
+    )
+    layers = [
+        LayerSpec(
+            AttentionSpec(
+                *heads,
+                scale=heads.head_dim**-0.5,
+                rope=rope,
+                window=window if seen == reading.SLIDING else None,
+                qkv_bias=bias,
+                o_bias=bias,
+                sinks=True,
+            ),
+            experts,
+        )
+        for seen in reading.layer_types(fields, 2)
+    ]
+    return reading.dense(fields, layers, reading.rms_norm(fields, wide=True))
+
+
+GPT_OSS = Family(
+    "gpt-oss",
+    ("GptOssForCausalLM",),
+    _read,
+    {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+    },
+    TensorNames(names={**LLAMA_NORMS, "mlp.gate": "mlp.router"}, alternates=True, transposed=True),
+    notes=reading.EXPERTS_NOTE,
+)
