@@ -8,8 +8,8 @@ from ..config_json import ConfigJson
 from .format import Part, WeightFormat
 from .fp4 import BITS, doubles_of, read_powers
 from .group_scaled import GroupScaled, groups_of
-from .scaled_scheme import ScaledScheme
 from .read_fields import check_known, num_groups, read_modules
+from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
