@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...memory.files.base_tokens import BaseTokens
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
-from ...memory.pages.projections import Projections, model_projections
+from ...memory.pages.projections import Group, Projections, model_projections
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["ModelConfig", "UnsupportedModel"]
+
+
+#: Projections that transformers has as modules or as parameters, by its version.
+_BY_VERSION = (Group.ROUTER, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN)
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ class ModelConfig:
             self.tensors.left_out,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
+            absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
             biased=biased,
             is_tied=self.tie_word_embeddings,
             base_rows=self.base_rows,

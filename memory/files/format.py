@@ -134,6 +134,13 @@ class AdapterManifest:
         found |= dict.fromkeys(target.module for target in self.vectors)
         return tuple(found if self.modules is None else sorted(found, key=self.modules.projections.id))
 
+    @property
+    def mixture_targets(self) -> tuple[str, ...]:
+        """Those of `targets` that are of a mixture of experts."""
+        if self.modules is None or not self.modules.projections.mixture:
+            return ()
+        return tuple(name for name in self.targets if name in self.modules.projections.mixture)
+
     def num_params(self, projections: Projections) -> int:
         rows = sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
         return rows + sum(sum(target[2:]) * projections[target.module].outputs for target in self.vectors)
@@ -436,6 +443,7 @@ def _targets(
                 f"{file}: target_modules matches {name}; only {modules.names} are served: "
                 "train on these, or exclude the others with exclude_modules"
             )
+    targets |= _parameter_targets(config, stem, modules, targets)
     if config.ties_weights and modules.is_tied:
         targets |= _tied_targets(targets, modules)
     if not targets:
@@ -444,6 +452,42 @@ def _targets(
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
     return targets
+
+
+@lru_cache(16)
+def _parameter_keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple[int, tuple[str, ...]]]]:
+    """As `_keys`, of the parameters that PEFT may target as matrices."""
+    _, keys = _keys(stem, modules)
+    model = set(_model_keys(stem, modules))
+    found = {f"{key}.weight": its for key, its in keys.items() if key not in model}
+    return ModuleNames([*found]), found
+
+
+def _parameter_targets(
+    config: AdapterConfig, stem: str, modules: ModulePaths, targets: Collection[tuple[int, str]]
+) -> dict[tuple[int, str], tuple[int, float]]:
+    """The targets that the configuration names as parameters. targets: those that it names as modules."""
+    if not config.parameters:
+        return {}
+    names, keys = _parameter_keys(stem, modules)
+    for each in config.parameters:
+        if not names.with_tail(each):
+            served = ", ".join(dict.fromkeys(_LAYER.split(key)[-1] for key in keys))
+            raise AdapterFormatError(
+                f"{config.file}: target_parameters has {shown(each)}, which is none of the parameters that are served "
+                f"and that the file has tensors of: {served}; train on these"
+            )
+    found = {}
+    for name, rank_and_scale in config.parameter_targets(names).items():
+        layer, parts = keys[name]
+        for module in parts:
+            if (layer, module) in targets:
+                raise AdapterFormatError(
+                    f"{config.file}: target_parameters matches {name}, and target_modules its module; "
+                    "PEFT takes one of them"
+                )
+            found[layer, module] = rank_and_scale
+    return found
 
 
 def _is_passed_over(name: str, head_names: Collection[str], *, all_linear: bool) -> bool:

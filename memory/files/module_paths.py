@@ -42,6 +42,11 @@ class ModulePaths:
     hidden_size: int | None = None
     """Likewise."""
 
+    absent: frozenset[str] = frozenset()
+    """Projections that an adapter without tensors of them does not have, whatever its configuration says: a model has
+    them as modules, as parameters or not at all, by the version that it was trained with.
+    """
+
     biased: tuple[tuple[str, ...], ...] | None = None
     """By layer, the projections with a bias; None: not known."""
 
@@ -64,7 +69,7 @@ class ModulePaths:
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
         for projection in self.projections:
-            if projection.is_rows:
+            if projection.is_rows or projection.name in self.absent:
                 continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
@@ -84,7 +89,7 @@ class ModulePaths:
         """
         parts = {self.projections[name].path for _, stacked in self.fused for name, _ in stacked}
         usual = _STACKED.keys() - {path for path, _ in self.fused}
-        if usual.isdisjoint(paths) and parts.isdisjoint(paths):
+        if usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.absent:
             return self
         return _as_given(self, frozenset(paths))
 
@@ -102,7 +107,7 @@ class ModulePaths:
     @cached_property
     def names(self) -> str:
         """Names for PEFT's `target_modules`."""
-        return ", ".join(path.rpartition(".")[2] for path in self.by_path)
+        return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in self.by_path))
 
 
 @lru_cache(64)
@@ -116,4 +121,8 @@ def _as_given(modules: ModulePaths, paths: frozenset[str]) -> ModulePaths:
     for path, names in _STACKED.items():
         if path in paths and path not in fused and all(name in own for name in names):
             fused[path] = tuple((name, own[name].outputs) for name in names)
-    return replace(modules, fused=tuple(fused.items()))
+    # a router may be where this version of the base model has it, or where checkpoints do
+    given = {name for name in modules.absent if own[name].path in paths}
+    renamed = tuple((name, path) for name, path in modules.renamed if name not in given or path in paths)
+    given |= {name for name, path in modules.renamed if path in paths}
+    return replace(modules, fused=tuple(fused.items()), renamed=renamed, absent=modules.absent - given)

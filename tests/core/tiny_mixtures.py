@@ -1,0 +1,69 @@
+"""Tiny models with a mixture of experts, with adapters on its parts, and reference answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from .tiny_families import Tiny, save_family
+
+ATTENTION = ["q_proj", "o_proj", "in_proj_z"]
+SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"]
+
+#: name → fields of `LoraConfig`; target_modules are ends of names, of which a model has some
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "r4-router": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": [*ATTENTION, "layer"],
+        "target_parameters": ["gate.weight"],
+    },
+    "r5-shared": {"r": 5, "lora_alpha": 10, "target_modules": [*ATTENTION, *SHARED]},
+}
+
+
+@dataclass(eq=False)
+class Mixture(Tiny):
+    """As `Tiny`, with a reference for each adapter: PEFT loads several on parameters only if they have the same."""
+
+    references: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for self.reference in self.references.values():
+            super().__post_init__()
+
+    def use(self, adapter: str | None) -> Any:
+        self.reference = self.references[adapter or next(iter(self.references))]
+        return super().use(adapter and "default")
+
+
+def make_mixture(name: str, root: Path) -> Mixture:
+    """A family's model with ADAPTERS, below `root`."""
+    save_family(name, root / "model")
+    conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
+    with patch(conversion, lambda *_: None):  # see `make_tiny`
+        references = {adapter: _trained(root, adapter, seed) for seed, adapter in enumerate(ADAPTERS)}
+    paths = {adapter: root / adapter for adapter in references}
+    return Mixture(root / "model", paths, None, references=references)
+
+
+def _trained(root: Path, adapter: str, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    fields = dict(ADAPTERS[adapter])
+    names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    fields["target_modules"] = [each for each in fields["target_modules"] if any(n.endswith(f".{each}") for n in names)]
+    parameters = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in names]
+    wanted = fields.pop("target_parameters", [])
+    if found := [each for each in wanted if any(name.endswith(f".{each}") for name in parameters)]:
+        fields["target_parameters"] = found
+    trained = get_peft_model(model, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **fields))
+    trained.save_pretrained(root / adapter)
+    return trained.eval()
