@@ -22,7 +22,7 @@ __all__ = ["ModelConfig", "UnsupportedModel"]
 
 
 #: Projections that transformers has as modules or as parameters, by its version.
-_BY_VERSION = (Group.ROUTER, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN)
+_BY_VERSION = (Group.ROUTER,)
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,22 @@ class ModelConfig:
             tuple(each.name for each in layer if each.path in spec.biased)
             for layer, spec in zip(self.projections.layers, self.layers, strict=True)
         )
+        experts = [each for each in self.projections if each.experts]
+        each_path = {each.name: each.path.replace(".experts.", ".experts.{}.") for each in experts}
         return ModulePaths(
             self.projections,
             tuple(renamed),
             tuple(fused),
             self.tensors.left_out,
+            further=tuple(
+                (by_path[path].name, name) for path, name in self.tensors.adapter_names.items() if path in by_path
+            ),
+            expert_names=tuple((name, names[path]) for name, path in each_path.items() if path in names),
+            stacked_experts=tuple(
+                (path, tuple(f"experts.{part}" for part in parts))
+                for path, parts in self.tensors.stacked_experts.items()
+                if experts
+            ),
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),

@@ -50,6 +50,9 @@ class TensorNames:
     """A tensor in a layer `[experts, out, in]` → the matrices of each expert whose rows are stacked in it, in order;
     used where the checkpoint has it instead of a tensor for each expert."""
 
+    adapter_names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """A part of a layer → a further name under which adapters may have it: that in transformers' memory."""
+
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""
 

@@ -8,7 +8,7 @@ rank-rows beside those of the first and of the last layer. Pure data, like `layo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
@@ -93,10 +93,17 @@ class Projection:
     experts: int = 0
     """Experts of a layer, each of which has a matrix of this shape; 0: it is no projection of experts."""
 
+    expert: int | None = None
+    """Of one expert: which."""
+
     @property
     def name(self) -> str:
         """Its path without the module around it."""
         return self.path.partition(".")[2] or self.path
+
+    def of_expert(self, expert: int) -> Projection:
+        """That of one of its experts."""
+        return replace(self, path=self.path.replace(".experts.", f".experts.{expert}."), experts=0, expert=expert)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -196,7 +203,13 @@ class Projections:
         return name in self._ids
 
     def __getitem__(self, name: str) -> Projection:
-        return self._all[self._ids[name]]
+        """By name; of one expert by such as `experts.7.up_proj`."""
+        found = self._ids.get(name)
+        return self._of_experts[name][1] if found is None else self._all[found]
+
+    def name_of_all(self, name: str) -> str:
+        """The projection of all experts that one of an expert belongs to; others' own name."""
+        return self._of_experts[name][0] if name in self._of_experts else name
 
     def id(self, name: str) -> int:
         return self._ids[name]
@@ -270,6 +283,12 @@ class Projections:
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {projection.name: index for index, projection in enumerate(self._all)}
+
+    @cached_property
+    def _of_experts(self) -> dict[str, tuple[str, Projection]]:
+        """Each expert's projections, and the name of those of all experts, by name."""
+        every = ((each, each.of_expert(number)) for each in self._all for number in range(each.experts))
+        return {its.name: (each.name, its) for each, its in every}
 
     @cached_property
     def _hash(self) -> int:

@@ -19,9 +19,18 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "r4-router": {
         "r": 4,
         "lora_alpha": 8,
-        "target_modules": [*ATTENTION, "layer"],
-        "target_parameters": ["gate.weight"],
+        "target_modules": ATTENTION,
+        "target_parameters": ["gate.weight", "router.weight"],
     },
+    "r2-experts": {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {r".*experts\.gate_up_proj": 3},
+        "alpha_pattern": {r"model\.layers\.1\..*": 9},
+    },
+    "r6-down": {"r": 6, "lora_alpha": 6, "target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
     "r5-shared": {"r": 5, "lora_alpha": 10, "target_modules": [*ATTENTION, *SHARED]},
 }
 
@@ -33,7 +42,8 @@ class Mixture(Tiny):
     references: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for self.reference in self.references.values():
+        for reference in self.references.values():
+            self.reference = reference
             super().__post_init__()
 
     def use(self, adapter: str | None) -> Any:
