@@ -764,7 +764,8 @@ def _why_not_in_layer(name: str, projections: Projections) -> str:
     layer = int(match[1]) if match else -1
     if layer >= num_layers:
         return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
-    module = next((each.name for each in projections if name in tensor_names(layer, each)), None)
+    every = (each for whole in projections for each in (whole, *map(whole.of_expert, range(whole.experts))))
+    module = next((projections.name_of_all(each.name) for each in every if name in tensor_names(layer, each)), None)
     if module is None:
         names = ", ".join(each.name for each in projections if not each.is_rows)
         return f"is not lora_A.weight or lora_B.weight of one of {names}; others are not supported"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from .tiny_families import Tiny, save_family
 
@@ -77,3 +80,38 @@ def _trained(root: Path, adapter: str, seed: int) -> Any:
     trained = get_peft_model(model, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **fields))
     trained.save_pretrained(root / adapter)
     return trained.eval()
+
+
+def one_by_one(source: Path, path: Path, count: int, names: dict[str, str] | None = None) -> Path:
+    """Write an adapter on stacked experts as one on each of `count` experts. names: of an expert's matrices, if they
+    are not Llama's, and of the module around them as `mlp`.
+    """
+    names = names or {}
+    tensors = {}
+    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        begin, end = re.split(r"\w+\.experts\.", name)
+        at = f"{begin}{names.get('mlp', 'mlp')}.experts"
+        is_gate_up = ".base_layer." in name
+        kind = end.removeprefix("base_layer.")
+        matrices = ["gate_proj", "up_proj"] if is_gate_up else ["down_proj"]
+        for expert in range(count):
+            if kind == "lora_A.weight":
+                rows = tensor.view(count, -1, tensor.shape[1])[expert]
+                parts = [rows] * len(matrices)
+            else:
+                own = tensor.view(len(tensor), -1, count)[:, :, expert]
+                parts = own.chunk(len(matrices))
+            for matrix, part in zip(matrices, parts, strict=True):
+                tensors[f"{at}.{expert}.{names.get(matrix, matrix)}.{kind}"] = part.clone()
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    del config["target_parameters"]
+    each = {name: names.get(name, name) for name in ("gate_proj", "up_proj", "down_proj")}
+    config["target_modules"] = rf".*(self_attn\.q_proj|experts\.[0-9]+\.({'|'.join(each.values())}))"
+    config["rank_pattern"] = {rf".*experts\.[0-9]+\.({each['gate_proj']}|{each['up_proj']})": 3}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
