@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,6 +54,9 @@ class AdapterRows:
     """
     token_ids: Sequence[int] = ()
     """Of whole rows of embeddings or of the head: the tokens of the rank-rows, in rising order."""
+    experts: Sequence[int] = ()
+    """Of rows of experts, in rising order: each one's `rank` rank-rows follow those of the one before."""
+    _of_expert: dict[int, AdapterRows] = field(default_factory=dict, init=False)
     _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict, init=False)
     _places: int = field(default=-1, init=False)
 
@@ -65,6 +68,15 @@ class AdapterRows:
             layers = enumerate(self.first_elem)
             self._places = sum(modules << len(self.a_offset) * layer for layer, first in layers if first >= 0)
         return self._places
+
+    def of_expert(self, expert: int) -> AdapterRows | None:
+        """The rows of one expert, made once; None if it has none."""
+        found = self._of_expert.get(expert)
+        if found is None and expert in self.experts:
+            skipped = self.experts.index(expert) * self.rank * self.slab_elems
+            first_elem = [-1 if first < 0 else first + skipped for first in self.first_elem]
+            found = self._of_expert[expert] = replace(self, first_elem=first_elem, experts=())
+        return found
 
     def blocks(
         self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int
@@ -184,6 +196,17 @@ class Segments:
             first, last = bisect_left(tokens, begin), bisect_left(tokens, end)
             if first < last:
                 found.add(first, last, rows)
+        return found
+
+    def of_expert(self, expert: int, layer: int, tokens: Sequence[int]) -> Segments:
+        """Return the entries of `of_rows` with rank-rows of an expert in a layer, as entries of these rank-rows."""
+        found = Segments()
+        for begin, end, rows in self:
+            first, last = bisect_left(tokens, begin), bisect_left(tokens, end)
+            if first < last and rows.experts and rows.first_elem[layer] >= 0:
+                own = rows.of_expert(expert)
+                if own is not None:
+                    found.add(first, last, own)
         return found
 
     def within(self, begin: int, end: int) -> Segments:

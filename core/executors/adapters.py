@@ -60,7 +60,7 @@ class ModelAdapters:
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """Return the layout of the manifest's parts; adapters of equal shape share one."""
-        key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts), manifest.vectors
+        key = tuple((part.rank, part.layers, part.targets, part.experts) for part in manifest.parts), manifest.vectors
         found = self._layouts.get(key)
         if found is None:
             config, page = self._config, self._page

@@ -141,6 +141,8 @@ class Merging:
         """True unless it is known that the adapter can't be merged, or not yet."""
         if self._backend is None or not _is_complete(adapter) or adapter in self._refused:
             return False
+        if adapter.manifest.mixture_targets:
+            return False
         return adapter is self.shadowed or self._clock() >= self._retry_at
 
     def _begin(self, adapter: Adapter) -> None:
@@ -149,6 +151,11 @@ class Merging:
             raise CannotMerge("this executor has no merged mode")
         if adapter in self._refused:
             raise CannotMerge(self._refused[adapter])
+        if targets := adapter.manifest.mixture_targets:
+            raise CannotMerge(
+                f"adapter {adapter.name!r} changes {', '.join(targets)}, parts of a mixture of experts, and these "
+                "weights are not merged: serve it unmerged"
+            )
         if not _is_complete(adapter):
             raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")
         self._store.hold(adapter)  # an adapter that a request waits for is not evicted for the runs

@@ -18,7 +18,7 @@ from ...graphs.buffers import split_columns
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout, VectorLayout
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import LAYER_GROUPS, Group, Projections
+from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projections
 from ...memory.transfers.transfer import Transfer
 from ...ops.gated_delta import DeltaState
 from ...ops.sgmv import AdapterRows, Segments, add_embeddings, sgmv
@@ -26,6 +26,7 @@ from ...ops.trained_rows import TrainedRows
 from ...ops.vectors import scale_outputs
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence
 from .config import ModelConfig
+from .mixture_lora import MixtureLora
 from .sampler import following_tokens
 
 if TYPE_CHECKING:
@@ -55,12 +56,17 @@ class StepLora(Protocol):
         """Give other processes what they compute of a group's products; called before the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
-        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN."""
+        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN, or
+        one of a mixture of experts.
+        """
 
     def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
         """Multiply x with the adapters' A, as the first half of `add`, where a product can take the other half in its
         launch; None where `add` must do both.
         """
+
+    def mixture(self, layer: int, /) -> MixtureLora | None:
+        """What adapters add in a layer's mixture of experts; None if they add nothing."""
 
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
         """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
@@ -258,6 +264,10 @@ class LoraState:
         if has_vectors:
             scale_outputs(y, self.arena, self.segments, layer, modules)
 
+    def mixture(self, layer: int) -> MixtureLora | None:
+        """See `StepLora.mixture`."""
+        return MixtureLora.of(self.arena, self.segments, layer, self._groups[layer])
+
     def shrink(self, group: int, x: torch.Tensor, layer: int) -> None:
         """Nothing is shared with a product on a CPU."""
 
@@ -359,6 +369,7 @@ def rows_in(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRo
         b_offset=slabs.b_offset,
         first_elem=place.first_elem,
         token_ids=part.token_ids,
+        experts=part.experts,
     )
 
 
@@ -377,9 +388,12 @@ def vectors_in(place: VectorLayout, pages: list[int]) -> AdapterRows:
     )
 
 
-def lora_groups(projections: Projections) -> list[list[tuple[tuple[int, int, int], ...]]]:
+def lora_groups(projections: Projections) -> list[dict[int, tuple[tuple[int, int, int], ...]]]:
     """By layer, then group: (module id, first column, width) of the projections, whose outputs are side by side."""
-    return [[projections.products[index].modules for index in layer] for layer in projections.product_of]
+    groups = (*LAYER_GROUPS, *MIXTURE_GROUPS)
+    return [
+        {int(group): projections.columns(layer, group) for group in groups} for layer in range(projections.num_layers)
+    ]
 
 
 class RowPlan(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...memory.files.base_tokens import BaseTokens
 from ...memory.files.module_paths import ModulePaths
 from ...memory.files.whole_copies import BaseRows
-from ...memory.pages.projections import Projections, model_projections
+from ...memory.pages.projections import Group, Projections, model_projections
 from .config_json import UnsupportedModel
 from .layers import AttentionSpec, Experts, GatedDeltaSpec, LayerSpec, NormSpec
 from .quantization.format import WeightFormat
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["ModelConfig", "UnsupportedModel"]
+
+
+#: Projections that transformers has as modules or as parameters, by its version.
+_BY_VERSION = (Group.ROUTER,)
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,25 @@ class ModelConfig:
             tuple(each.name for each in layer if each.path in spec.biased)
             for layer, spec in zip(self.projections.layers, self.layers, strict=True)
         )
+        experts = [each for each in self.projections if each.experts]
+        each_path = {each.name: each.path.replace(".experts.", ".experts.{}.") for each in experts}
         return ModulePaths(
             self.projections,
             tuple(renamed),
             tuple(fused),
             self.tensors.left_out,
+            further=tuple(
+                (by_path[path].name, name) for path, name in self.tensors.adapter_names.items() if path in by_path
+            ),
+            expert_names=tuple((name, names[path]) for name, path in each_path.items() if path in names),
+            stacked_experts=tuple(
+                (path, tuple(f"experts.{part}" for part in parts))
+                for path, parts in self.tensors.stacked_experts.items()
+                if experts
+            ),
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
+            absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),
             biased=biased,
             is_tied=self.tie_word_embeddings,
             base_rows=self.base_rows,

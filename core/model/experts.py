@@ -13,12 +13,23 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
+from ...memory.pages.projections import Group
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.packed_gemm import packed_linear
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from .mixture_lora import MixtureLora
 
 #: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
 _LANES = 64
+
+
+class _Matrices(NamedTuple):
+    """An expert's weights."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +65,12 @@ class ExpertWeights:
 
     down_bias: Sequence[torch.Tensor] | None = None
     """Of each expert `[hidden]`."""
+
+    def of_expert(self, expert: int) -> _Matrices:
+        """One expert's."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return _Matrices(self.gate_up[expert], self.down[expert])
+        return _Matrices(self.gate_up[expert], self.down[expert], self.gate_up_bias[expert], self.down_bias[expert])
 
 
 class Choice(NamedTuple):
@@ -92,23 +109,35 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
 
 
-def mix_experts(x: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
-    """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read."""
-    choice = choose(_product(x.float(), weights.router, weights.router_bias), spec.routing, weights.correction)
-    outputs = _outputs(x, choice.experts, weights, spec)
+def mix_experts(
+    x: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None = None
+) -> torch.Tensor:
+    """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read, of adapters
+    too. lora: what adapters add; None: nothing.
+    """
+    logits = _product(x.float(), weights.router, weights.router_bias)
+    if lora is not None:
+        lora.add(Group.ROUTER, logits, x.float())
+    choice = choose(logits, spec.routing, weights.correction)
+    outputs = _outputs(x, choice.experts, weights, spec, lora)
     mixed = outputs[:, 0].float() * choice.weights[:, :1]
     for place in range(1, spec.routing.per_token):
         mixed += outputs[:, place].float() * choice.weights[:, place : place + 1]
     if weights.shared_gate_up is not None and weights.shared_down is not None:
-        shared = _expert(x, weights.shared_gate_up, weights.shared_down, spec.activation).float()
+        added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
+        shared = _expert(x, _Matrices(weights.shared_gate_up, weights.shared_down), spec.activation, added).float()
         if weights.shared_gate is not None:
             gates = (x.float() * weights.shared_gate).sum(-1, keepdim=True)
+            if lora is not None:
+                lora.add(Group.SHARED_GATE, gates, x.float())
             shared = shared * gates.expand(-1, _LANES).contiguous().sigmoid()[:, :1]
         mixed += shared
     return mixed.to(x.dtype)
 
 
-def _outputs(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
+def _outputs(
+    x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts, lora: MixtureLora | None
+) -> torch.Tensor:
     """What each row's experts give `[rows, per_token, hidden]`."""
     rows, per_token = chosen.shape
     by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
@@ -116,28 +145,43 @@ def _outputs(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec
     for expert, count in enumerate(chosen.flatten().bincount(minlength=spec.count).tolist()):
         if count:
             places = by_expert[begin : begin + count]
-            gathered = x[places // per_token]
-            biases = _biases(weights, expert)
-            found[places] = _expert(gathered, weights.gate_up[expert], weights.down[expert], spec.activation, biases)
+            tokens, added = places // per_token, None
+            if lora is not None:
+                added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, expert, tokens.tolist())
+            found[places] = _expert(x[tokens], weights.of_expert(expert), spec.activation, added)
             begin += count
     return found.view(rows, per_token, -1)
 
 
-def _biases(weights: ExpertWeights, expert: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """An expert's biases of gate and up, and of down."""
-    if weights.gate_up_bias is None or weights.down_bias is None:
-        return None, None
-    return weights.gate_up_bias[expert], weights.down_bias[expert]
+class _Added(NamedTuple):
+    """What adapters add to the two products of an expert."""
+
+    lora: MixtureLora
+    gate_up: Group
+    down: Group
+    expert: int | None = None
+    """None: the shared one, which all of the step's tokens go to."""
+    tokens: Sequence[int] = ()
+    """Those that go to it."""
+
+    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+        if self.expert is None:
+            self.lora.add(group, y, x)
+        else:
+            self.lora.add_of_expert(group, y, x, self.expert, self.tokens)
 
 
 def _expert(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    activation: Activation | ClampedSwiglu,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    x: torch.Tensor, weights: _Matrices, activation: Activation | ClampedSwiglu, added: _Added | None = None
 ) -> torch.Tensor:
-    return _product(_activated(_product(x, gate_up, biases[0]), activation), down, biases[1])
+    y = _product(x, weights.gate_up, weights.gate_up_bias)
+    if added is not None:
+        added.add(added.gate_up, y, x)
+    hidden = _activated(y, activation)
+    y = _product(hidden, weights.down, weights.down_bias)
+    if added is not None:
+        added.add(added.down, y, hidden)
+    return y
 
 
 def _activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Layer:
             return self.down(self._gate_up(rows))
         spec = self._spec.experts
         assert spec is not None, "the weights are of the spec"
-        return mix_experts(rows, experts, spec)
+        return mix_experts(rows, experts, spec, None if self._lora is None else self._lora.mixture(self._index))
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""

@@ -18,6 +18,7 @@ from ...memory.pages.projections import (
     attention_projections,
     gated_projections,
     linear_projections,
+    mixture_projections,
 )
 from .rope_config import RopeConfig
 
@@ -286,8 +287,6 @@ class Routing:
 class Experts:
     """A mixture of experts, each a gated part: `Σ weight · down(activation(gate(x)) · up(x))` of the experts that a
     router chooses for a token, and of the shared one where there is one. `ClampedSwiglu` has a form of its own.
-
-    Adapters change none of it.
     """
 
     count: int
@@ -320,8 +319,8 @@ class Experts:
         return self.routing.per_token / self.count
 
     def projections(self, hidden: int) -> tuple[Projection, ...]:
-        """None: see `AttentionSpec.projections`."""
-        return ()
+        """See `AttentionSpec.projections`; those of experts are of each one."""
+        return mixture_projections(hidden, self.count, self.size, self.shared_size, shared_gate=self.shared_gate)
 
     def share(self, size: int) -> Experts:
         """ValueError: ranks don't share experts."""

@@ -203,6 +203,9 @@ class LoraLaunches:
         """See `StepLora.prompt_logits`."""
         return self._state.prompt_logits()
 
+    def mixture(self, layer: int) -> None:
+        """GPUs serve no mixtures of experts."""
+
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""
         if (offloaded := self._state.offloaded) is not None:

@@ -60,6 +60,9 @@ class TensorNames:
     transposed: bool = False
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
+    adapter_names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """A part of a layer → a further name under which adapters may have it: that in transformers' memory."""
+
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""
 

@@ -128,6 +128,8 @@ def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
     biased = layer.biased
     for projection in layer.projections(hidden):
+        if projection.is_of_mixture:
+            continue  # see `_expert_shapes`
         shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
         if projection.path in biased:
             shapes[f"{projection.path}.bias"] = (projection.outputs,)
@@ -284,7 +286,8 @@ def kept_bytes(
         return num_bytes
     tokens = shard.of_vocab(config)
     head = (tokens.stop - tokens.start, config.hidden_size)
-    found = [(each.outputs, each.inputs) for layer in shard.config(config).projections.layers for each in layer]
+    every = (each for layer in shard.config(config).projections.layers for each in layer)
+    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture]
     if quantiser.lm_head:
         num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
         found.append(head)

@@ -18,8 +18,9 @@ import numpy as np
 
 from ..files.composed import ComposedWeights
 from ..files.error import AdapterFormatError
-from ..files.format import AdapterManifest, tensor_shapes
+from ..files.format import AdapterManifest, matrices_of, tensor_shapes
 from ..files.identity import Weights, open_unchanged
+from ..files.module_paths import ModulePaths
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
 from ..files.trained_rows import module_of, row_runs
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
@@ -82,15 +83,18 @@ def _jobs_by_layer(
     for part, place in zip(parts, layout.parts, strict=True):
         slabs = place.slabs
         for layer, name in product(part.layers, part.targets):
-            (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
-            m = projections.id(name)
+            m, first = projections.id(name), place.first_elem[layer]
             if part.token_ids:
-                by_layer[layer] += _jobs_of_rows(part, place, layer, (a_start, a_type), projections[name])
+                tensor, _ = next(starts), next(starts)
+                by_layer[layer] += _jobs_of_rows(part, place, layer, tensor, projections[name])
                 continue
-            by_layer[layer].append((
-                a_start, b_start, a_type, b_type, part.rank, *projections[name].dims, place.first_elem[layer],
-                slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
-            ))  # fmt: skip
+            for index in range(max(1, len(part.experts))):
+                (a_start, a_type), (b_start, b_type) = next(starts), next(starts)
+                by_layer[layer].append((
+                    a_start, b_start, a_type, b_type, part.rank, *projections[name].dims,
+                    first + index * part.rank * slabs.slab_elems,
+                    slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
+                ))  # fmt: skip
     return by_layer
 
 
@@ -201,7 +205,7 @@ def read_image(
     def take() -> list[_PartReader]:
         data = image.data = buffers.take(shape, dtype)
         return [
-            _PartReader(file, part, place, data.view(-1), projections)
+            _PartReader(file, part, place, data.view(-1), projections, manifest.modules)
             for part, place in zip(manifest.parts, layout.parts, strict=True)
         ]
 
@@ -270,6 +274,8 @@ class _PartReader:
     _place: PartLayout
     data: torch.Tensor
     projections: Projections
+    modules: ModulePaths | None
+    """Where the file has them; None of a part without experts, if it is not known."""
 
     def read(self, layer: int) -> None:
         """By way of buffers small enough for the caches, so that every byte is read and written once."""
@@ -280,13 +286,18 @@ class _PartReader:
         if part.token_ids:
             self._read_rows(rows)
         for name in () if part.token_ids else part.targets:
-            m, projection = self.projections.id(name), self.projections[name]
-            d_in, d_out = projection.dims
-            (a, a_shape), (b, b_shape) = tensor_shapes(layer, projection, part.rank)
-            rows[:, slabs.a_offset[m] :][:, :d_in] = self._file.matrix(a, a_shape, buffer)
-            rows[:, slabs.b_offset[m] :][:, :d_out] = self._file.matrix(b, b_shape, buffer).T
+            m, (d_in, d_out) = self.projections.id(name), self.projections[name].dims
+            first_row = 0
+            for (a, a_shape), (b, b_shape) in _matrices(part, layer, name, self.projections, self.modules):
+                own = rows[first_row : first_row + a_shape[0]]
+                own[:, slabs.a_offset[m] :][:, :d_in] = self._file.matrix(a, a_shape, buffer)
+                b_rows = self._file.matrix(b, b_shape, buffer).T
+                if a_shape[0] > part.rank:  # of all experts at once: B's columns have expert after expert for each rank
+                    b_rows = b_rows.view(part.rank, -1, d_out).transpose(0, 1).reshape(-1, d_out)
+                own[:, slabs.b_offset[m] :][:, :d_out] = b_rows
+                first_row += a_shape[0]
         if not _all_finite(rows):
-            raise _not_finite(self._file, part, layer, self.projections, dtype=rows.dtype, buffer=buffer)
+            raise _not_finite(self._file, part, layer, self.projections, self.modules, dtype=rows.dtype, buffer=buffer)
         self.data[first : first + rows.numel()] = rows.view(-1)
 
     def _read_rows(self, rows: torch.Tensor) -> None:
@@ -306,8 +317,17 @@ class _PartReader:
 
         part = self._part
         widest = max(max(self.projections[name].dims) for name in part.targets)
-        rows = torch.zeros(part.rank, self._place.slabs.slab_elems, dtype=self.data.dtype)
-        return torch.empty(part.rank * widest * 4, dtype=torch.uint8), rows
+        rows = torch.zeros(part.num_rows, self._place.slabs.slab_elems, dtype=self.data.dtype)
+        return torch.empty(part.num_rows * widest * 4, dtype=torch.uint8), rows
+
+
+def _matrices(
+    part: AdapterPart, layer: int, target: str, projections: Projections, modules: ModulePaths | None
+) -> Iterator[tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]]:
+    """See `matrices_of`."""
+    if modules is None:
+        return iter((tensor_shapes(layer, projections[target], part.rank),))
+    return matrices_of(part, layer, target, modules)
 
 
 def _values(data: bytearray, dtype: str) -> torch.Tensor:
@@ -332,6 +352,7 @@ def _not_finite(
     part: AdapterPart,
     layer: int,
     projections: Projections,
+    modules: ModulePaths | None,
     dtype: torch.dtype,
     buffer: torch.Tensor,
 ) -> AdapterFormatError:
@@ -343,7 +364,7 @@ def _not_finite(
             "row; the training diverged or the file is corrupt"
         )
     for module in part.targets:
-        for name, shape in tensor_shapes(layer, projections[module], part.rank):
+        for name, shape in chain.from_iterable(_matrices(part, layer, module, projections, modules)):
             tensor = file.matrix(name, shape, buffer)
             at = f"{file.path}: tensor {name} holds"
             if not _all_finite(tensor):

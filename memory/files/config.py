@@ -41,7 +41,6 @@ _MAX_SCALE = 3e38  # scales are applied in float32
 #: Fields that change the arithmetic in unsupported ways, with the remedy for each.
 _UNSERVED = {
     "layer_replication": "the base model's layers are fixed; train without layer_replication",
-    "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
     "fan_in_fan_out": "weights stored transposed are not supported; the base model has none: set it to false",
     "use_qalora": "QALoRA is not supported; train plain LoRA",
     "use_bdlora": "block-diagonal LoRA is not supported; train plain LoRA",
@@ -64,6 +63,7 @@ _SERVED = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -128,6 +128,10 @@ class AdapterConfig:
         self._alphas = fields.patterns("alpha_pattern", fields.alpha)
         self._rslora = fields.flag("use_rslora")
         targets = fields.names("target_modules")
+        self.parameters = fields.parameters()
+        """Ends of the names of parameters that it changes as matrices, such as `mlp.experts.down_proj`."""
+        if targets is None and self.parameters:
+            targets = ()
         self._layers = fields.layers()
         self._layer_patterns = fields.layer_patterns()
         if isinstance(targets, str) and (self._layers is not None or fields.raw.get("layers_pattern") is not None):
@@ -179,7 +183,17 @@ class AdapterConfig:
             found = self._targets.ends(names)
             if self._layers:
                 found = found & self._in_layers(names, self._layers) | self._targets.named(names)
-        ends = found & ~self._excluded.ends(names)
+        return self._ranks_and_scales(names, found & ~self._excluded.ends(names))
+
+    def parameter_targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
+        """As `targets`, of parameters. names: of parameters of the model."""
+        return self._ranks_and_scales(names, names.places(self.parameters_in(names)))
+
+    def parameters_in(self, names: ModuleNames) -> set[str]:
+        """Those of the names that it names."""
+        return {name for tail in self.parameters for name in names.with_tail(tail)}
+
+    def _ranks_and_scales(self, names: ModuleNames, ends: int) -> dict[str, tuple[int, float]]:
         ranks = _first_matches(self._ranks, names, ends, self._rank)
         alphas = _first_matches(self._alphas, names, ends, self._alpha)
         return {
@@ -261,6 +275,10 @@ class _Fields:
         """Refuse fields that PEFT takes only one at a time, and a bias that base tokens would have to have, too."""
         if self.raw.get("use_dora") and self.raw.get("lora_bias"):
             raise self.refuse("lora_bias", "PEFT has no DoRA with it; train with lora_bias=False or use_dora=False")
+        if self.raw.get("target_parameters"):
+            for name in ("use_dora", "lora_bias", "alora_invocation_tokens"):
+                if self.raw.get(name):
+                    raise self.refuse(name, "PEFT has no target_parameters with it; train without either")
         if self.raw.get("alora_invocation_tokens") is None:
             return
         if self.raw.get("use_dora"):
@@ -336,6 +354,12 @@ class _Fields:
             return value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refuse(name, "a list of module names or one regular expression is needed")
+        return tuple(value)
+
+    def parameters(self) -> tuple[str, ...]:
+        value = self.raw.get("target_parameters") or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse("target_parameters", "a list of names of parameters is needed")
         return tuple(value)
 
     def invocation_tokens(self) -> tuple[int, ...]:

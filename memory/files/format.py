@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from .error import AdapterFormatError, shown
 from .form import WEIGHTS_FILE, AdapterForm, form_of
 from .gguf_form import GGUF_SUFFIX, GgufForm
 from .module_names import ModuleNames
-from .module_paths import ModulePaths
+from .module_paths import ExpertForm, ModulePaths, without_nesting
 from .score_head import TENSORS, ScoreHead, read_score_head
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .trained_rows import find_rows, module_of
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
+
+_TENSORS_PER_MATRIX = 4  # A, B, and vectors; what is left is room for modules of the model
 
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
@@ -120,6 +123,8 @@ class AdapterManifest:
             return "has a tokenizer with tokens of its own, which can't be composed with others"
         if any(part.token_ids for part in self.parts):
             return "has trained token rows, which can't be composed with others"
+        if any(part.experts for part in self.parts):
+            return "changes experts, which can't be composed with others"
         return None
 
     @property
@@ -133,6 +138,13 @@ class AdapterManifest:
         found = dict.fromkeys(name for part in self.parts for name in part.targets)
         found |= dict.fromkeys(target.module for target in self.vectors)
         return tuple(found if self.modules is None else sorted(found, key=self.modules.projections.id))
+
+    @property
+    def mixture_targets(self) -> tuple[str, ...]:
+        """Those of `targets` that are of a mixture of experts."""
+        if self.modules is None or not self.modules.projections.mixture:
+            return ()
+        return tuple(name for name in self.targets if name in self.modules.projections.mixture)
 
     def num_params(self, projections: Projections) -> int:
         rows = sum(part.num_slabs * sum(sum(projections[name].dims) for name in part.targets) for part in self.parts)
@@ -187,6 +199,7 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
             _check_invocation(config, modules.vocab_size)
             rows, dropped = find_rows(file, config, directory, modules)
             targets, projections = _targets(config, stem, modules, file.head_names), modules.projections
+            _check_experts(config, targets, projections)
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
             vectors = vector_targets(file, _module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
@@ -197,7 +210,9 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
             parts = parts_of(targets, projections) + rows
-            places = _places(file, parts, projections) if form.is_plain else None
+            # of stacked experts, B is read in another order
+            is_plain = form.is_plain and modules.experts is not ExpertForm.STACKED
+            places = _places(file, parts) if is_plain else None
             parts, places = _shared(parts, places)
             return AdapterManifest(
                 path,
@@ -243,6 +258,7 @@ class AdapterWeights(RowsFile):
         """Modules of layers that have tensors, by the names that the file gives them, where no configuration says so;
         once `tensors` was read.
         """
+        self.max_tensors = max(self.max_tensors, _TENSORS_PER_MATRIX * modules.num_matrices)
         self.modules = modules
         """Where the file has the base model's projections; once `tensors` was read."""
         self.num_left_out = 0
@@ -256,6 +272,8 @@ class AdapterWeights(RowsFile):
         listed = self._form.listed(self, self.modules.projections)
         self._check_adapters()
         self.modules = self.modules.as_given(self._paths)
+        if self.modules.experts is ExpertForm.STACKED:
+            listed = self._of_projections(listed)
         for name, info in listed.items():
             if name.startswith(left_out):
                 self.num_left_out += 1
@@ -279,6 +297,51 @@ class AdapterWeights(RowsFile):
         layer, path, kind = match.groups()
         for part, own in self._split(name, info, path, kind):
             yield f"{layer}.{part}.{kind}", own
+
+    def _of_projections(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, those of a parameter of all experts as of each projection whose rows it has.
+
+        Which parameter of a module a tensor is of is told by the shapes of A and B, since its name doesn't tell.
+        """
+        found: dict[str, TensorInfo] = {}
+        for name, info in listed.items():
+            match = _IN_LAYER.fullmatch(name)
+            stacked = () if match is None else self.modules.stacked_modules.get(without_nesting(match[2]), ())
+            if match is None or not stacked or not match[3].startswith("lora_"):
+                found[name] = info
+                continue
+            layer, path, kind = match.groups()
+            a, b = (listed.get(f"{layer}.{path}.lora_{side}.weight") for side in "AB")
+            for own, first in self._stacked_in(name, stacked, a, b):
+                rows = info if kind == "lora_A.weight" else info.rows(first, own.outputs)
+                self.add(found, f"{layer}.{own.path}.{kind}", rows)
+        return found
+
+    def _stacked_in(
+        self,
+        name: str,
+        stacked: tuple[tuple[Projection, ...], ...],
+        a: TensorInfo | None,
+        b: TensorInfo | None,
+    ) -> list[tuple[Projection, int]]:
+        """The projections of the parameter that A and B are of, and the first row of each in B."""
+        shapes = [[] if each is None else list(each.shape) for each in (a, b)]
+        for parts in stacked:
+            inputs, outputs = parts[0].inputs, sum(each.outputs for each in parts)
+            if [shape[at] if len(shape) == 2 else 0 for shape, at in zip(shapes, (1, 0), strict=True)] == [
+                inputs,
+                outputs,
+            ]:
+                begins = accumulate((each.outputs for each in parts), initial=0)
+                return list(zip(parts, begins, strict=False))
+        wanted = " or ".join(
+            f"[experts · rank, {parts[0].inputs}] and [{sum(each.outputs for each in parts)}, rank · experts]"
+            for parts in stacked
+        )
+        raise AdapterFormatError(
+            f"{self.path}: tensor {shown(name)} is of experts whose A and B are {shapes[0]} and {shapes[1]}, {wanted} "
+            f"are needed; serve it with the base model that it was trained on"
+        )
 
     def _check_adapters(self) -> None:
         if len(self._adapters) > 1:
@@ -373,8 +436,11 @@ def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
         return AdapterWeights(directory, _form(path, directory), modules)
 
 
-def tensor_shapes(layer: int, projection: Projection, rank: int) -> tuple[tuple[str, tuple[int, int]], ...]:
-    """Name and shape of a target's A `[rank, in]` and B `[out, rank]`."""
+def tensor_shapes(
+    layer: int, projection: Projection, rank: int
+) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:
+    """Name and shape of a target's A `[rank, in]` and B `[out, rank]`; with all experts' ranks if it is of them all."""
+    rank *= max(1, projection.experts)
     a, b = tensor_names(layer, projection)
     return (a, (rank, projection.inputs)), (b, (projection.outputs, rank))
 
@@ -436,6 +502,7 @@ def _targets(
                 f"{file}: target_modules matches {name}; only {modules.names} are served: "
                 "train on these, or exclude the others with exclude_modules"
             )
+    targets |= _parameter_targets(config, stem, modules, targets)
     if config.ties_weights and modules.is_tied:
         targets |= _tied_targets(targets, modules)
     if not targets:
@@ -444,6 +511,59 @@ def _targets(
             f"in the base model's {modules.projections.num_layers} layers{_elsewhere(config, stem, modules)}"
         )
     return targets
+
+
+@lru_cache(16)
+def _parameter_keys(stem: str, modules: ModulePaths) -> tuple[ModuleNames, dict[str, tuple[int, tuple[str, ...]]]]:
+    """As `_keys`, of the parameters that PEFT may target as matrices."""
+    _, keys = _keys(stem, modules)
+    model = set(_model_keys(stem, modules))
+    found = {f"{key}.weight": its for key, its in keys.items() if key not in model}
+    if modules.experts is ExpertForm.STACKED:
+        level = f"{stem}." if stem else ""
+        for path, parts in modules.stacked_experts:
+            layers = modules.projections.layers_of(parts[0])
+            found |= {f"{level}layers.{layer}.{path}": (layer, parts) for layer in layers}
+    return ModuleNames([*found]), found
+
+
+def _parameter_targets(
+    config: AdapterConfig, stem: str, modules: ModulePaths, targets: Collection[tuple[int, str]]
+) -> dict[tuple[int, str], tuple[int, float]]:
+    """The targets that the configuration names as parameters. targets: those that it names as modules."""
+    if not config.parameters:
+        return {}
+    names, keys = _parameter_keys(stem, modules)
+    for each in config.parameters:
+        if not names.with_tail(each):
+            served = ", ".join(dict.fromkeys(_LAYER.split(key)[-1] for key in keys))
+            raise AdapterFormatError(
+                f"{config.file}: target_parameters has {shown(each)}, which is none of the parameters that are served "
+                f"and that the file has tensors of: {served}; train on these"
+            )
+    found = {}
+    for name, rank_and_scale in config.parameter_targets(names).items():
+        layer, parts = keys[name]
+        for module in parts:
+            if (layer, module) in targets:
+                raise AdapterFormatError(
+                    f"{config.file}: target_parameters matches {name}, and target_modules its module; "
+                    "PEFT takes one of them"
+                )
+            found[layer, module] = rank_and_scale
+    return found
+
+
+def _check_experts(config: AdapterConfig, targets: Collection[tuple[int, str]], projections: Projections) -> None:
+    """Refuse vectors on experts."""
+    if not (config.uses_dora or config.lora_bias):
+        return
+    for layer, module in targets:
+        if projections[module].expert is not None:
+            raise AdapterFormatError(
+                f"{config.file}: DoRA or a bias is on {module} of layer {layer}, a part of a mixture of experts, where "
+                "plain LoRA alone is served; train with use_dora=False and lora_bias=False"
+            )
 
 
 def _is_passed_over(name: str, head_names: Collection[str], *, all_linear: bool) -> bool:
@@ -507,33 +627,50 @@ def parts_of(targets: dict[tuple[int, str], tuple[int, float]], projections: Pro
     """Group targets by rank, scale and set of layers, which thus have all of them; in the order of their first
     layers.
     """
-    layers: dict[tuple[int, float, str], list[int]] = defaultdict(list)
+    experts: dict[tuple[int, str, int, float], list[int]] = defaultdict(list)
+    layers: dict[tuple[int, float, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for (layer, module), (rank, scale) in targets.items():
-        layers[rank, scale, module].append(layer)
-    modules: dict[tuple[int, float, tuple[int, ...], bool], list[str]] = defaultdict(list)
-    for (rank, scale, module), numbers in layers.items():
-        modules[rank, scale, tuple(numbers), projections[module].is_of_model].append(module)
+        projection = projections[module]
+        if projection.expert is None:
+            layers[rank, scale, module, tuple(range(projection.experts))].append(layer)
+        else:
+            experts[layer, projections.name_of_all(module), rank, scale].append(projection.expert)
+    for (layer, module, rank, scale), numbers in experts.items():
+        layers[rank, scale, module, tuple(sorted(numbers))].append(layer)
+    modules: dict[tuple[int, float, tuple[int, ...], tuple[int, ...], bool], list[str]] = defaultdict(list)
+    for (rank, scale, module, own), numbers in layers.items():
+        modules[rank, scale, tuple(numbers), own, projections[module].is_of_model].append(module)
     parts = (
-        AdapterPart(rank, scale, numbers, tuple(sorted(names, key=projections.id)))
-        for (rank, scale, numbers, _), names in modules.items()
+        AdapterPart(rank, scale, numbers, tuple(sorted(names, key=projections.id)), experts=own)
+        for (rank, scale, numbers, own, _), names in modules.items()
     )
-    return tuple(sorted(parts, key=lambda part: (part.layers, projections.id(part.targets[0]))))
+    return tuple(sorted(parts, key=lambda part: (part.layers, projections.id(part.targets[0]), part.experts)))
 
 
-def tensors_of(file: AdapterWeights, part: AdapterPart, layer: int, projection: Projection) -> Iterator[TensorInfo]:
-    """A target's A and B; of whole rows the tensor that has them, twice."""
+def matrices_of(
+    part: AdapterPart, layer: int, target: str, modules: ModulePaths
+) -> Iterator[tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]]:
+    """Name and shape of A and of B of a part's target in a layer; of each expert, if the file has them one by one."""
+    projection = modules.projections[target]
+    if part.experts and modules.experts is ExpertForm.EACH:
+        return (tensor_shapes(layer, projection.of_expert(expert), part.rank) for expert in part.experts)
+    return iter((tensor_shapes(layer, projection, part.rank),))
+
+
+def tensors_of(file: AdapterWeights, part: AdapterPart, layer: int, target: str) -> Iterator[TensorInfo]:
+    """A target's A and B, of each expert where they are so; of whole rows the tensor that has them, twice."""
     if part.token_ids:
         return iter((file.rows_tensor(module_of(part))[1],) * 2)
-    return (file.tensor(name) for name in tensor_names(layer, projection))
+    return (file.tensor(name) for pair in matrices_of(part, layer, target, file.modules) for name, _ in pair)
 
 
-def _places(file: AdapterWeights, parts: tuple[AdapterPart, ...], projections: Projections) -> TensorPlaces:
+def _places(file: AdapterWeights, parts: tuple[AdapterPart, ...]) -> TensorPlaces:
     tensors = (
         info
         for part in parts
         for layer in part.layers
         for target in part.targets
-        for info in tensors_of(file, part, layer, projections[target])
+        for info in tensors_of(file, part, layer, target)
     )
     return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
 
@@ -627,7 +764,8 @@ def _why_not_in_layer(name: str, projections: Projections) -> str:
     layer = int(match[1]) if match else -1
     if layer >= num_layers:
         return f"is for layer {layer}, the base model has {num_layers} layers; serve it with its own base"
-    module = next((each.name for each in projections if name in tensor_names(layer, each)), None)
+    every = (each for whole in projections for each in (whole, *map(whole.of_expert, range(whole.experts))))
+    module = next((projections.name_of_all(each.name) for each in every if name in tensor_names(layer, each)), None)
     if module is None:
         names = ", ".join(each.name for each in projections if not each.is_rows)
         return f"is not lora_A.weight or lora_B.weight of one of {names}; others are not supported"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..pages.adapter_layout import AdapterPart
 from .composed import ComposedWeights, composed
-from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names, vector_names
+from .format import AdapterManifest, AdapterWeights, matrices_of, open_weights, vector_names
 from .module_paths import ModulePaths
 from .score_head import TENSORS
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
@@ -106,21 +106,22 @@ class _Reader:
         """True if it has a head, or any target changes anything: its scale is not zero, and neither all of its A nor
         all of its B is. Only the base model's weights could tell that vectors are without effect.
         """
-        projections = _modules(manifest).projections
+        modules = _modules(manifest)
         if manifest.vectors or manifest.head is not None or any(part.token_ids for part in manifest.parts):
             return True
         return any(
-            all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, projections[module]))
+            all(self._has_values(self._file.tensor(name)) for name, _ in pair)
             for part in manifest.parts
             if part.scale != 0
             for layer in part.layers
             for module in part.targets
+            for pair in matrices_of(part, layer, module, modules)
         )
 
     def hash(self, manifest: AdapterManifest) -> str:
         projections = _modules(manifest).projections
         targets = {
-            (layer, projections.id(module)): part
+            (layer, projections.id(module), part.experts): part
             for part in manifest.parts
             for layer in part.layers
             for module in part.targets
@@ -130,14 +131,16 @@ class _Reader:
             digest.update(f"from {manifest.invocation_tokens}\n".encode())
         if manifest.tokens is not None:
             digest.update(f"tokens {manifest.tokens.digest}\n".encode())
-        for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
+        for (layer, index, _), part in sorted(targets.items(), key=lambda item: item[0]):
             projection = by_id[index]
             if part.token_ids:
                 self._hash_rows(digest, part)
                 continue
-            a, b = (self._file.tensor(name) for name in tensor_names(layer, projection))
-            head = f"{layer} {projection.name} {part.rank} {part.scale.hex()} {_form_of(a)} {_form_of(b)}\n"
-            self._add(digest, head, a, b)
+            experts = f" of {part.experts}" if part.experts else ""
+            for pair in matrices_of(part, layer, projection.name, _modules(manifest)):
+                a, b = (self._file.tensor(name) for name, _ in pair)
+                which = f"{layer} {projection.name}{experts} {part.rank} {part.scale.hex()}"
+                self._add(digest, f"{which} {_form_of(a)} {_form_of(b)}\n", a, b)
         for name in self._others(manifest):
             info = self._file.tensor(name)
             self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)

@@ -6,19 +6,34 @@ and each has its rows of B `[out, rank]`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import Any
 
-from ..pages.projections import Projections
+from ..pages.projections import Projection, Projections
 from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
+
+_NESTED = ".base_layer"
 
 #: Paths that several projections share in some models, each with the names of these in the order of rows.
 _STACKED = {
     "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
 }
+
+
+class ExpertForm(StrEnum):
+    """How a file has A and B of experts."""
+
+    EACH = "each"
+    """Tensors of each expert."""
+
+    STACKED = "stacked"
+    """As PEFT has those of a parameter of all experts: A `[experts · rank, in]`, and B `[out, rank · experts]`."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +51,29 @@ class ModulePaths:
     left_out: tuple[str, ...] = ()
     """Beginnings of names in the base model that text does not need, such as a vision tower's."""
 
+    further: tuple[tuple[str, str], ...] = ()
+    """A projection of `absent`, and another path that it has in a version of the model."""
+
     vocab_size: int | None = None
     """None: not known."""
 
     hidden_size: int | None = None
     """Likewise."""
+
+    expert_names: tuple[tuple[str, str], ...] = ()
+    """A projection of experts, and the path of an expert's, with `{}` for its number, where that is not its own."""
+
+    stacked_experts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Paths of parameters `[experts, out, in]`, and the projections of experts whose rows are stacked there, in order.
+    """
+
+    experts: ExpertForm | None = None
+    """How an adapter has them; None: it has none."""
+
+    absent: frozenset[str] = frozenset()
+    """Projections that an adapter without tensors of them does not have, whatever its configuration says: a model has
+    them as modules, as parameters or not at all, by the version that it was trained with.
+    """
 
     biased: tuple[tuple[str, ...], ...] | None = None
     """By layer, the projections with a bias; None: not known."""
@@ -64,7 +97,7 @@ class ModulePaths:
         renamed, fused = dict(self.renamed), {part: path for path, parts in self.fused for part, _ in parts}
         found: dict[str, tuple[str, ...]] = {}
         for projection in self.projections:
-            if projection.is_rows:
+            if projection.is_rows or projection.experts or projection.name in self.absent:
                 continue
             name = projection.name
             path = fused.get(name) or renamed.get(name) or projection.path
@@ -72,9 +105,40 @@ class ModulePaths:
         return found
 
     def in_layer(self, layer: int) -> dict[str, tuple[str, ...]]:
-        """`by_path` of the projections that a layer has."""
+        """`by_path` of the projections that a layer has, and of each expert's that an adapter has one by one."""
         names = {projection.name for projection in self.projections.layers[layer]}
-        return {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
+        found = {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
+        if self.experts is ExpertForm.EACH:
+            found |= {
+                path: (own.name,)
+                for path, own in self.each_expert.items()
+                if self.projections.name_of_all(own.name) in names
+            }
+        return found
+
+    @cached_property
+    def each_expert(self) -> dict[str, Projection]:
+        """The projections of each expert by their paths, under the names that `expert_names` has."""
+        named = dict(self.expert_names)
+        return {
+            named[each.name].format(number) if each.name in named else own.path: own
+            for each in self.projections
+            for number in range(each.experts)
+            for own in (each.of_expert(number),)
+        }
+
+    @cached_property
+    def stacked_modules(self) -> dict[str, tuple[tuple[Projection, ...], ...]]:
+        """The modules with parameters of `stacked_experts`, and the projections of each of their parameters."""
+        found: dict[str, list[tuple[Projection, ...]]] = defaultdict(list)
+        for path, names in self.stacked_experts:
+            found[path.rpartition(".")[0]].append(tuple(map(self.projections.__getitem__, names)))
+        return {module: tuple(parts) for module, parts in found.items()}
+
+    @property
+    def num_matrices(self) -> int:
+        """All that an adapter may have A and B of, in all layers."""
+        return sum(max(1, each.experts) for layer in self.projections.layers for each in layer)
 
     def as_given(self, paths: Collection[str]) -> ModulePaths:
         """Where an adapter has these projections whose tensors are at `paths` in a layer.
@@ -84,14 +148,16 @@ class ModulePaths:
         """
         parts = {self.projections[name].path for _, stacked in self.fused for name, _ in stacked}
         usual = _STACKED.keys() - {path for path, _ in self.fused}
-        if usual.isdisjoint(paths) and parts.isdisjoint(paths):
+        if usual.isdisjoint(paths) and parts.isdisjoint(paths) and not self.projections.mixture:
             return self
         return _as_given(self, frozenset(paths))
 
     @cached_property
     def usual(self) -> dict[str, str]:
         """Paths of single projections that are not their own, and their own."""
-        return {path: self.projections[module].path for module, path in self.renamed}
+        own = self.projections
+        found = {path: own[module].path for module, path in (*self.renamed, *self.further)}
+        return found | {path: each.path for path, each in self.each_expert.items() if path != each.path}
 
     @cached_property
     def stacked(self) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -102,7 +168,7 @@ class ModulePaths:
     @cached_property
     def names(self) -> str:
         """Names for PEFT's `target_modules`."""
-        return ", ".join(path.rpartition(".")[2] for path in self.by_path)
+        return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in self.by_path))
 
 
 @lru_cache(64)
@@ -116,4 +182,30 @@ def _as_given(modules: ModulePaths, paths: frozenset[str]) -> ModulePaths:
     for path, names in _STACKED.items():
         if path in paths and path not in fused and all(name in own for name in names):
             fused[path] = tuple((name, own[name].outputs) for name in names)
-    return replace(modules, fused=tuple(fused.items()))
+    places = [*modules.renamed, *((name, own[name].path) for name in modules.absent), *modules.further]
+    given = dict(reversed([(name, path) for name, path in places if name in modules.absent and path in paths]))
+    renamed = {**dict(modules.renamed), **given}
+    return replace(
+        modules,
+        fused=tuple(fused.items()),
+        renamed=tuple((name, path) for name, path in renamed.items() if path != own[name].path),
+        absent=modules.absent.difference(given),
+        **_experts_as_given(modules, paths),
+    )
+
+
+def _experts_as_given(modules: ModulePaths, paths: frozenset[str]) -> dict[str, Any]:
+    """The fields that say how an adapter has experts."""
+    named = not paths.isdisjoint(path for path, own in modules.each_expert.items() if path != own.path)
+    if named or not paths.isdisjoint(own.path for own in modules.each_expert.values()):
+        return {"experts": ExpertForm.EACH, "expert_names": modules.expert_names if named else ()}
+    if not modules.stacked_modules.keys().isdisjoint(map(without_nesting, paths)):
+        return {"experts": ExpertForm.STACKED}
+    return {}
+
+
+def without_nesting(path: str) -> str:
+    """The path of a module that PEFT nests once for each of its parameters but the last."""
+    while path.endswith(_NESTED):
+        path = path.removesuffix(_NESTED)
+    return path

@@ -29,6 +29,8 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 13
 MAX_DIMENSIONS = 8
 
+_BYTES_PER_TENSOR = 256  # of the header; names of experts' tensors have about 100 characters
+
 #: Bytes per element of the supported element types.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -101,6 +103,8 @@ class TensorFile:
         self.fd = fd
         self._plain_name = plain_name
         self._given: dict[str, str] = {}
+        self.max_tensors = MAX_TENSORS
+        """The most tensors that are read."""
         try:
             self.size, self.mtime_ns, self.identity = self._state()
         except OSError as error:
@@ -152,8 +156,8 @@ class TensorFile:
         if not raw.startswith(b"{") or not isinstance(header, dict):
             raise self._refuse("the header is not a JSON object; it is corrupt")
         self._check_metadata(header.pop(_METADATA, {}))
-        if len(header) > MAX_TENSORS:
-            raise self._refuse(f"lists {len(header)} tensors, at most {MAX_TENSORS} are read; it is no adapter")
+        if len(header) > self.max_tensors:
+            raise self._refuse(f"lists {len(header)} tensors, at most {self.max_tensors} are read; it is no adapter")
         tensors: dict[str, TensorInfo] = {}
         for name, entry in header.items():
             self.add(tensors, name, self._parse(name, entry, len(self.header)))
@@ -176,8 +180,9 @@ class TensorFile:
         if self.size < 8:
             raise self._refuse(f"has {self.size} bytes, not even a safetensors header; it is cut off")
         length = int.from_bytes(self._bytes(0, 8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise self._refuse(f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are read; it is corrupt")
+        most = max(MAX_HEADER_BYTES, self.max_tensors * _BYTES_PER_TENSOR)
+        if length > most:
+            raise self._refuse(f"claims a header of {length} bytes, at most {most} are read; it is corrupt")
         start = 8 + length
         if start > self.size:
             raise self._refuse(f"claims a header of {length} bytes in a file of {self.size}; it is cut off or corrupt")

@@ -46,6 +46,11 @@ def vector_targets(
             )
         target = VectorTarget(layer, module, is_target and config.uses_dora, has_bias, is_target and config.lora_bias)
         if any(target[2:]):
+            if modules.projections[module].is_of_mixture:
+                raise AdapterFormatError(
+                    f"{file.path}: DoRA or a bias is on {module} of layer {layer}, a part of a mixture of experts, "
+                    "where plain LoRA alone is served; train with use_dora=False, lora_bias=False and bias='none'"
+                )
             _check(file, key, target, modules.projections[module])
             found.append(target)
     return tuple(found)

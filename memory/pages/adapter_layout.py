@@ -32,9 +32,19 @@ class AdapterPart:
     file_rows: tuple[int, ...] = ()
     """Of whole rows: where each is in the file's tensor."""
 
+    experts: tuple[int, ...] = ()
+    """Of projections of experts, in rising order: those that have this rank and scale. Each has `rank` rank-rows, and
+    an expert's are side by side.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Rank-rows in a layer."""
+        return self.rank * max(1, len(self.experts))
+
     @property
     def num_slabs(self) -> int:
-        return self.rank * len(self.layers)
+        return self.num_rows * len(self.layers)
 
 
 class VectorTarget(NamedTuple):
@@ -145,8 +155,8 @@ class AdapterLayout:
             first_elem = [-1] * num_layers
             for layer in part.layers:
                 first_elem[layer] = elem
-                elem += part.rank * slabs.slab_elems
-            placed.append(PartLayout(slabs, tuple(first_elem), part.rank * slabs.slab_elems))
+                elem += part.num_rows * slabs.slab_elems
+            placed.append(PartLayout(slabs, tuple(first_elem), part.num_rows * slabs.slab_elems))
         places = VectorLayout.build(vectors, projections, elem, itemsize)
         if places is not None:
             elem = places.layer_elems[-1][1]

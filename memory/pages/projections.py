@@ -8,9 +8,10 @@ rank-rows beside those of the first and of the last layer. Pure data, like `layo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -36,9 +37,37 @@ class Group(IntEnum):
     HEAD_ROWS = 7
     """Likewise, of the output projection."""
 
+    ROUTER = 8
+    """The router of a mixture of experts."""
+
+    SHARED_GATE_UP = 9
+    """Of the expert that every token goes to; likewise `SHARED_DOWN`."""
+
+    SHARED_DOWN = 10
+
+    SHARED_GATE = 11
+    """The factor of that expert's output."""
+
+    EXPERT_GATE_UP = 12
+    """Of each expert that tokens are routed to; likewise `EXPERT_DOWN`."""
+
+    EXPERT_DOWN = 13
+
 
 #: Those of a layer.
 LAYER_GROUPS = (Group.MIXER_IN, Group.MIXER_OUT, Group.GATE_UP, Group.DOWN)
+
+#: Those of a layer's mixture of experts.
+MIXTURE_GROUPS = (
+    Group.ROUTER,
+    Group.SHARED_GATE_UP,
+    Group.SHARED_DOWN,
+    Group.SHARED_GATE,
+    Group.EXPERT_GATE_UP,
+    Group.EXPERT_DOWN,
+)
+
+_MODEL_GROUPS = (Group.EMBEDDING, Group.HEAD, Group.EMBEDDING_ROWS, Group.HEAD_ROWS)
 
 #: Those of a gated feed-forward part. A layer with experts has neither.
 _FEED_FORWARD = frozenset({Group.GATE_UP, Group.DOWN})
@@ -61,9 +90,20 @@ class Projection:
     sections: tuple[int, ...] = ()
     """Widths of parts of its outputs, each of which has all units; empty: the outputs are one part."""
 
+    experts: int = 0
+    """Experts of a layer, each of which has a matrix of this shape; 0: it is no projection of experts."""
+
+    expert: int | None = None
+    """Of one expert: which."""
+
     @property
     def name(self) -> str:
-        return self.path.rpartition(".")[2]
+        """Its path without the module around it."""
+        return self.path.partition(".")[2] or self.path
+
+    def of_expert(self, expert: int) -> Projection:
+        """That of one of its experts."""
+        return replace(self, path=self.path.replace(".experts.", f".experts.{expert}."), experts=0, expert=expert)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -78,7 +118,12 @@ class Projection:
     @property
     def is_of_model(self) -> bool:
         """True if the model has it once, not a layer."""
-        return self.group not in LAYER_GROUPS
+        return self.group in _MODEL_GROUPS
+
+    @property
+    def is_of_mixture(self) -> bool:
+        """True if it is of a layer's mixture of experts."""
+        return self.group in MIXTURE_GROUPS
 
     @property
     def is_rows(self) -> bool:
@@ -158,7 +203,13 @@ class Projections:
         return name in self._ids
 
     def __getitem__(self, name: str) -> Projection:
-        return self._all[self._ids[name]]
+        """By name; of one expert by such as `experts.7.up_proj`."""
+        found = self._ids.get(name)
+        return self._of_experts[name][1] if found is None else self._all[found]
+
+    def name_of_all(self, name: str) -> str:
+        """The projection of all experts that one of an expert belongs to; others' own name."""
+        return self._of_experts[name][0] if name in self._of_experts else name
 
     def id(self, name: str) -> int:
         return self._ids[name]
@@ -182,14 +233,25 @@ class Projections:
         """The projections of a layer, by id."""
         return tuple(sorted((each.name for each in self.layers[layer]), key=self.id))
 
+    def columns(self, layer: int, group: Group) -> tuple[tuple[int, int, int], ...]:
+        """(module id, first column, width) of a layer's projections of a group, whose outputs are side by side."""
+        own = sorted((self.id(each.name), each.outputs) for each in self.layers[layer] if each.group is group)
+        begins = accumulate((width for _, width in own), initial=0)
+        return tuple((module, begin, width) for (module, width), begin in zip(own, begins, strict=False))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers' projections, by id."""
-        return tuple(each.name for each in self._all if not each.is_of_model)
+        """Of the layers' projections that every token is multiplied with, outside mixtures of experts, by id."""
+        return tuple(each.name for each in self._all if each.group in LAYER_GROUPS)
+
+    @cached_property
+    def mixture(self) -> frozenset[str]:
+        """Names of the projections of mixtures of experts."""
+        return frozenset(each.name for each in self._all if each.is_of_mixture)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -203,8 +265,9 @@ class Projections:
 
     @cached_property
     def num_weights(self) -> int:
-        """Weights of all projections in all layers."""
-        return sum(projection.inputs * projection.outputs for layer in self.layers for projection in layer)
+        """Weights of all projections in all layers, outside mixtures of experts."""
+        every = (projection for layer in self.layers for projection in layer)
+        return sum(each.inputs * each.outputs for each in every if each.group in LAYER_GROUPS)
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
@@ -220,6 +283,12 @@ class Projections:
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {projection.name: index for index, projection in enumerate(self._all)}
+
+    @cached_property
+    def _of_experts(self) -> dict[str, tuple[str, Projection]]:
+        """Each expert's projections, and the name of those of all experts, by name."""
+        every = ((each, each.of_expert(number)) for each in self._all for number in range(each.experts))
+        return {its.name: (each.name, its) for each, its in every}
 
     @cached_property
     def _hash(self) -> int:
@@ -254,10 +323,9 @@ class Projections:
             raise ValueError(f"a layer has no projection of the group {group.name}: {layer}")
         if len({projection.inputs for projection in own}) > 1:
             raise ValueError(f"the projections of {group.name} have no common input: {own}")
-        modules, column = [], 0
-        for projection in sorted(own, key=lambda projection: self._ids[projection.name]):
-            modules.append((self._ids[projection.name], column, projection.outputs))
-            column += projection.outputs
+        own.sort(key=lambda projection: self._ids[projection.name])
+        begins = accumulate((each.outputs for each in own), initial=0)
+        modules = ((self._ids[each.name], begin, each.outputs) for each, begin in zip(own, begins, strict=False))
         return Product(group, own[0].inputs, tuple(modules))
 
 
@@ -305,6 +373,29 @@ def gated_projections(hidden: int, size: int) -> tuple[Projection, ...]:
         Projection("mlp.gate_proj", Group.GATE_UP, hidden, size, size),
         Projection("mlp.up_proj", Group.GATE_UP, hidden, size, size),
         Projection("mlp.down_proj", Group.DOWN, size, hidden, size),
+    )
+
+
+def mixture_projections(
+    hidden: int, count: int, size: int, shared_size: int = 0, *, shared_gate: bool = False
+) -> tuple[Projection, ...]:
+    """Those of a mixture of experts. size, shared_size: widths of an expert's gate and up, and of the shared expert's,
+    0 where there is none.
+    """
+    found = [Projection("mlp.gate", Group.ROUTER, hidden, count, 1)]
+    if shared_size:
+        found += [
+            Projection("mlp.shared_expert.gate_proj", Group.SHARED_GATE_UP, hidden, shared_size, 1),
+            Projection("mlp.shared_expert.up_proj", Group.SHARED_GATE_UP, hidden, shared_size, 1),
+            Projection("mlp.shared_expert.down_proj", Group.SHARED_DOWN, shared_size, hidden, 1),
+        ]
+    if shared_gate:
+        found.append(Projection("mlp.shared_expert_gate", Group.SHARED_GATE, hidden, 1, 1))
+    return (
+        *found,
+        Projection("mlp.experts.gate_proj", Group.EXPERT_GATE_UP, hidden, size, 1, experts=count),
+        Projection("mlp.experts.up_proj", Group.EXPERT_GATE_UP, hidden, size, 1, experts=count),
+        Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, 1, experts=count),
     )
 
 

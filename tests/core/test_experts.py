@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.graphs.runner import StepMode
+from chorus.memory.files.composed import composed
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
+from chorus.memory.pages.projections import dense_projections
 
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
@@ -278,24 +282,103 @@ def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> 
 @pytest.mark.parametrize(
     ("targets", "tensor", "fields", "message"),
     [
-        (["gate"], "mlp.gate", {}, "match none of q_proj"),
-        (["q_proj", "gate"], "mlp.gate", {}, r"layers\.0\.mlp\.gate\.lora_A\.weight' is not .* of one of q_proj"),
+        (["gate"], "mlp.experts.0.gate_proj", {}, "match none of q_proj"),
         (
-            ["q_proj", "gate_proj"],
+            ["q_proj", "gate"],
             "mlp.experts.0.gate_proj",
             {},
-            r"layers\.0\.mlp\.experts\.0\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
+            r"layers\.0\.mlp\.experts\.0\.gate_proj\.lora_A\.weight' is not targeted by adapter_config",
         ),
+        (["gate_proj"], "mlp.experts.16.gate_proj", {}, "match none of q_proj"),
+        (
+            ["q_proj", "gate_proj"],
+            "mlp.experts.16.gate_proj",
+            {},
+            r"layers\.0\.mlp\.experts\.16\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
+        ),
+        (
+            ["gate_proj"],
+            "mlp.experts.0.gate_proj",
+            {"use_dora": True},
+            r"DoRA or a bias is on experts\.0\.gate_proj of layer 0, .* plain LoRA alone is served",
+        ),
+        (["gate"], "mlp.gate", {"lora_bias": True}, "DoRA or a bias is on gate of layer 0, .* plain LoRA alone"),
         (
             ["q_proj", "gate_proj"],
             "mlp.shared_expert.gate_proj",
             {},
             r"layers\.0\.mlp\.shared_expert\.gate_proj\.lora_A\.weight' is not .* of one of q_proj",
         ),
-        (["q_proj"], "mlp.experts.base_layer", {"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        (
+            [],
+            "mlp.experts.base_layer",
+            {"target_parameters": ["mlp.experts.down_proj"]},
+            r"is of experts whose A and B are \[2, 64\] and \[16, 2\], .* or \[experts · rank, 40\] and \[64, rank · e",
+        ),
+        (
+            [],
+            "mlp.gate",
+            {"target_parameters": ["mlp.gate.scale"]},
+            r"target_parameters has 'mlp\.gate\.scale', which is",
+        ),
+        ([], "mlp.gate", {"target_parameters": "mlp.gate.weight"}, "target_parameters is .*: a list of names"),
+        (
+            ["gate"],
+            "mlp.gate",
+            {"target_parameters": ["mlp.gate.weight"]},
+            r"target_parameters matches model\.layers\.0\.mlp\.gate\.weight, and target_modules its module",
+        ),
+        (
+            [],
+            "mlp.gate",
+            {"target_parameters": ["mlp.gate.weight"], "use_dora": True},
+            "use_dora is true: PEFT has no target_parameters with it",
+        ),
     ],
 )
-def test_adapters_on_experts_and_routers_are_refused(tiny, tmp_path, targets, tensor, fields, message):
+def test_adapters_on_parts_that_are_not_served_are_refused(tiny, tmp_path, targets, tensor, fields, message):
     path = qwen_adapter(tmp_path / "it", targets, tensor, **fields)
     with pytest.raises(AdapterFormatError, match=message):
         inspect_adapter(path, read_model_config(tiny("qwen3-moe").model).module_paths)
+
+
+def test_adapters_on_experts_are_not_composed(tiny, tmp_path):
+    modules = read_model_config(tiny("qwen3-moe").model).module_paths
+    manifest = inspect_adapter(every_expert(tmp_path / "it", 1, modules), modules)
+    with pytest.raises(AdapterFormatError, match="changes experts, which can't be composed"):
+        composed([(manifest, 0.5)])
+
+
+def every_expert(path: Path, rank: int, modules: Any, dtype: torch.dtype = torch.float32) -> Path:
+    """A random adapter on each expert of a model shaped like Qwen3-MoE."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for layer, name in itertools.product(range(modules.projections.num_layers), modules.projections.mixture):
+        whole = modules.projections[name]
+        for number in range(whole.experts):
+            at = f"base_model.model.model.layers.{layer}.{whole.of_expert(number).path}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, whole.inputs, generator=generator).to(dtype)
+            tensors[f"{at}.lora_B.weight"] = torch.randn(whole.outputs, rank, generator=generator).to(dtype)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["gate_proj", "up_proj", "down_proj"],
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_as_many_tensors_are_read_as_a_model_has_of_experts(tmp_path):
+    """More than of any other model: 64 experts in 30 layers, 11,520 tensors."""
+    changes = {"num_experts": 64, "num_hidden_layers": 30, "hidden_size": 8, "moe_intermediate_size": 8}
+    save_family("qwen3-moe", tmp_path / "model", **changes, head_dim=4)
+    modules = read_model_config(tmp_path / "model").module_paths
+    manifest = inspect_adapter(every_expert(tmp_path / "it", 1, modules), modules)
+    (part,) = manifest.parts
+    assert (part.rank, part.experts, len(part.layers)) == (1, tuple(range(64)), 30)
+    assert manifest.num_params(modules.projections) == 30 * 64 * 3 * 16
+    small = replace(modules, projections=dense_projections(2, 8, 8, 2, 1, 4), stacked_experts=(), absent=frozenset())
+    with pytest.raises(AdapterFormatError, match="at most 8192 are read"):
+        inspect_adapter(tmp_path / "it", small)

@@ -78,6 +78,7 @@ GRANITE_MOE = Family(
             "block_sparse_moe.experts.gate_up_proj": ("gate_proj", "up_proj"),
             "block_sparse_moe.experts.down_proj": ("down_proj",),
         },
+        adapter_names={"mlp.gate": "block_sparse_moe.router"},
     ),
     notes=reading.EXPERTS_NOTE,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from chorus.core.merging.merging import RETRY_SECONDS, Merging
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.adapters.reclaimer import Reclaimer
+from chorus.memory.files.format import AdapterManifest
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
@@ -55,7 +57,9 @@ def merging_of(num_runs, num_cached, clock):
         prefix.release([page])
     store = SimpleNamespace(hold=lambda adapter: None, let_go=lambda adapter: None, idle=lambda: ())
     reclaimer = Reclaimer(pool, order, store, prefix, ShadowPages(pool, order))
-    adapter = type("Resident", (), {"name": "a", "pages": (7,), "transfer": None})()
+    adapter = type(
+        "Resident", (), {"name": "a", "pages": (7,), "transfer": None, "manifest": AdapterManifest(Path("a"), ())}
+    )()
     return Merging(Weights(num_runs), reclaimer, store, clock), reclaimer, adapter
 
 
@@ -132,7 +136,9 @@ def test_the_search_for_pages_is_a_pause(has_room):
     )
     store = SimpleNamespace(hold=lambda adapter: None, let_go=lambda adapter: None)
     merging = Merging(backend, reclaimer, store, lambda: now[0])
-    adapter = type("Resident", (), {"name": "a", "pages": (7,), "transfer": None})()
+    adapter = type(
+        "Resident", (), {"name": "a", "pages": (7,), "transfer": None, "manifest": AdapterManifest(Path("a"), ())}
+    )()
     if has_room:
         merging.merge(adapter)
         assert taken == [[range(1, 3)]]

@@ -1,0 +1,44 @@
+"""What a step's adapters add in a layer's mixture of experts: to its router, its shared expert, and its experts.
+
+Tests: tests/core/test_experts.py, tests/core/model/test_experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...memory.pages.projections import MIXTURE_GROUPS, Group
+from ...ops.sgmv import Segments, sgmv
+
+Columns = Mapping[int, Sequence[tuple[int, int, int]]]
+"""By group: (module id, first column, width) of its projections."""
+
+
+class MixtureLora:
+    """Adds LoRA products to those of a layer's mixture of experts, through the arena `[pages, page_elems]`."""
+
+    def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> None:
+        self._arena, self._segments, self._layer, self._columns = arena, segments, layer, columns
+        self._gathered: tuple[int, Sequence[int], Segments] | None = None  # of the last expert
+
+    @classmethod
+    def of(cls, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> MixtureLora | None:
+        """None if no segment changes the layer's mixture."""
+        modules = [module for group in MIXTURE_GROUPS for module, _, _ in columns[group]]
+        own = (rows.a_offset for rows in segments.rows if rows.first_elem[layer] >= 0)
+        if any(offsets[module] >= 0 for offsets in own for module in modules):
+            return cls(arena, segments, layer, columns)
+        return None
+
+    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`."""
+        sgmv(y, x, self._arena, self._segments, self._layer, self._columns[group])
+
+    def add_of_expert(self, group: Group, y: torch.Tensor, x: torch.Tensor, expert: int, tokens: Sequence[int]) -> None:
+        """Likewise, of an expert: row i is the step's token `tokens[i]`; these are in rising order."""
+        if self._gathered is None or self._gathered[0] != expert or self._gathered[1] is not tokens:
+            self._gathered = expert, tokens, self._segments.of_expert(expert, self._layer, tokens)
+        if (own := self._gathered[2]).rows:
+            sgmv(y, x, self._arena, own, self._layer, self._columns[group])

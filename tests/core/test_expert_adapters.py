@@ -1,0 +1,169 @@
+"""Adapters on routers, shared experts and experts answer as transformers + peft do, over every path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chorus.core.model.read_config import read_model_config
+from chorus.core.requests.types import CannotMerge
+from chorus.memory.files.module_paths import ExpertForm
+from chorus.memory.host.images import ThreadReads
+
+from .test_experts import WITHOUT_STATES
+from .test_family_paths import answers, told
+from .tiny_families import EXPERTS
+from .tiny_mixtures import ADAPTERS, make_mixture, one_by_one
+
+MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+every_family = pytest.mark.parametrize("family", EXPERTS)
+
+
+@pytest.fixture
+def kernels() -> str:
+    """The native decoder has no experts."""
+    return "torch"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made.clear()
+            made[family] = make_mixture(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.mark.numerics
+@every_family
+def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family):
+    it = mixture(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
+    assert told(driver, want) == want
+    assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
+
+
+@every_family
+def test_adapters_target_what_they_are_named_for(mixture, drive, family):
+    it = mixture(family)
+    store = drive(it).engine.store
+    targets = {name: store.get(name).manifest.targets for name in ADAPTERS}
+    assert "gate" in targets["r4-router"]
+    has_shared = family.startswith(("glm", "qwen3.5"))
+    assert has_shared == ("shared_expert.down_proj" in targets["r5-shared"])
+    assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
+
+
+@every_family
+def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, family):
+    """The same deltas in files of another form, under the names of the family's checkpoints."""
+    it = mixture(family)
+    names = MIXTRAL if family.startswith("mixtral") else {}
+    own = one_by_one(it.adapters["r2-experts"], tmp_path / "each", read_model_config(it.model).experts.count, names)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
+    assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.EACH
+    want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))
+    assert told(driver, want) == want
+
+
+@every_family
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_any_size(mixture, drive, family, chunk):
+    it = mixture(family)
+    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
+    want = answers(it, driver, 5, seed=1, adapters=(*ADAPTERS, None))
+    assert told(driver, want) == want
+
+
+@every_family
+def test_prefixes_from_the_cache(mixture, drive, family):
+    it = mixture(family)
+    driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
+    for _ in range(2):
+        want = answers(it, driver, 4, seed=2, adapters=tuple(ADAPTERS))
+        assert told(driver, want) == want
+        driver.answers.clear()
+    assert driver.engine.stats().num_prefix_hit_tokens > 40
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("crowded")
+@every_family
+def test_preempted_requests_swap_and_go_on(mixture, drive, family):
+    it = mixture(family)
+    limits = {
+        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
+        "prefix_cache": False, "max_model_len": 128,
+    }  # fmt: skip
+    probe = drive(it, **limits).engine
+    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
+    driver = drive(it, num_pages=adapters + probe.executor.layout.pages_for_tokens(80, chunk=64), **limits)
+    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60, adapters=(None, *ADAPTERS))
+    assert told(driver, want) == want
+    assert driver.engine.stats().num_swaps_out > 0
+
+
+@pytest.mark.parametrize("family", WITHOUT_STATES)
+def test_steps_that_are_launched_ahead(mixture, drive, family):
+    it = mixture(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=True)
+    want = answers(it, driver, 6, seed=6, adapters=(None, *ADAPTERS))
+    assert told(driver, want) == want
+
+
+@every_family
+def test_adapters_that_are_evicted_and_loaded_while_others_run(mixture, drive, family):
+    """There is room for two adapters, which are read layer by layer while steps run."""
+    it = mixture(family)
+    probe = drive(it, block_tokens=8, max_model_len=64).engine
+    sizes = sorted(adapter.num_pages for _, adapter in probe.store.registered())
+    pages = sizes[-1] + sizes[-2] + probe.executor.layout.pages_for_tokens(128, chunk=24)
+    limits = {"block_tokens": 8, "max_num_seqs": 2, "max_num_batched_tokens": 24, "max_model_len": 64}
+    driver = drive(it, num_pages=pages, prefix_cache=False, reads=ThreadReads(2), **limits)
+    for turn in range(2):
+        want = answers(it, driver, 8, seed=turn, lengths=(5, 40), adapters=tuple(ADAPTERS))
+        assert told(driver, want) == want
+    assert driver.engine.stats().num_adapter_evictions > 0
+
+
+def logprobs_of(driver, prompt, beside):
+    driver.add("it", None, prompt, max_tokens=12, logprobs=4)
+    for index, (adapter, other) in enumerate(beside):
+        driver.add(f"{index}", adapter, other, max_tokens=12)
+    return driver.drain()["it"].logprobs
+
+
+@every_family
+def test_bits_of_base_rows_do_not_change_beside_adapters(mixture, drive, family):
+    it, rng = mixture(family), random.Random(family)
+    prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
+    with_adapters, with_base = (
+        logprobs_of(
+            drive(it, max_num_seqs=8, max_num_batched_tokens=48), prompts[0], list(zip(names, prompts[1:], strict=True))
+        )
+        for names in ([*ADAPTERS, "r2-experts"], [None] * 5)
+    )
+    assert with_adapters == with_base
+
+
+def test_adapters_on_a_mixture_are_not_merged(mixture, drive):
+    it = mixture("qwen3-moe")
+    driver = drive(it)
+    for name, targets in (
+        ("r2-experts", "experts.gate_proj, experts.up_proj, experts.down_proj"),
+        ("r4-router", "gate"),
+    ):
+        want = answers(it, driver, 1, seed=3, adapters=(name,))
+        assert told(driver, want) == want
+        adapter = driver.engine.store.get(name)
+        assert not driver.engine.merging.may_merge(adapter)
+        with pytest.raises(CannotMerge, match=f"'{name}' changes .*{targets}, parts of a mixture of experts"):
+            driver.engine.merge(name)
+        driver.answers.clear()

@@ -1,0 +1,117 @@
+"""Tiny models with a mixture of experts, with adapters on its parts, and reference answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .tiny_families import Tiny, save_family
+
+ATTENTION = ["q_proj", "o_proj", "in_proj_z"]
+SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"]
+
+#: name → fields of `LoraConfig`; target_modules are ends of names, of which a model has some
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "r4-router": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ATTENTION,
+        "target_parameters": ["gate.weight", "router.weight"],
+    },
+    "r2-experts": {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {r".*experts\.gate_up_proj": 3},
+        "alpha_pattern": {r"model\.layers\.1\..*": 9},
+    },
+    "r6-down": {"r": 6, "lora_alpha": 6, "target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
+    "r5-shared": {"r": 5, "lora_alpha": 10, "target_modules": [*ATTENTION, *SHARED]},
+}
+
+
+@dataclass(eq=False)
+class Mixture(Tiny):
+    """As `Tiny`, with a reference for each adapter: PEFT loads several on parameters only if they have the same."""
+
+    references: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for reference in self.references.values():
+            self.reference = reference
+            super().__post_init__()
+
+    def use(self, adapter: str | None) -> Any:
+        self.reference = self.references[adapter or next(iter(self.references))]
+        return super().use(adapter and "default")
+
+
+def make_mixture(name: str, root: Path) -> Mixture:
+    """A family's model with ADAPTERS, below `root`."""
+    save_family(name, root / "model")
+    conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
+    with patch(conversion, lambda *_: None):  # see `make_tiny`
+        references = {adapter: _trained(root, adapter, seed) for seed, adapter in enumerate(ADAPTERS)}
+    paths = {adapter: root / adapter for adapter in references}
+    return Mixture(root / "model", paths, None, references=references)
+
+
+def _trained(root: Path, adapter: str, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    fields = dict(ADAPTERS[adapter])
+    names = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    fields["target_modules"] = [each for each in fields["target_modules"] if any(n.endswith(f".{each}") for n in names)]
+    parameters = [name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in names]
+    wanted = fields.pop("target_parameters", [])
+    if found := [each for each in wanted if any(name.endswith(f".{each}") for name in parameters)]:
+        fields["target_parameters"] = found
+    trained = get_peft_model(model, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **fields))
+    trained.save_pretrained(root / adapter)
+    return trained.eval()
+
+
+def one_by_one(source: Path, path: Path, count: int, names: dict[str, str] | None = None) -> Path:
+    """Write an adapter on stacked experts as one on each of `count` experts. names: of an expert's matrices, if they
+    are not Llama's, and of the module around them as `mlp`.
+    """
+    names = names or {}
+    tensors = {}
+    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        begin, end = re.split(r"\w+\.experts\.", name)
+        at = f"{begin}{names.get('mlp', 'mlp')}.experts"
+        is_gate_up = ".base_layer." in name
+        kind = end.removeprefix("base_layer.")
+        matrices = ["gate_proj", "up_proj"] if is_gate_up else ["down_proj"]
+        for expert in range(count):
+            if kind == "lora_A.weight":
+                rows = tensor.view(count, -1, tensor.shape[1])[expert]
+                parts = [rows] * len(matrices)
+            else:
+                own = tensor.view(len(tensor), -1, count)[:, :, expert]
+                parts = own.chunk(len(matrices))
+            for matrix, part in zip(matrices, parts, strict=True):
+                tensors[f"{at}.{expert}.{names.get(matrix, matrix)}.{kind}"] = part.clone()
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    del config["target_parameters"]
+    each = {name: names.get(name, name) for name in ("gate_proj", "up_proj", "down_proj")}
+    config["target_modules"] = rf".*(self_attn\.q_proj|experts\.[0-9]+\.({'|'.join(each.values())}))"
+    config["rank_pattern"] = {rf".*experts\.[0-9]+\.({each['gate_proj']}|{each['up_proj']})": 3}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
