@@ -190,6 +190,7 @@ class ModelConfig:
                 for path, parts in self.tensors.stacked_experts.items()
                 if experts
             ),
+            stacked_alternate=self.tensors.alternates,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             absent=frozenset(each.name for each in self.projections if each.group in _BY_VERSION),

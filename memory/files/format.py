@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +29,7 @@ from .gguf_form import GGUF_SUFFIX, GgufForm
 from .module_names import ModuleNames
 from .module_paths import ExpertForm, ModulePaths, without_nesting
 from .score_head import TENSORS, ScoreHead, read_score_head
-from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
+from .tensor_file import Arrangement, FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 from .trained_rows import find_rows, module_of
 from .unserved import why_not_lora
 from .vectors import ENDS, PATTERN, vector_targets, why_no_vector
@@ -313,9 +313,16 @@ class AdapterWeights(RowsFile):
             layer, path, kind = match.groups()
             a, b = (listed.get(f"{layer}.{path}.lora_{side}.weight") for side in "AB")
             for own, first in self._stacked_in(name, stacked, a, b):
-                rows = info if kind == "lora_A.weight" else info.rows(first, own.outputs)
+                rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
                 self.add(found, f"{layer}.{own.path}.{kind}", rows)
         return found
+
+    def _rows(self, b: TensorInfo, own: Projection, first: int) -> TensorInfo:
+        """A projection's rows of the B of a parameter of experts."""
+        rows, columns = b.shape
+        if self.modules.stacked_alternate and rows > own.outputs:
+            b = replace(b, arrangement=Arrangement((rows, columns), interleaved_heads=1))
+        return b.rows(first, own.outputs)
 
     def _stacked_in(
         self,

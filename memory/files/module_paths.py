@@ -67,6 +67,9 @@ class ModulePaths:
     """Paths of parameters `[experts, out, in]`, and the projections of experts whose rows are stacked there, in order.
     """
 
+    stacked_alternate: bool = False
+    """In these parameters the rows of two projections alternate, rather than follow one another."""
+
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""
 

@@ -66,7 +66,9 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     """The same deltas in files of another form, under the names of the family's checkpoints."""
     it = mixture(family)
     names = MIXTRAL if family.startswith("mixtral") else {}
-    own = one_by_one(it.adapters["r2-experts"], tmp_path / "each", read_model_config(it.model).experts.count, names)
+    config = read_model_config(it.model)
+    source = it.adapters["r2-experts"]
+    own = one_by_one(source, tmp_path / "each", config.experts.count, names, config.tensors.alternates)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.EACH
     want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))

@@ -82,9 +82,11 @@ def _trained(root: Path, adapter: str, seed: int) -> Any:
     return trained.eval()
 
 
-def one_by_one(source: Path, path: Path, count: int, names: dict[str, str] | None = None) -> Path:
+def one_by_one(
+    source: Path, path: Path, count: int, names: dict[str, str] | None = None, alternate: bool = False
+) -> Path:
     """Write an adapter on stacked experts as one on each of `count` experts. names: of an expert's matrices, if they
-    are not Llama's, and of the module around them as `mlp`.
+    are not Llama's, and of the module around them as `mlp`. alternate: rows of gate and up do, in stacked experts.
     """
     names = names or {}
     tensors = {}
@@ -104,6 +106,8 @@ def one_by_one(source: Path, path: Path, count: int, names: dict[str, str] | Non
             else:
                 own = tensor.view(len(tensor), -1, count)[:, :, expert]
                 parts = own.chunk(len(matrices))
+                if alternate and is_gate_up:
+                    parts = own[::2], own[1::2]
             for matrix, part in zip(matrices, parts, strict=True):
                 tensors[f"{at}.{expert}.{names.get(matrix, matrix)}.{kind}"] = part.clone()
     path.mkdir()
