@@ -13,7 +13,7 @@ from ..layers import Activation, Experts, GatedSpec, LayerSpec, NormSpec, Routin
 from ..rope_config import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXPERTS_NOTE = "on CPUs, by PyTorch's operators; adapters on all but experts"
+EXPERTS_NOTE = "on CPUs, by PyTorch's operators"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
