@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from ...memory.files import strict_json
 from ...memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from ...memory.pages.layout import PageLayout
-from ...memory.pages.projections import LAYER_GROUPS, Group, Projection, Projections, dense_projections
+from ...memory.pages.projections import LAYER_GROUPS, MIXTURE_GROUPS, Group, Projection, Projections, dense_projections
 from ..cold_start import CpuLoraCost
 from .models import (
     AllReduceCost,
@@ -87,15 +87,22 @@ def _checked_itemsize(itemsize: int) -> int:
     return itemsize
 
 
+def _checked_group(group: int) -> int:
+    if group not in (groups := (*LAYER_GROUPS, *MIXTURE_GROUPS)):
+        raise ValueError(f"it must be one of {', '.join(str(int(each)) for each in groups)}")
+    return group
+
+
 class Module(_Strict):
     """A projection of some layers; see `memory.pages.projections.Projection`."""
 
     path: str
-    group: int = Field(ge=0, lt=len(LAYER_GROUPS))
+    group: Annotated[int, AfterValidator(_checked_group)]
     inputs: int = Field(ge=1)
     outputs: int = Field(ge=1)
     units: int = Field(ge=1)
     sections: list[int] = []
+    experts: int = Field(default=0, ge=0)
     layers: list[int] = Field(min_length=1)
 
 
@@ -139,9 +146,10 @@ class Geometry(_Strict):
                 outputs=each.outputs,
                 units=each.units,
                 sections=list(each.sections),
+                experts=each.experts,
                 layers=list(projections.layers_of(each.name)),
             )
-            for each in map(projections.__getitem__, projections.names)
+            for each in map(projections.__getitem__, projections.names_with_mixtures)
         ]
         return self.model_copy(update={"modules": modules})
 
@@ -154,7 +162,7 @@ class Geometry(_Strict):
         layers: list[list[Projection]] = [[] for _ in range(self.num_layers)]
         for each in self.modules:
             for layer in each.layers:
-                sizes = each.inputs, each.outputs, each.units, tuple(each.sections)
+                sizes = each.inputs, each.outputs, each.units, tuple(each.sections), each.experts
                 layers[layer].append(Projection(each.path, Group(each.group), *sizes))
         return Projections(tuple(map(tuple, layers)))
 
@@ -163,14 +171,17 @@ class Geometry(_Strict):
         return PageLayout(num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
-        """Bytes on device and host of an adapter with `rank` on `targets`, by default on all, in every layer."""
+        """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by
+        default on all projections outside mixtures of experts.
+        """
         parts = uniform_parts(self.projections, rank, targets=targets)
         return AdapterLayout.build(parts, self.projections, 1, self.itemsize).num_elems * self.itemsize
 
     def product_bytes(self, targets: Collection[str] | None = None) -> int:
-        """Bytes of a token's x·A·B of all layers, on `targets` or all projections."""
+        """Bytes of a token's x·A·B of all layers, on `targets` or all projections outside mixtures of experts."""
+        targets = self.projections.names if targets is None else targets
         every = (projection for layer in self.projections.layers for projection in layer)
-        return sum(each.outputs for each in every if targets is None or each.name in targets) * self.itemsize
+        return sum(each.outputs for each in every if each.name in targets) * self.itemsize
 
 
 class Profile(_Strict):

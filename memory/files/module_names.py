@@ -36,10 +36,10 @@ class ModuleNames:
         self.starts = _number(starts, place)
         self.ends = _number(self._name_at, place)
         self.everywhere = (1 << place) - 1
-        self._characters = {
-            character: _number([at for at, other in enumerate(self.text) if other == character], place)
-            for character in set(self.text) - {"\n"}
-        }
+        places: dict[str, list[int]] = defaultdict(list)
+        for at, character in enumerate(self.text):
+            places[character].append(at)
+        self._characters = {each: _number(found, place) for each, found in places.items() if each != "\n"}
         self.after_dots = self.character(".") << 1
         word = self.where(re.compile(r"\w").match)
         self.word_boundaries = word ^ (word << 1 & self.everywhere)
@@ -80,12 +80,8 @@ class ModuleNames:
 
     def at(self, ends: int) -> list[str]:
         """The names that end in a set of places, in order."""
-        found = []
-        while ends:
-            lowest = ends & -ends
-            found.append(self._name_at[lowest.bit_length() - 1])
-            ends ^= lowest
-        return found
+        bits = f"{ends:b}"[::-1]
+        return [name for place, name in self._name_at.items() if bits[place : place + 1] == "1"]
 
 
 def _number(places: Iterable[int], size: int) -> int:

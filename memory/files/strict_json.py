@@ -14,15 +14,15 @@ MAX_NUMBER_CHARACTERS = 64
 _PYTHONS_DIGITS = 4300  # json.loads itself refuses more
 
 
-def loads(data: bytes) -> Any:
-    """Parse UTF-8 JSON. Raises ValueError for malformed data, for a duplicate key in an object, and for endless
-    nesting.
+def loads(data: bytes, max_containers: int = MAX_CONTAINERS) -> Any:
+    """Parse UTF-8 JSON of so many lists and objects. Raises ValueError for malformed data, for a duplicate key in an
+    object, and for endless nesting.
 
     An integer with more digits than a 64-bit one is read as infinity, which no field accepts. Python needs minutes to
     convert and multiply a header full of long ones.
     """
-    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects, nested or not")
+    if data.count(b"[") + data.count(b"{") > max_containers:
+        raise ValueError(f"more than {max_containers} lists and objects, nested or not")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer, parse_float=_number)
     except RecursionError:

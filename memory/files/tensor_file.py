@@ -29,8 +29,6 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 13
 MAX_DIMENSIONS = 8
 
-_BYTES_PER_TENSOR = 256  # of the header; names of experts' tensors have about 100 characters
-
 #: Bytes per element of the supported element types.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -104,7 +102,7 @@ class TensorFile:
         self._plain_name = plain_name
         self._given: dict[str, str] = {}
         self.max_tensors = MAX_TENSORS
-        """The most tensors that are read."""
+        """The most tensors that are read; the limits of the header grow with it."""
         try:
             self.size, self.mtime_ns, self.identity = self._state()
         except OSError as error:
@@ -150,7 +148,8 @@ class TensorFile:
         """Read the header's list of tensors, by name."""
         raw = self.header[8:]
         try:
-            header = strict_json.loads(raw)
+            most = strict_json.MAX_CONTAINERS * self.max_tensors // MAX_TENSORS
+            header = strict_json.loads(raw, most)
         except ValueError as error:
             raise self._refuse(f"the header is not JSON: {error}") from None
         if not raw.startswith(b"{") or not isinstance(header, dict):
@@ -180,7 +179,7 @@ class TensorFile:
         if self.size < 8:
             raise self._refuse(f"has {self.size} bytes, not even a safetensors header; it is cut off")
         length = int.from_bytes(self._bytes(0, 8), "little")
-        most = max(MAX_HEADER_BYTES, self.max_tensors * _BYTES_PER_TENSOR)
+        most = MAX_HEADER_BYTES * self.max_tensors // MAX_TENSORS
         if length > most:
             raise self._refuse(f"claims a header of {length} bytes, at most {most} are read; it is corrupt")
         start = 8 + length

@@ -67,11 +67,15 @@ def uniform_parts(
     layer that has them.
     """
     wanted = projections.names if targets is None else targets
-    by_layers: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    by_layers: dict[tuple[tuple[int, ...], bool, int], list[str]] = {}
     for each in projections:
         if each.name in wanted:
-            by_layers.setdefault((projections.layers_of(each.name), each.is_of_model), []).append(each.name)
-    return tuple(AdapterPart(rank, scale, layers, tuple(names)) for (layers, _), names in sorted(by_layers.items()))
+            key = projections.layers_of(each.name), each.is_of_model, each.experts
+            by_layers.setdefault(key, []).append(each.name)
+    return tuple(
+        AdapterPart(rank, scale, layers, tuple(names), experts=tuple(range(experts)))
+        for (layers, _, experts), names in sorted(by_layers.items())
+    )
 
 
 @dataclass(frozen=True, slots=True)

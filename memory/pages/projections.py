@@ -248,6 +248,11 @@ class Projections:
         """Of the layers' projections that every token is multiplied with, outside mixtures of experts, by id."""
         return tuple(each.name for each in self._all if each.group in LAYER_GROUPS)
 
+    @property
+    def names_with_mixtures(self) -> tuple[str, ...]:
+        """`names`, and those of mixtures of experts."""
+        return tuple(each.name for each in self._all if not each.is_of_model)
+
     @cached_property
     def mixture(self) -> frozenset[str]:
         """Names of the projections of mixtures of experts."""
@@ -271,7 +276,8 @@ class Projections:
 
     def rank_elems(self, targets: Sequence[str] | None = None) -> int:
         """Elements of one rank of an adapter on `targets`, by default on all of the layers', wherever they are."""
-        return sum(sum(self[name].dims) * len(self.layers_of(name)) for name in targets or self.names)
+        wanted = ((self[name], len(self.layers_of(name))) for name in targets or self.names)
+        return sum(sum(each.dims) * max(1, each.experts) * layers for each, layers in wanted)
 
     @cached_property
     def _all(self) -> tuple[Projection, ...]:

@@ -165,7 +165,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     else:
         profile, defaults = load_profile(arguments.gpu.removeprefix(PROFILE)), {}
     slo = Slo(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf, arguments.attainment)
-    targets = _names(arguments.targets, profile.geometry.projections.names, "--targets")
+    table = profile.geometry.projections
+    known = table.names if arguments.targets is None else table.names_with_mixtures
+    targets = _names(arguments.targets, known, "--targets")
     policies = _names(arguments.policy, POLICIES, "--policy")
     fleet = Fleet(
         arguments.trace,

@@ -22,10 +22,12 @@ class SimAdapters:
     """The existing adapters, by name: rank and size. Any number of simulated replicas can share one catalogue."""
 
     def __init__(self, geometry: Geometry, block_tokens: int, targets: Collection[str] | None = None) -> None:
-        """targets: projections that they change, in every layer; by default all."""
+        """targets: projections that they change, in every layer and of every expert; by default all outside mixtures of
+        experts.
+        """
         self._geometry = geometry
         self._page = geometry.page_layout(block_tokens)
-        names = geometry.projections.names
+        names = geometry.projections.names if targets is None else geometry.projections.names_with_mixtures
         self.targets = tuple(name for name in names if targets is None or name in targets)
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
         self._shapes: dict[tuple[int, int | None], tuple[tuple[AdapterPart, ...], AdapterLayout, int]] = {}

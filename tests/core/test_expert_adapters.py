@@ -122,13 +122,13 @@ def test_steps_that_are_launched_ahead(mixture, drive, family):
 
 @every_family
 def test_adapters_that_are_evicted_and_loaded_while_others_run(mixture, drive, family):
-    """There is room for two adapters, which are read layer by layer while steps run."""
+    """There is room for the largest adapter and little more; layers are read while steps run."""
     it = mixture(family)
     probe = drive(it, block_tokens=8, max_model_len=64).engine
-    sizes = sorted(adapter.num_pages for _, adapter in probe.store.registered())
-    pages = sizes[-1] + sizes[-2] + probe.executor.layout.pages_for_tokens(128, chunk=24)
+    largest = max(adapter.num_pages for _, adapter in probe.store.registered())
+    pages = largest + probe.executor.layout.pages_for_tokens(48, chunk=24)
     limits = {"block_tokens": 8, "max_num_seqs": 2, "max_num_batched_tokens": 24, "max_model_len": 64}
-    driver = drive(it, num_pages=pages, prefix_cache=False, reads=ThreadReads(2), **limits)
+    driver = drive(it, num_pages=pages + 1, prefix_cache=False, reads=ThreadReads(2), **limits)
     for turn in range(2):
         want = answers(it, driver, 8, seed=turn, lengths=(5, 40), adapters=tuple(ADAPTERS))
         assert told(driver, want) == want

@@ -313,13 +313,13 @@ def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> 
             [],
             "mlp.experts.base_layer",
             {"target_parameters": ["mlp.experts.down_proj"]},
-            r"is of experts whose A and B are \[2, 64\] and \[16, 2\], .* or \[experts · rank, 40\] and \[64, rank · e",
+            r"is of experts whose A and B are \[2, 64\] and \[16, 2\], .* or \[experts · rank, 40\] and \[64, ",
         ),
         (
             [],
             "mlp.gate",
             {"target_parameters": ["mlp.gate.scale"]},
-            r"target_parameters has 'mlp\.gate\.scale', which is",
+            "target_parameters has 'mlp.gate.scale'",
         ),
         ([], "mlp.gate", {"target_parameters": "mlp.gate.weight"}, "target_parameters is .*: a list of names"),
         (
@@ -332,7 +332,7 @@ def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> 
             [],
             "mlp.gate",
             {"target_parameters": ["mlp.gate.weight"], "use_dora": True},
-            "use_dora is true: PEFT has no target_parameters with it",
+            "use_dora is True: PEFT has no target_parameters with it",
         ),
     ],
 )
@@ -380,5 +380,5 @@ def test_as_many_tensors_are_read_as_a_model_has_of_experts(tmp_path):
     assert (part.rank, part.experts, len(part.layers)) == (1, tuple(range(64)), 30)
     assert manifest.num_params(modules.projections) == 30 * 64 * 3 * 16
     small = replace(modules, projections=dense_projections(2, 8, 8, 2, 1, 4), stacked_experts=(), absent=frozenset())
-    with pytest.raises(AdapterFormatError, match="at most 8192 are read"):
+    with pytest.raises(AdapterFormatError, match=r"a header of .* at most 1048576 are read"):
         inspect_adapter(tmp_path / "it", small)

@@ -23,6 +23,7 @@ from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.format import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.projections import Projections, attention_projections, gated_projections, mixture_projections
 
 from ...tables import hybrid_table
 
@@ -428,6 +429,20 @@ def test_costs_need_neither_torch_nor_numpy():
 
 
 # -- layers of two kinds
+
+
+def test_bytes_of_adapters_on_experts(tmp_path):
+    mixture = attention_projections(16, 2, 1, 8) + mixture_projections(16, 5, 24, 8, shared_gate=True)
+    dense = attention_projections(16, 2, 1, 8) + gated_projections(16, 32)
+    profile, table = load_profile("a100-llama2-7b"), Projections((mixture, dense, mixture))
+    geometry = profile.geometry.model_copy(update={"num_layers": 3, "itemsize": 4}).with_projections(table)
+    profile.model_copy(update={"geometry": geometry}).save(tmp_path / "p.json")
+    found = load_profile(tmp_path / "p.json").geometry
+    assert found.projections == table
+    assert found.adapter_bytes(4) == 4 * 4 * (3 * (32 + 24 + 24 + 32) + 3 * 48), "experts count where they are named"
+    assert found.adapter_bytes(4, ["gate"]) == 4 * 4 * 2 * (16 + 8), "a row of 5 values takes 32 bytes"
+    assert found.adapter_bytes(4, ["experts.down_proj"]) == 4 * 4 * 2 * 5 * (24 + 16)
+    assert found.adapter_bytes(4, ["shared_expert.up_proj"]) == 4 * 4 * 2 * (16 + 8)
 
 
 def test_a_geometry_may_have_layers_of_two_kinds(tmp_path):

@@ -10,7 +10,10 @@ import torch
 
 from chorus.core.model.experts import ExpertWeights, choose, mix_experts
 from chorus.core.model.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
+from chorus.core.model.mixture_lora import MixtureLora
+from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
 from chorus.ops.packed_gemm import pack
+from chorus.ops.sgmv import AdapterRows, Segments
 
 HIDDEN = 32
 
@@ -151,3 +154,80 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
             gate = 1.0 if weights.shared_gate is None else (weights.shared_gate @ row).sigmoid().double()
             want = want + gate * shared
         torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
+
+
+COLUMNS = {
+    **dict.fromkeys(MIXTURE_GROUPS, ()),
+    Group.ROUTER: ((0, 0, 16),),
+    Group.EXPERT_GATE_UP: ((1, 0, 40), (2, 40, 40)),
+    Group.EXPERT_DOWN: ((3, 0, HIDDEN),),
+}
+WIDTHS = [(HIDDEN, 16), (HIDDEN, 40), (HIDDEN, 40), (40, HIDDEN)]
+SLAB = sum(map(sum, WIDTHS[1:]))
+
+
+def adapter_rows(pages: list[int], rank: int, experts: list[int], *, with_router: bool) -> list[AdapterRows]:
+    """An adapter on some experts, and on the router in the same pages."""
+    offsets = [-1, 0, HIDDEN + 40, 2 * (HIDDEN + 40)]
+    ends = [-1, *(at + width for at, (width, _) in zip(offsets[1:], WIDTHS[1:], strict=True))]
+    found = [AdapterRows(pages, rank, 0.7, SLAB, offsets, ends, [0], experts=experts)]
+    if with_router:
+        found.append(AdapterRows(pages, 2, 0.5, SLAB, [0, -1, -1, -1], [HIDDEN, -1, -1, -1], [0]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_base_rows_do_not_change_beside_adapters_on_experts(dtype):
+    """10,000 rows, each in a batch of any mix of adapters, of which others change what the row goes through."""
+    weights, generator = weights_of(SPEC, dtype), torch.Generator().manual_seed(3)
+    arena = torch.randn(60, 1000, generator=generator).to(dtype) / 8
+    rows = torch.randn(400, HIDDEN, generator=generator).to(dtype)
+    want, num_checked, num_changed = mix_experts(rows, weights, SPEC), 0, 0
+    adapters = [
+        adapter_rows(list(range(59, 39, -1)), 3, [0, 2, 5, 7, 11, 15], with_router=True),
+        adapter_rows(list(range(20, 60)), 2, list(range(16)), with_router=False),
+        adapter_rows(list(range(20)), 1, [4, 5], with_router=True),
+    ]
+    while num_checked < 10_000:
+        count = int(torch.randint(1, 200, (), generator=generator))
+        own, segments, begin = torch.randperm(len(rows), generator=generator)[:count], Segments(), 0
+        is_base = torch.ones(count, dtype=torch.bool)
+        while begin < count:
+            end = min(count, begin + int(torch.randint(1, 30, (), generator=generator)))
+            if (index := int(torch.randint(4, (), generator=generator))) < 3:
+                for part in adapters[index]:
+                    segments.add(begin, end, part)
+                is_base[begin:end] = False
+            begin = end
+        found = mix_experts(rows[own], weights, SPEC, MixtureLora.of(arena, segments, 0, COLUMNS))
+        assert torch.equal(found[is_base], want[own][is_base])
+        num_checked += int(is_base.sum())
+        num_changed += int((found[~is_base] != want[own][~is_base]).any(-1).sum())
+    assert num_changed > 10_000
+
+
+def test_rows_of_an_adapter_are_those_of_merged_weights():
+    """Against weights with B·A added, expert by expert; an expert that the adapter leaves out stays as it is."""
+    weights, generator = weights_of(SPEC), torch.Generator().manual_seed(4)
+    arena = torch.randn(40, 1000, generator=generator) / 8
+    rows, experts, rank = torch.randn(60, HIDDEN, generator=generator), [1, 2, 8, 9, 14], 3
+    (part,) = adapter_rows(list(range(39, -1, -1)), rank, experts, with_router=False)
+    flat = arena.flip(0).reshape(-1)
+    changed = weights_of(SPEC)
+    for place, expert in enumerate(experts):
+        slabs = flat[place * rank * SLAB :][: rank * SLAB].view(rank, SLAB)
+        deltas = []
+        for module, (inputs, outputs) in list(enumerate(WIDTHS))[1:]:
+            a = slabs[:, part.a_offset[module] :][:, :inputs]
+            b = slabs[:, part.b_offset[module] :][:, :outputs]
+            deltas.append(part.scale * b.T @ a)
+        changed.gate_up[expert] = pack(weights.gate_up[expert].to_dense() + torch.cat(deltas[:2]))
+        changed.down[expert] = pack(weights.down[expert].to_dense() + deltas[2])
+    segments = Segments()
+    segments.add(10, 50, part)
+    found = mix_experts(rows, weights, SPEC, MixtureLora.of(arena, segments, 0, COLUMNS))
+    torch.testing.assert_close(found[10:50], mix_experts(rows, changed, SPEC)[10:50], rtol=1e-3, atol=1e-4)
+    base = mix_experts(rows, weights, SPEC)
+    assert torch.equal(found[:10], base[:10])
+    assert torch.equal(found[50:], base[50:])
+    assert not torch.allclose(found[10:50], base[10:50], rtol=1e-2)
