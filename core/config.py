@@ -187,8 +187,8 @@ class EngineConfig(BaseModel):
     speculation_cache_tokens: int = Field(
         default=0,
         ge=0,
-        description="tokens of recent answers, of all adapters together, in which --speculation looks for proposals, too. "
-        "A request's come from answers of its own adapter's version, tenant and cache_salt only",
+        description="tokens of recent answers, of all adapters together, in which --speculation looks for proposals, "
+        "too. A request's come from answers of its own adapter's version, tenant and cache_salt only",
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",

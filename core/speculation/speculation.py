@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..requests.draft_length import DraftLength
+from ..requests.draft_length import Chance, DraftLength
 from ..requests.request import Request, RequestState
 from ..requests.types import StepPlan, looks_back
 from .proposer import Proposer
@@ -24,6 +24,8 @@ class Speculation:
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
         self.cost = StepCost()
+        self.chance = Chance()
+        """Of the proposals of all requests."""
 
     def drafts(
         self, requests: Sequence[Request], left: int, grow: Callable[[Request, int], bool]
@@ -36,7 +38,7 @@ class Speculation:
         if left <= 0:
             return {}
         cost = self.cost.share(len(requests))
-        wanted = {request: count for request in requests if (count := _wanted(request, cost))}
+        wanted = {request: count for request in requests if (count := self._wanted(request, cost))}
         drafts: dict[Request, list[int]] = {}
         for request, proposal in self._proposer.propose(wanted).items() if wanted else ():
             count = min(len(proposal), wanted[request], left)
@@ -50,23 +52,23 @@ class Speculation:
 
     def note(self, request: Request, proposed: int, accepted: int) -> None:
         """Learn from a verified proposal."""
+        self.chance.note(proposed, accepted)
         if request.draft_length is not None:
             request.draft_length.note(proposed, accepted)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Learn the time of a step without prompts."""
         if plan.num_tokens - plan.num_drafts == len(plan.sequences):
-            self.cost.note(plan.num_tokens, seconds)
+            self.cost.note(len(plan.sequences), plan.num_tokens, seconds)
 
-
-def _wanted(request: Request, cost: float) -> int:
-    """The most tokens to propose for a request of the step. cost: see `DraftLength.take`."""
-    most = request.max_length - len(request.token_ids) - 1  # another token follows the accepted ones
-    if most <= 0 or not _decodes(request) or looks_back(request.params):
-        return 0
-    if request.draft_length is None:
-        request.draft_length = DraftLength()
-    return min(most, request.draft_length.take(cost))
+    def _wanted(self, request: Request, cost: float) -> int:
+        """The most tokens to propose for a request of the step. cost: see `DraftLength.take`."""
+        most = request.max_length - len(request.token_ids) - 1  # another token follows the accepted ones
+        if most <= 0 or not _decodes(request) or looks_back(request.params):
+            return 0
+        if request.draft_length is None:
+            request.draft_length = DraftLength(self.chance.value)
+        return min(most, request.draft_length.take(cost))
 
 
 def _decodes(request: Request) -> bool:

@@ -16,7 +16,7 @@ Answer = Callable[[Request], Sequence[int]]
 class Free:
     """A cost of steps in which tokens cost nothing, so that draft lengths don't depend on times."""
 
-    def note(self, tokens: int, seconds: float) -> None:
+    def note(self, num_sequences: int, tokens: int, seconds: float) -> None:
         """Nothing is learned."""
 
     def share(self, num_sequences: int) -> float:
