@@ -124,7 +124,10 @@ class Engine:
         policies = policies or Policies()
         speculates = config.speculation != "off"
         self.answers = AnswerCache(config.speculation_cache_tokens) if config.speculation_cache_tokens else None
-        self.speculation = Speculation(policies.proposer or NgramProposer(self.answers)) if speculates else None
+        self.speculation: Speculation | None = None
+        if speculates:
+            proposer = policies.proposer or NgramProposer(self.answers)
+            self.speculation = Speculation(proposer, self.model.grammars)
         self.scheduler = self.scheduler_type(
             config, self.store, memory, loads, clock, queue=policies.queue, speculation=self.speculation
         )

@@ -62,10 +62,10 @@ class DraftLength:
 
     __slots__ = ("_chance", "_length", "_num_paused", "_pause")
 
-    def __init__(self, prior: float = 0.5) -> None:
-        """prior: probability that is assumed at first."""
+    def __init__(self, prior: float = 0.5, first: int = _FIRST) -> None:
+        """prior: probability that is assumed at first. first: length of the first proposal."""
         self._chance = Chance(prior, _KEPT)
-        self._length = _FIRST
+        self._length = first
         self._pause = 0  # steps without a proposal, the last time
         self._num_paused = 0  # steps of these that are left
 

@@ -139,6 +139,8 @@ class Request:
     last_block: Block | None = None
     draft_length: DraftLength | None = None
     """None until tokens are first proposed for it."""
+    forced_length: DraftLength | None = None
+    """The same of text that its grammar forces."""
     proposing: object = None
     """State of the proposer, if it keeps any."""
     finish_reason: FinishReason | None = None
