@@ -185,6 +185,12 @@ class EngineConfig(BaseModel):
         "last tokens earlier in the prompt or the answer. Only on a CPU with one TP rank, for models without "
         "linear attention",
     )
+    speculation_cache_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="tokens of recent answers, of all adapters together, in which --speculation looks for proposals, "
+        "too. A request's come from answers of its own adapter's version, tenant and cache_salt only",
+    )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
         description="what happens to the KV cache of a preempted request: swap: it moves to host memory and "
@@ -306,6 +312,15 @@ class EngineConfig(BaseModel):
     def _lm_head_is_quantised_with_the_rest(self) -> EngineConfig:
         if self.quantize_lm_head and self.quantization is None:
             raise ValueError("quantize_lm_head needs quantization: set it to int8 or int4, or leave quantize_lm_head")
+        return self
+
+    @model_validator(mode="after")
+    def _answers_are_cached_to_speculate(self) -> EngineConfig:
+        if self.speculation_cache_tokens and self.speculation == "off":
+            raise ValueError(
+                f"speculation_cache_tokens is {self.speculation_cache_tokens}, but speculation is 'off'; set that to "
+                "'ngram', or leave speculation_cache_tokens"
+            )
         return self
 
     @field_validator("weights")

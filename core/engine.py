@@ -41,6 +41,7 @@ from .scheduling.request_memory import RequestMemory, swaps
 from .scheduling.scheduler import Scheduler
 from .servable import Servable
 from .served_adapters import ServedAdapters
+from .speculation.answer_cache import AnswerCache
 from .speculation.ngrams import NgramProposer
 from .speculation.speculation import Speculation
 
@@ -122,10 +123,16 @@ class Engine:
         loads = LoadPolicy(self.store, costs, self.starts, self.pages_per_token, config.max_load_stall_seconds)
         policies = policies or Policies()
         speculates = config.speculation != "off"
-        self.speculation = Speculation(policies.proposer or NgramProposer()) if speculates else None
+        self.answers = AnswerCache(config.speculation_cache_tokens) if config.speculation_cache_tokens else None
+        self.speculation: Speculation | None = None
+        if speculates:
+            proposer = policies.proposer or NgramProposer(self.answers)
+            self.speculation = Speculation(proposer, self.model.grammars)
         self.scheduler = self.scheduler_type(
             config, self.store, memory, loads, clock, queue=policies.queue, speculation=self.speculation
         )
+        if self.answers is not None:
+            self.scheduler.lifecycle.note_answer = self.answers.add
         self.adapters = ServedAdapters(config, executor.adapters, self.reclaimer, self.scheduler)
         self.modes = self._modes(policies.mode)
         start = executor.start if config.async_scheduling and not speculates else None  # drafts need the tokens
@@ -167,10 +174,12 @@ class Engine:
         return Modes(policy, self.merging, self.scheduler, self.config, self._clock)
 
     def _leave(self, adapter: Adapter, is_gone: bool) -> None:
-        """Drop an adapter's shadow and, if the version is gone, its cached prefixes."""
+        """Drop an adapter's shadow and, if the version is gone, its cached prefixes and answers."""
         self.merging.leave(adapter)
         if is_gone:
             self.prefix.drop_version(adapter.version)
+            if self.answers is not None:
+                self.answers.drop_version(adapter.version)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.

@@ -108,8 +108,9 @@ class Servable:
         if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
-        params = request.params
-        _check_ids(params, vocab)
+        if wrong := [token for token in request.prediction if not 0 <= token < vocab]:
+            raise InvalidRequest("prediction", f"token id {wrong[0]} is outside the vocabulary of {vocab}")
+        _check_ids(request.params, vocab)
 
     def limit_output(self, request: Request) -> None:
         """Set `max_tokens` and `max_length` as the request asks, or to all that there is room for.

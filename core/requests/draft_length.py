@@ -13,8 +13,13 @@ LONGEST_PAUSE = 64
 
 _FIRST = 2
 _KEPT = 0.9
+"""Weight of a request's earlier proposals after another one."""
+
+_KEPT_OF_ALL = 0.99
+"""The same of all requests' proposals."""
+
 _PRIOR = 1.0
-"""Weight of the assumption that half of the proposed tokens are accepted."""
+"""Weight of what is assumed before anything is known, in tokens."""
 
 
 def most_logits(max_num_seqs: int) -> int:
@@ -22,27 +27,52 @@ def most_logits(max_num_seqs: int) -> int:
     return max_num_seqs * (1 + MOST_DRAFTS)
 
 
+class Chance:
+    """Estimates the probability that a proposed token is accepted after those before it were.
+
+    The latest proposals weigh most.
+    """
+
+    __slots__ = ("_accepted", "_kept", "_prior", "_tried")
+
+    def __init__(self, prior: float = 0.5, kept: float = _KEPT_OF_ALL) -> None:
+        """prior: what is assumed at first. kept: weight of earlier proposals after another one."""
+        self._prior, self._kept = prior, kept
+        self._accepted = self._tried = 0.0  # tokens up to the first rejected one
+
+    @property
+    def value(self) -> float:
+        return (self._accepted + self._prior * _PRIOR) / (self._tried + _PRIOR)
+
+    def note(self, proposed: int, accepted: int) -> None:
+        """Learn from a verified proposal."""
+        self._accepted = self._kept * self._accepted + accepted
+        self._tried = self._kept * self._tried + accepted + (accepted < proposed)
+
+
 class DraftLength:
     """Adapts the length of a sequence's proposals to what was accepted, and to what a proposed token costs.
 
     The length becomes twice that of a proposal that was accepted as a whole, otherwise one more than what was accepted.
     Token j of a proposal is expected to be accepted with probability p^j, where p is estimated from the sequence's
-    latest proposals; tokens below the cost are left out. After a proposal without an accepted token, and where not even
-    the first token is worth its cost, steps without a proposal follow: 1, then 2, 4, … up to `LONGEST_PAUSE`.
+    latest proposals, at first from those of others; tokens below the cost are left out. After a proposal without an
+    accepted token, and where not even the first token is worth its cost, steps without a proposal follow: 1, then 2,
+    4, … up to `LONGEST_PAUSE`.
     """
 
-    __slots__ = ("_accepted", "_length", "_num_paused", "_pause", "_tried")
+    __slots__ = ("_chance", "_length", "_num_paused", "_pause")
 
-    def __init__(self) -> None:
-        self._length = _FIRST
+    def __init__(self, prior: float = 0.5, first: int = _FIRST) -> None:
+        """prior: probability that is assumed at first. first: length of the first proposal."""
+        self._chance = Chance(prior, _KEPT)
+        self._length = first
         self._pause = 0  # steps without a proposal, the last time
         self._num_paused = 0  # steps of these that are left
-        self._accepted = self._tried = 0.0  # tokens up to the first rejected one, the latest ones weighing most
 
     @property
     def chance(self) -> float:
         """Estimated probability that a token is accepted after those before it were."""
-        return (self._accepted + 0.5 * _PRIOR) / (self._tried + _PRIOR)
+        return self._chance.value
 
     def take(self, cost: float = 0.0) -> int:
         """Return the most tokens to propose for the next step; 0: none.
@@ -64,8 +94,7 @@ class DraftLength:
 
     def note(self, proposed: int, accepted: int) -> None:
         """Learn from a verified proposal."""
-        self._accepted = _KEPT * self._accepted + accepted
-        self._tried = _KEPT * self._tried + accepted + (accepted < proposed)
+        self._chance.note(proposed, accepted)
         if accepted:
             self._pause = 0
             longer = max(self._length, 2 * proposed)

@@ -24,18 +24,38 @@ SLOW_SECONDS = 1e-3
 class GrammarState:
     """Where a request is in its grammar.
 
-    pending: tokens that the matcher has not consumed. seconds: time of a processor for the last token if that makes the
+    pending: tokens that the matcher has not consumed; `num_seen` of the request's tokens are consumed, or pending, or
+    before the grammar. seconds: time of a processor for the last token if that makes the
     request heavy, else 0. is_watched: whether its next mask is measured by itself. was_heavy: as of the last report.
     """
 
-    __slots__ = ("is_watched", "matcher", "pending", "seconds", "was_heavy")
+    __slots__ = ("is_watched", "matcher", "num_seen", "pending", "seconds", "was_heavy")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, num_seen: int = 0) -> None:
         self.matcher = matcher
+        self.num_seen = num_seen
         self.pending: list[int] = []
         self.seconds = 0.0
         self.is_watched = False
         self.was_heavy = False
+
+    def see(self, token_ids: Sequence[int]) -> None:
+        """Let the request's new tokens be pending. token_ids: all that are known."""
+        self.pending += token_ids[self.num_seen :]
+        self.num_seen = len(token_ids)
+
+    def consume(self) -> LLMatcher | None:
+        """Consume the pending tokens on this thread; return the matcher, None if it is in an error."""
+        if self.pending:
+            self.matcher.consume_tokens(self.pending)
+            self.pending.clear()
+        return None if self.matcher.is_error() else self.matcher
+
+    def after(self, tokens: Sequence[int]) -> GrammarState:
+        """Return where the request would be after further tokens."""
+        state = GrammarState(self.matcher.deep_copy())
+        state.pending = [*self.pending, *tokens]
+        return state
 
     def note(self, seconds: float) -> None:
         """Record the time of a processor that a token took."""

@@ -107,6 +107,15 @@ class Grammars:
         self._load()
         return self._work.masks(states)
 
+    def forced(self, matcher: LLMatcher) -> list[int]:
+        """Return tokens of the only text that may come next; none where several may. Its last token may be another, as
+        the text goes on.
+        """
+        if tokens := matcher.compute_ff_tokens():
+            return tokens
+        text = matcher.compute_ff_bytes()
+        return self._load().tokenize_bytes(text) if text else []
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 

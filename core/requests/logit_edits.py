@@ -58,7 +58,7 @@ class LogitEdits:
         self._banned = [word[0] for word in params.bad_words if len(word) == 1]
         self.grammar_state: GrammarState | None = None
         if params.grammar is not None and grammars is not None:
-            self.grammar_state = GrammarState(grammars.compile(params.grammar))
+            self.grammar_state = GrammarState(grammars.compile(params.grammar), self._prompt)
         listed = params.allowed_token_ids
         self._listed = None if listed is None else _bits(listed, vocab)
         self._ends = (
@@ -76,7 +76,7 @@ class LogitEdits:
             for token in self._token_ids[self._done :]:
                 self._see(token)
         if self.grammar_state is not None:
-            self.grammar_state.pending += self._token_ids[self._done :]
+            self.grammar_state.see(self._token_ids)
         self._done = len(self._token_ids)
         count = len(self._slot)
         return self._ids[:count], self._change[:, :count]
@@ -93,6 +93,11 @@ class LogitEdits:
             if length <= output and (found := endings.get(tuple(self._token_ids[-length:]))):
                 banned = [*banned, *found]
         return banned
+
+    def state_after(self, drafts: Sequence[int]) -> GrammarState | None:
+        """Return the position in the grammar after drafts; None without a grammar."""
+        state = self.grammar_state
+        return state.after(drafts) if state is not None and drafts else state
 
     def restrict(self, mask: np.ndarray) -> None:
         """Clear bits of the grammar's mask, `[words]` int32: of tokens that are not listed, and with `ignore_eos`
@@ -136,6 +141,7 @@ def _edits_of(
     edits = sequence.state.edits
     if not isinstance(edits, LogitEdits) or not edits.belongs_to(sequence):
         edits = sequence.state.edits = LogitEdits(sequence, vocab, eos_token_ids, grammars)
+        sequence.state.grammar = edits.grammar_state
     return edits
 
 
@@ -170,12 +176,12 @@ def edited(
     vocab, undo = logits.shape[1], []
     flat = logits.view(-1)
     ids, changes, banned = [], [], []
-    restricted: list[tuple[int, LogitEdits]] = []
+    restricted: list[tuple[int, LogitEdits, GrammarState | None]] = []
     for index, sequence in rows:
         edits = _edits_of(sequence, vocab, eos_token_ids, grammars)
         at, change = edits.advance()
         if edits.restricts:
-            restricted.append((index, edits))
+            restricted.append((index, edits, edits.state_after(sequence.unknown_tokens)))
             if sequence.params.logprobs is not None:
                 undo.append((logits[index], slice(None), logits[index].clone()))
         ids.append(at + index * vocab)
@@ -219,15 +225,17 @@ def _edit_here(
         flat[places] = np.minimum(after, np.float32(_MOST))
 
 
-def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammars | None) -> np.ndarray:
+def _masks(
+    rows: Sequence[tuple[int, LogitEdits, GrammarState | None]], vocab: int, grammars: Grammars | None
+) -> np.ndarray:
     """Return masks of rows of logits as `ops.sampling.ban` takes them."""
     masks = np.full((len(rows), 1 + -(-vocab // 32)), -1, np.int32)
-    masks[:, 0] = [index for index, _ in rows]
+    masks[:, 0] = [index for index, _, _ in rows]
     allowed = masks[:, 1:]
-    states = {index: edits.grammar_state for index, (_, edits) in enumerate(rows) if edits.grammar_state is not None}
+    states = {index: state for index, (_, _, state) in enumerate(rows) if state is not None}
     if states and grammars is not None:
         allowed[list(states)] = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
-    for mask, (_, edits) in zip(allowed, rows, strict=True):
+    for mask, (_, edits, _) in zip(allowed, rows, strict=True):
         edits.restrict(mask)
     return masks
 

@@ -12,7 +12,7 @@ from typing import Any
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def to_record(request: Request, now: float) -> dict[str, Any]:
         "tenant": request.tenant,
         "cache_salt": request.cache_salt,
         "choice_group": request.choice_group,
+        "prediction": list(request.prediction),
         "age": now - request.arrival_time,
         "num_paid_tokens": max(request.num_paid_tokens, request.num_computed_tokens),
     }
@@ -66,6 +67,7 @@ def from_record(data: Mapping[str, Any], now: float) -> Request:
         tenant=data["tenant"],
         cache_salt=data["cache_salt"],
         choice_group=data["choice_group"],
+        prediction=data["prediction"],
         num_paid_tokens=data["num_paid_tokens"],
     )
     request.token_ids += tokens[count:]

@@ -74,6 +74,8 @@ class Request:
     """Prefix-cache blocks are shared only between requests of equal salt."""
     choice_group: str = ""
     """Shared by the choices of one API request, which take turns; empty for a request with one choice."""
+    prediction: Sequence[int] = ()
+    """Tokens that the client expects in the answer. They are a source of proposals and don't change the answer."""
     _: KW_ONLY
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -137,6 +139,8 @@ class Request:
     last_block: Block | None = None
     draft_length: DraftLength | None = None
     """None until tokens are first proposed for it."""
+    forced_length: DraftLength | None = None
+    """The same of text that its grammar forces."""
     proposing: object = None
     """State of the proposer, if it keeps any."""
     finish_reason: FinishReason | None = None

@@ -20,6 +20,7 @@ from ...memory.files.error import LoadFailure
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.states import StateSlots
+    from .grammar_work import GrammarState
     from .pooling import PooledSum
     from .request_params import RequestParams
 
@@ -54,6 +55,8 @@ class SamplerState:
 
     edits: object = None
     """Its `LogitEdits`, created when missing."""
+    grammar: GrammarState | None = None
+    """Where it is in its grammar, once it has sampled a token."""
 
 
 @dataclass(slots=True)
@@ -86,6 +89,11 @@ class ScheduledSequence:
     drafts: int = 0
     """The last so many of `tokens` are proposed: they are not among `token_ids`. A token is sampled after each of them,
     too; the scheduler takes those that follow accepted drafts. KV of rejected ones is overwritten."""
+
+    @property
+    def unknown_tokens(self) -> list[int]:
+        """Tokens that are proposed: its drafts, or those before a position that `verification` makes of them."""
+        return self.tokens[len(self.token_ids) - self.start :]
 
     @property
     def kv_len(self) -> int:
@@ -132,8 +140,13 @@ class ScheduledSequence:
 
 def looks_back(params: RequestParams) -> bool:
     """True if the tokens generated so far change which ones may be sampled next."""
+    return params.grammar is not None or forbids_drafts(params)
+
+
+def forbids_drafts(params: RequestParams) -> bool:
+    """True if proposed tokens can't be verified: the edits of logits after them are those of the known tokens only."""
     penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return bool(penalties or params.grammar is not None or any(len(word) > 1 for word in params.bad_words))
+    return bool(penalties or any(len(word) > 1 for word in params.bad_words))
 
 
 def adapter_runs(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:

@@ -42,6 +42,8 @@ class Lifecycle:
     lengths: OutputLengths = field(default_factory=OutputLengths)
     ended_outside_steps: list[RequestOutput] = field(default_factory=list)
     num_preemptions: int = 0
+    note_answer: Callable[[Request], None] | None = None
+    """Called with each request that ends."""
 
     def __post_init__(self) -> None:
         self.room = QueueRoom(self.limits.max_waiting, self.clock)
@@ -92,6 +94,8 @@ class Lifecycle:
             self.waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE
         del self.requests[request.id]
+        if self.note_answer is not None:
+            self.note_answer(request)
         self.memory.forget_image(request)
         if request.adapter is not None:
             self.store.let_go(request.adapter)

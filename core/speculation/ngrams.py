@@ -1,6 +1,7 @@
-"""N-gram proposals: what followed the last tokens when they occurred before, in the prompt or in the answer.
+"""N-gram proposals: what followed the last tokens when they occurred before.
 
-Source: prompt lookup decoding (Saxena 2023).
+A request's texts are its prompt and answer, the prediction of its answer, and recent answers of its adapter. Source:
+prompt lookup decoding (Saxena 2023).
 
 Tests: tests/core/speculation/test_ngrams.py.
 """
@@ -9,102 +10,96 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ..requests.request import Request
-
-LENGTHS = (4, 2)
-"""Lengths of the n-grams that are looked up, longest first."""
-
-MOST_SLOTS = 1 << 13
-"""The most slots of a table. A new n-gram replaces the one that has its slot."""
-
-_FEWEST_SLOTS = 64
+from .answer_cache import AnswerCache
+from .ngram_table import BREAK, LENGTHS, NgramTable
 
 
 class NgramProposer:
     """Proposes what followed the longest match of a request's last tokens, found by the last n-grams of `LENGTHS`.
 
-    It takes constant time per token. Memory per request: two tables of at most `MOST_SLOTS` 4-byte positions.
+    It takes constant time per token. Memory per request: a table of its prompt and answer, and one of its prediction.
     """
+
+    def __init__(self, answers: AnswerCache | None = None) -> None:
+        """answers: recent answers, if they are texts to look in."""
+        self._answers = answers
 
     def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
         found = {}
         for request, count in wanted.items():
             index = request.proposing
             if not isinstance(index, NgramIndex):
-                index = request.proposing = NgramIndex(request.token_ids, request.max_length)
-            if proposal := index.propose(count):
+                index = request.proposing = NgramIndex(request.token_ids, request.num_prompt_tokens, request.prediction)
+            answers = () if self._answers is None else self._answers.tables(request)
+            if proposal := index.propose(count, answers):
                 found[request] = proposal
         return found
 
 
-@dataclass(slots=True)
 class NgramIndex:
-    """Where the n-grams of a growing list of tokens were last seen."""
+    """The texts of a request, and the place in them that its answer follows now."""
 
-    tokens: list[int]
-    """The request's; its owner appends to it."""
-    most_tokens: int
-    """Tokens that it can get."""
-    tables: list[array[int]] = field(init=False, repr=False)
-    """For each of `LENGTHS`: by hash of an n-gram, the position after its last occurrence; 0: none."""
-    _mask: int = field(init=False)
-    _num_indexed: int = 0
-    """N-grams that end before this position are in the tables."""
-    _distance: int = 0
-    """From the position after the last tokens back to the one after their match; 0: there is none."""
+    def __init__(self, tokens: list[int], num_prompt_tokens: int = 0, prediction: Sequence[int] = ()) -> None:
+        """tokens: the prompt and the answer; their owner appends to them. prediction: of the answer.
 
-    def __post_init__(self) -> None:
-        slots = _FEWEST_SLOTS
-        while slots < min(self.most_tokens, MOST_SLOTS):
-            slots *= 2
-        self._mask = slots - 1
-        self.tables = [array("i", bytes(4 * slots)) for _ in LENGTHS]
+        The answer is first expected to begin as its prediction does.
+        """
+        self.tokens = tokens
+        self.own = NgramTable(tokens)
+        self._predicted: tuple[NgramTable, ...] = ()
+        self._match: tuple[NgramTable, int] | None = None
+        """A text, and the position in it after what matched the first `_num_seen` tokens."""
+        self._num_seen = num_prompt_tokens
+        if prediction:
+            predicted = NgramTable(array("i", prediction))
+            predicted.insert(len(prediction))
+            self._predicted = (predicted,)
+            self._match = predicted, 0
 
-    def propose(self, count: int) -> list[int]:
+    def propose(self, count: int, answers: Sequence[NgramTable] = ()) -> list[int]:
         """Return the tokens that followed the match of the last tokens, at most `count`; none without a match.
 
-        They go round if the match overlaps the last tokens: after `a b a b` they are `a b a b …`.
+        answers: other texts to look in, the most relevant first. Of matches of the same length, the one in the
+        prediction counts, then the one in the request's own tokens.
         """
-        tokens, end = self.tokens, len(self.tokens)
-        distance = self._follow(end)
-        self._insert(end)
-        if not distance:
-            distance = self._look_up(end)
-        self._distance = distance
-        if not distance:
-            return []
-        proposal: list[int] = []
-        for position in range(end, end + count):
-            before = position - distance
-            proposal.append(tokens[before] if before < end else proposal[before - end])
+        end = len(self.tokens)
+        match = self._follow(end)
+        self.own.insert(end)
+        proposal = [] if match is None else self._after(*match, count)
+        if not proposal:
+            match = self._look_up(end, (*self._predicted, self.own, *answers))
+            proposal = [] if match is None else self._after(*match, count)
+        self._match, self._num_seen = match, end
         return proposal
 
-    def _follow(self, end: int) -> int:
-        """Return the last match's distance if the tokens since continue it; else 0."""
-        tokens, distance = self.tokens, self._distance
-        if not distance:
-            return 0
-        begin = self._num_indexed  # the length at the last call
-        return distance if tokens[begin:end] == tokens[begin - distance : end - distance] else 0
+    def _follow(self, end: int) -> tuple[NgramTable, int] | None:
+        """Return where the last match goes on if the tokens since continue it; else None."""
+        if self._match is None:
+            return None
+        table, at = self._match
+        since = self.tokens[self._num_seen : end]
+        return (table, at + len(since)) if list(table.tokens[at : at + len(since)]) == since else None
 
-    def _look_up(self, end: int) -> int:
-        """Return the distance to the last earlier occurrence of the longest n-gram that ends at `end`; 0: none."""
-        tokens = self.tokens
-        for length, table in zip(LENGTHS, self.tables, strict=True):
-            if length >= end:
+    def _look_up(self, end: int, tables: Sequence[NgramTable]) -> tuple[NgramTable, int] | None:
+        """Return the place after the last earlier occurrence of the longest n-gram that ends at `end`."""
+        for length in LENGTHS:
+            if length > end:
                 continue
-            gram = tokens[end - length : end]
-            at = table[hash(tuple(gram)) & self._mask]
-            if at and tokens[at - length : at] == gram:
-                return end - at
-        return 0
+            gram = self.tokens[end - length : end]
+            for table in tables:
+                if at := table.find(gram):
+                    return table, at
+        return None
 
-    def _insert(self, end: int) -> None:
-        """Insert the n-grams that end before `end`."""
-        tokens, mask = self.tokens, self._mask
-        for length, table in zip(LENGTHS, self.tables, strict=True):
-            for stop in range(max(length, self._num_indexed), end):
-                table[hash(tuple(tokens[stop - length : stop])) & mask] = stop
-        self._num_indexed = end
+    def _after(self, table: NgramTable, at: int, count: int) -> list[int]:
+        """Return the tokens from a place on.
+
+        Own tokens go round if the match overlaps the last tokens: after `a b a b` they are `a b a b …`.
+        """
+        found = list(takewhile(BREAK.__ne__, table.tokens[at : at + count]))
+        if table is self.own:
+            found = [found[index % len(found)] for index in range(count)]
+        return found

@@ -1,4 +1,4 @@
-"""Speculation by n-grams: steps per token and accepted proposals, on texts that are copied and on free answers.
+r"""Speculation by n-grams: steps per token and accepted proposals, on texts that are copied and on free answers.
 
 Requests of mixed adapters, `--rows` at once, run without and with speculation in alternating order. Both must give the
 same tokens. The counts say what speculation saves; the ratio of times is what that is worth on this machine.
@@ -6,10 +6,12 @@ same tokens. The counts say what speculation saves; the ratio of times is what t
 With `--free`, proposals are as long as if verified tokens cost nothing: then the counts don't depend on the machine.
 
 The load `copying` is a prompt with its text twice, the second time cut: a model that copies goes on with the rest. The
-load `free` has the text once. With the built-in model, which repeats its input, each text is one of its inputs.
+load `free` has the text once, and `chats` are the prompts of `--chats`. With the built-in model, which repeats its
+input, each text is one of its inputs. With another model the ratios of times have bars.
 
     python -m chorus.perf.bench.speculation
-    python -m chorus.perf.bench.speculation --model DIR --adapters DIR --prompts dolly.jsonl --dtype bfloat16
+    python -m chorus.perf.bench.speculation --model DIR --adapters DIR --prompts dolly.jsonl gsm8k.jsonl \
+        --chats sharegpt.jsonl --dtype float32 bfloat16
 
 Tests: tests/perf/bench/test_speculation.py
 """
@@ -18,10 +20,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,10 @@ FIELDS = ("context", "question", "prompt", "instruction")
 """Fields of a line of `--prompts` whose text is used, the first that is there."""
 
 LOADS = ("copying", "free")
+
+FASTER_ALONE, FASTER_TOGETHER, LEAST_FREE = 1.5, 1.25, 0.98
+"""Bars of the time without over the time with speculation: of the load `copying` for one row and for several, and of
+the others."""
 
 Prompt = tuple[str | None, list[int]]
 """An adapter, None for the base model, and tokens."""
@@ -114,22 +120,45 @@ def built_in_prompts(count: int, encode: Callable[[str], list[int]]) -> list[Pro
 
 
 def read_prompts(
-    path: Path, count: int, adapters: Sequence[str | None], most: int, encode: Callable[[str], list[int]]
+    paths: Sequence[Path], count: int, adapters: Sequence[str | None], most: int, encode: Callable[[str], list[int]]
 ) -> dict[str, list[Prompt]]:
-    """The loads from the first texts of a file that are long enough, cut at `most` tokens. Raises ValueError."""
+    """The loads from the first texts of files that are long enough, cut at `most` tokens, an equal part of each file.
+
+    Raises ValueError.
+    """
     loads: dict[str, list[Prompt]] = {load: [] for load in LOADS}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        text = next((row[name] for name in FIELDS if row.get(name)), "")
-        tokens = encode(text)[:most]
-        if len(tokens) < 24:
-            continue
-        adapter = adapters[len(loads["free"]) % len(adapters)]
-        loads["free"].append((adapter, tokens))
-        loads["copying"].append((adapter, tokens + tokens[: len(tokens) // 3]))
-        if len(loads["free"]) == count:
-            return loads
-    raise ValueError(f"{path}: has fewer than {count} texts of 24 tokens in the fields {', '.join(FIELDS)}")
+    for index, path in enumerate(paths):
+        wanted = count * (index + 1) // len(paths) - count * index // len(paths)
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        texts = (next((row[name] for name in FIELDS if row.get(name)), "") for row in rows)
+        for tokens in _long_enough(path, texts, wanted, most, encode):
+            adapter = adapters[len(loads["free"]) % len(adapters)]
+            loads["free"].append((adapter, tokens))
+            loads["copying"].append((adapter, tokens + tokens[: len(tokens) // 3]))
+    return loads
+
+
+def read_chats(
+    path: Path, count: int, adapters: Sequence[str | None], most: int, encode: Callable[[str], list[int]]
+) -> list[Prompt]:
+    """Prompts from a file of JSON lines whose `requests` have a `prompt` each, cut as in `read_prompts`."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    texts = (request["prompt"] for row in rows for request in row["requests"])
+    return [
+        (adapters[index % len(adapters)], tokens)
+        for index, tokens in enumerate(_long_enough(path, texts, count, most, encode))
+    ]
+
+
+def _long_enough(
+    path: Path, texts: Iterable[str], count: int, most: int, encode: Callable[[str], list[int]]
+) -> list[list[int]]:
+    """The tokens of the first `count` texts of at least 24 tokens, cut at `most`."""
+    encoded = (encode(text)[:most] for text in texts)
+    found = list(islice((tokens for tokens in encoded if len(tokens) >= 24), count))
+    if len(found) < count:
+        raise ValueError(f"{path}: has fewer than {count} texts of 24 tokens in the fields {', '.join(FIELDS)}")
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,12 +166,13 @@ def main(argv: list[str] | None = None) -> int:
     add = command.add_argument
     add("--model", type=Path, default=BUILTIN_MODEL, help="default: the built-in model")
     add("--adapters", type=Path, help="a directory of adapters; default: the built-in model's")
-    add("--prompts", type=Path, help="a file of JSON lines; needed with --model")
+    add("--prompts", type=Path, nargs="+", help="files of JSON lines; needed with --model")
+    add("--chats", type=Path, help="a file of JSON lines with requests, for the load chats")
     add("--rows", type=int, nargs="+", default=[1, 8], help="requests at once")
     add("--requests", type=int, default=32, help="requests of a load")
     add("--max-tokens", type=int, default=96)
     add("--prompt-tokens", type=int, default=192, help="most tokens of a text")
-    add("--dtype", default="float32")
+    add("--dtype", nargs="+", default=["float32"])
     add("--rounds", type=int, default=4, help="pairs of runs, after one that is not timed")
     add("--free", action="store_true", help="don't weigh what a verified token costs here")
     add("--threads", type=int, default=torch.get_num_threads())
@@ -163,32 +193,45 @@ def _run(arguments: Any) -> int:
         loads = {"copying": built_in_prompts(arguments.requests, encode)}
     else:
         found = sorted(path.name for path in adapters.iterdir() if path.is_dir()) if adapters else []
-        names = [None, *found]
-        loads = read_prompts(arguments.prompts, arguments.requests, names, arguments.prompt_tokens, encode)
+        of_each = arguments.requests, [None, *found], arguments.prompt_tokens, encode
+        loads = read_prompts(arguments.prompts, *of_each)
+        if arguments.chats is not None:
+            loads["chats"] = read_chats(arguments.chats, *of_each)
     table = Table(
-        f"speculation, {arguments.model.name}, {arguments.dtype}",
-        ["load", "rows", "tokens per step, off", "on", "proposed", "accepted", "share", "time, off over on, in pairs"],
+        f"speculation, {arguments.model.name}",
+        [
+            *("dtype", "load", "rows", "tokens per step, off", "on", "proposed", "accepted", "share"),
+            "time, off over on, in pairs",
+        ],
     )
     results, same = [], True
-    for load, prompts in loads.items():
-        for rows in arguments.rows:
-            runners = {
-                speculation: Runner(
-                    _config(arguments, adapters, rows, speculation), arguments.max_tokens, is_free=arguments.free
-                )
-                for speculation in ("off", "ngram")
-            }
-            try:
-                result = _compare(runners, prompts, arguments.rounds)
-            finally:
-                for runner in runners.values():
-                    runner.engine.close()
-            same = result.pop("same") and same
-            table.add(load, rows, *result.values())
-            results.append({"load": load, "rows": rows, **result})
+    for dtype, (load, prompts), rows in product(arguments.dtype, loads.items(), arguments.rows):
+        runners = {
+            speculation: Runner(
+                _config(arguments, adapters, rows, dtype, speculation), arguments.max_tokens, is_free=arguments.free
+            )
+            for speculation in ("off", "ngram")
+        }
+        try:
+            result = _compare(runners, prompts, arguments.rounds)
+        finally:
+            for runner in runners.values():
+                runner.engine.close()
+        same = result.pop("same") and same
+        table.add(dtype, load, rows, *result.values())
+        results.append({"dtype": dtype, "load": load, "rows": rows, **result})
     table.show()
     goals = [Goal("answers that are the same", float(same), 1.0)]
-    return judge({"model": arguments.model.name, "dtype": arguments.dtype, "results": results}, goals)
+    if arguments.model != BUILTIN_MODEL:
+        goals += [_bar(result) for result in results]
+    return judge({"model": arguments.model.name, "results": results}, goals)
+
+
+def _bar(result: dict[str, Any]) -> Goal:
+    """The bar of a load's time."""
+    faster = FASTER_ALONE if result["rows"] == 1 else FASTER_TOGETHER
+    name = f"{result['dtype']}, {result['load']}, {result['rows']} rows: time off over on"
+    return Goal(name, result["time"], faster if result["load"] == "copying" else LEAST_FREE)
 
 
 def _compare(runners: dict[str, Runner], prompts: Sequence[Prompt], rounds: int) -> dict[str, Any]:
@@ -208,12 +251,12 @@ def _compare(runners: dict[str, Runner], prompts: Sequence[Prompt], rounds: int)
     }
 
 
-def _config(arguments: Any, adapters: Path | None, rows: int, speculation: Any) -> EngineConfig:
+def _config(arguments: Any, adapters: Path | None, rows: int, dtype: str, speculation: Any) -> EngineConfig:
     return EngineConfig(
         model=arguments.model,
         adapters=adapters,
         device="cpu",
-        dtype=arguments.dtype,
+        dtype=dtype,
         threads=arguments.threads,
         max_num_seqs=rows,
         speculation=speculation,

@@ -42,7 +42,6 @@ HARMLESS = {
     "metadata": "notes for the caller's own use",
     "mirostat_eta": "only has a meaning with mirostat",
     "mirostat_tau": "only has a meaning with mirostat",
-    "prediction": "a hint that changes the speed, not the response",
     "prompt_cache_key": "a hint where to find a cached prompt",
     "prompt_cache_options": "says how long a prompt stays cached",
     "prompt_cache_retention": "says how long a prompt stays cached",

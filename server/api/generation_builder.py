@@ -199,6 +199,7 @@ class GenerationBuilder:
             tail = tokenizer.decode(prompts[0][-MARK_TOKENS:], skip_special_tokens=False)
             syntax = replace(syntax, reasons_already=tail.rstrip().endswith(syntax.reasoning.open))
         grammar = await self._grammar(asked, syntax, tokenizer)
+        prediction = await self._prediction(asked, tokenizer)
         call_id = prefix + uuid.uuid4().hex
         several = len(prompts) * asked.n > 1
         own_end = self._own_end(asked, tokenizer)
@@ -216,6 +217,7 @@ class GenerationBuilder:
                     tenant=caller.tenant,
                     cache_salt=asked.cache_salt,
                     choice_group=call_id if several else "",
+                    prediction=prediction,
                     sibling=choices[0].request if choices else None,
                 )
                 text_stream = tokenizer.text_stream(
@@ -248,7 +250,24 @@ class GenerationBuilder:
         )
         generation.tokenizer = tokenizer
         generation.ignored = asked.ignored(tokenizer)
+        if asked.prediction is not None and not self._speculates:
+            generation.ignored = [*generation.ignored, "prediction"]
         return generation
+
+    @property
+    def _speculates(self) -> bool:
+        return self.settings.speculation != "off"
+
+    async def _prediction(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[int]:
+        """The tokens of the predicted answer; none without speculation, which is what they are for."""
+        if asked.prediction is None or not self._speculates:
+            return []
+        most = self.worker.model.max_model_len
+        texts = [asked.prediction.content]
+        (tokens,) = await tokenizer.encode(texts, add_special_tokens=False, most=most, what="prediction")
+        if len(tokens) > most:
+            raise too_long(most, "prediction", f"{len(tokens)} tokens", self.worker.model.window)
+        return tokens
 
     def _own_end(self, asked: GenerationRequest, tokenizer: Tokenizer) -> int | None:
         """The adapter's own end-of-sequence token, unless it ends the answer anyway, or shall not."""

@@ -25,6 +25,7 @@ from ..text.tokenizer import Tokenizer
 from ..text.tool_call_formats import OutputSyntax
 from .fields import own_fields
 from .grammar_fields import GrammarFields
+from .prediction import Prediction
 from .sampling_defaults import SamplingDefaults
 from .scaled_adapters import LlamaAdapter, MergedAdapters, ScaledAdapter, model_of
 
@@ -97,6 +98,7 @@ class GenerationRequest(GrammarFields):
     truncation_side: Literal["left", "right"] = "left"
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    prediction: Prediction | None = None
     request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
 
     @model_validator(mode="before")

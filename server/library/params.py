@@ -108,6 +108,7 @@ class SamplingFields(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     truncation_side: str
     cache_salt: str
+    prediction: Mapping[str, Any] | None
     reasoning_effort: str | None
     thinking_token_budget: int | None
     separate_reasoning: bool

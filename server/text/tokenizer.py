@@ -241,11 +241,19 @@ class Tokenizer:
     def is_token(self, text: str) -> bool:
         return self.backend.token_to_id(text) is not None
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
-        """The tokens of each text; long texts don't block the event loop. For `most` see `encode_now`."""
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+        what: str = "prompt",
+    ) -> Tokens:
+        """The tokens of each text; long texts don't block the event loop. For `most` and `what` see `encode_now`."""
+        options = {"add_special_tokens": add_special_tokens, "most": most, "what": what}
         if sum(map(len, texts)) > THREAD_CHARACTERS:
-            return await self._threads.run(self.encode_now, texts, add_special_tokens=add_special_tokens, most=most)
-        return self.encode_now(texts, add_special_tokens=add_special_tokens, most=most)
+            return await self._threads.run(self.encode_now, texts, **options)
+        return self.encode_now(texts, **options)
 
     async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
@@ -287,12 +295,19 @@ class Tokenizer:
         """True if the tokenizer truncates a text at its beginning."""
         return self._tokenizer.truncation_side == "left"
 
-    def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
+    def encode_now(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+        what: str = "prompt",
+    ) -> Tokens:
         """The tokens of each text. Raises an ApiError for a text that must have more than `most` tokens by its length
-        alone.
+        alone. what: the texts' field, which the error names.
         """
         for text in texts:
-            self._check_length(text, most, "prompt")
+            self._check_length(text, most, what)
         return self._encode(texts, add_special_tokens)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -124,11 +124,19 @@ class Driver:
         return self.executor.plans
 
     def add(
-        self, request_id: str, adapter: str | None, prompt: list[int], choice_group: str = "", **params: Any
+        self,
+        request_id: str,
+        adapter: str | None,
+        prompt: list[int],
+        choice_group: str = "",
+        tenant: str = "",
+        prediction: Sequence[int] = (),
+        **params: Any,
     ) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, RequestParams(**params), adapter, choice_group=choice_group)
+        others = {"choice_group": choice_group, "tenant": tenant, "prediction": prediction}
+        request = Request(request_id, prompt, RequestParams(**params), adapter, **others)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request

@@ -47,7 +47,7 @@ def servers():
             engine = cast(Any, Engine.from_config(config))
             if engine.speculation is not None:
                 engine.speculation.cost = Free()
-            settings = {"model": BUILTIN_MODEL, "served_model_name": "base"}
+            settings = {"model": BUILTIN_MODEL, "served_model_name": "base", "speculation": speculation}
             found.append(stack.enter_context(live_server(engine, Tokenizer.load(BUILTIN_MODEL), settings=settings)))
         yield found
 
@@ -80,8 +80,7 @@ def test_answers_are_those_without_speculation(servers, body):
     assert none == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
     assert 0 <= accepted < found["usage"]["completion_tokens"] and rejected >= 0
-    looks_back = "repetition_penalty" in body or "guided_regex" in body
-    assert not (looks_back and accepted + rejected)
+    assert not ("repetition_penalty" in body and accepted + rejected)
 
 
 @pytest.mark.parametrize("body", [{}, {"model": "reverse", "stop": ["cba"]}, {"n": 2, "temperature": 1}], ids=str)
@@ -129,3 +128,75 @@ def test_metrics_count_what_usage_counts(servers):
     assert accepted > 30
     assert [new - old for new, old in zip(counts(live), before, strict=True)] == [accepted + rejected, accepted]
     assert counts(plain) == [0, 0]
+
+
+def counts_of(response):
+    details = response.json()["usage"][DETAILS]
+    return [details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected")]
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        {"type": "content", "content": "ihgfedcba"},
+        {"type": "content", "content": [{"type": "text", "text": "ihgf"}, {"type": "text", "text": "edcba"}]},
+    ],
+    ids=["text", "parts"],
+)
+def test_a_prediction_is_accepted_and_changes_no_answer(servers, prediction):
+    """The prompt has no token twice, so that only the prediction can be proposed from."""
+    body = {"model": "reverse", "prompt": "abcdefghi\n", "max_tokens": 9, "ignore_eos": True}
+    for live, speculates in zip(servers, (False, True), strict=True):
+        plain, predicted = ask(live, **body), ask(live, **body, prediction=prediction)
+        assert predicted.json()["choices"] == plain.json()["choices"]
+        assert plain.json()["choices"][0]["text"].startswith("ihgfedcb")
+        assert (counts_of(predicted)[0] > 4) == speculates
+        assert counts_of(plain) == [0, 0]
+        assert predicted.headers.get("x-ignored-fields") == (None if speculates else "prediction")
+
+
+def test_a_wrong_prediction_counts_as_rejected(servers):
+    body = {"model": "reverse", "prompt": "abcdefghi\n", "max_tokens": 9}
+    answer = ask(servers[1], **body, prediction={"type": "content", "content": "i" + "q" * 20})
+    assert answer.json()["choices"][0]["text"].strip() == "ihgfedcba"
+    assert counts_of(answer)[0] == 0 < counts_of(answer)[1]
+
+
+def test_chat_and_streams_take_a_prediction(servers):
+    body = {"model": "base", "messages": [{"role": "user", "content": "abcdef"}], "temperature": 0, "max_tokens": 12}
+    for live in servers:
+        plain = live.post("/v1/chat/completions", **body).json()["choices"][0]["message"]["content"]
+        predicted = {"prediction": {"type": "content", "content": plain}}
+        answer = live.post("/v1/chat/completions", **body, **predicted).json()
+        assert answer["choices"][0]["message"]["content"] == plain
+        stream = live.post("/v1/chat/completions", **body, **predicted, stream=True)
+        lines = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+        assert "".join(line["choices"][0]["delta"].get("content") or "" for line in lines if line["choices"]) == plain
+
+
+@pytest.mark.parametrize(
+    ("prediction", "field"),
+    [
+        ("text", "prediction"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "tokens", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": ["a"]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "image_url": "x"}]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "text", "text": "a", "id": 1}]}, "prediction.content"),
+        ({"type": "content", "content": "a", "more": 1}, "prediction.more"),
+    ],
+    ids=str,
+)
+def test_a_prediction_of_another_shape_is_refused(servers, prediction, field):
+    for live in servers:
+        response = live.post(model="base", prompt="a", prediction=prediction)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == field
+
+
+def test_a_prediction_longer_than_the_context_is_refused(servers):
+    long = {"type": "content", "content": "abc " * 4000}
+    response = servers[1].post(model="base", prompt="a", prediction=long)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"

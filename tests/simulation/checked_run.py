@@ -54,7 +54,8 @@ class CheckedRun(EngineRun):
         self._state_pages = rng.choice([0, 0, 2, 3])
         config = self._draw_config()
         if not self._state_pages and apart.random() < 0.4:
-            config = config.model_copy(update={"speculation": "ngram"})
+            cached = apart.choice([0, 200, 2000])
+            config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
         self.seeds = Seeds(config.seed)
         self._composing = random.Random(config.seed) if (config.seed or 0) % 2 else None
         """What draws composed adapters: a source of its own, so that the other runs stay what they are."""
@@ -83,8 +84,11 @@ class CheckedRun(EngineRun):
             self._windows,
             self._state_pages,
         )
-        policies = Policies(proposer=Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart))
+        proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
+        policies = Policies(proposer=proposer)
         self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies)
+        proposer.use(self.engine)
+        self.predict = lambda: proposer.predict(VOCAB)
         if self.engine.speculation is not None and apart.random() < 0.8:
             self.engine.speculation.cost = cast(Any, Free())
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix

@@ -70,6 +70,8 @@ class EngineRun(ABC):
         self.active: dict[str, Asked] = {}
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
+        self.predict: Callable[[], list[int]] = list
+        """Draws the predictions of requests."""
         self.num_directories = self._num_preemptions = self._num_given_up = 0
 
     def _now(self) -> float:
@@ -171,7 +173,14 @@ class EngineRun(ABC):
         self, name: str | None, prompt: list[int], params: RequestParams, tenant: str, salt: str, call: str = ""
     ) -> Asked | None:
         request = Request(
-            f"r{len(self.asked)}", list(prompt), params, name, tenant=tenant, cache_salt=salt, choice_group=call
+            f"r{len(self.asked)}",
+            list(prompt),
+            params,
+            name,
+            tenant=tenant,
+            cache_salt=salt,
+            choice_group=call,
+            prediction=self.predict(),
         )
         expected = self._refusal(name, prompt, params.max_tokens)
         refused = self._add(lambda: self.engine.add_request(request))

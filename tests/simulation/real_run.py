@@ -154,11 +154,15 @@ class RealRun(EngineRun):
         apart = random.Random(str(rng.getstate()))  # of speculation; it changes no other draw
         config = self._draw_config()
         if ranks == 1 and apart.random() < 0.5:
-            config = config.model_copy(update={"speculation": "ngram"})
+            cached = apart.choice([0, 200, 2000])
+            config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
         inner = open_executor(config)
         self.executor: Any = Faulty(inner)
-        policies = Policies(proposer=Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart))
+        proposer = Drawn(lambda request: self._alone(self.asked[request.id]).tokens, apart)
+        policies = Policies(proposer=proposer)
         self.engine = Engine(config, late_results(self.executor, rng), policies=policies)
+        proposer.use(self.engine)
+        self.predict = lambda: proposer.predict(self.engine.model.vocab_size)
         if self.engine.speculation is not None and apart.random() < 0.8:
             self.engine.speculation.cost = cast(Any, Free())
         self.invariants = Invariants(self.engine, self.reached)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.requests.draft_length import LONGEST_PAUSE, MOST_DRAFTS, DraftLength, most_logits
+from chorus.core.requests.draft_length import LONGEST_PAUSE, MOST_DRAFTS, Chance, DraftLength, most_logits
 
 
 def test_accepted_proposals_become_longer_up_to_a_limit():
@@ -78,3 +78,20 @@ def test_a_length_is_within_its_bounds(share, seed):
 
 def test_a_step_of_drafts_has_more_logits():
     assert most_logits(4) == 4 * (1 + MOST_DRAFTS)
+
+
+def test_a_request_begins_with_what_others_had_accepted():
+    """Where a token must be accepted with 0.7, half of them at first would be too few to try."""
+    others = Chance()
+    assert others.value == 0.5
+    for _ in range(50):
+        others.note(4, 4)
+    assert others.value > 0.95
+    assert [DraftLength(prior).take(0.7) for prior in (0.5, others.value)] == [0, 2]
+    length = DraftLength(others.value)
+    for _ in range(3):
+        length.note(4, 0)
+    assert length.chance < 0.4
+    for _ in range(400):
+        others.note(4, 0)
+    assert others.value < 0.05

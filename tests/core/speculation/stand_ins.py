@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.speculation.ngrams import NgramProposer
 
@@ -15,7 +16,7 @@ Answer = Callable[[Request], Sequence[int]]
 class Free:
     """A cost of steps in which tokens cost nothing, so that draft lengths don't depend on times."""
 
-    def note(self, tokens: int, seconds: float) -> None:
+    def note(self, num_sequences: int, tokens: int, seconds: float) -> None:
         """Nothing is learned."""
 
     def share(self, num_sequences: int) -> float:
@@ -49,11 +50,20 @@ class Drawn(Right):
     def __init__(self, answer: Answer, rng: random.Random) -> None:
         super().__init__(answer)
         self._rng = rng
-        self._ngrams = NgramProposer()
+        self.ngrams = NgramProposer()
+
+    def use(self, engine: Engine) -> None:
+        """Propose from the engine's recent answers, too."""
+        self.ngrams = NgramProposer(engine.answers)
+
+    def predict(self, vocab: int) -> list[int]:
+        """A prediction for a request: mostly none."""
+        rng = self._rng
+        return [rng.randrange(2, vocab) for _ in range(rng.choice([0, 0, 0, 4, 30]))]
 
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         rng = self._rng
-        found = {request: list(tokens) for request, tokens in self._ngrams.propose(wanted).items()}
+        found = {request: list(tokens) for request, tokens in self.ngrams.propose(wanted).items()}
         for request, count in wanted.items():
             kind = rng.randrange(4)
             if kind == 0:

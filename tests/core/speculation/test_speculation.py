@@ -17,10 +17,12 @@ from chorus.core.model.verification import positions_of
 from chorus.core.policies import Policies
 from chorus.core.requests.draft_length import MOST_DRAFTS
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
+from chorus.core.requests.record import from_record, to_record
+from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.requests.types import FinishReason
 from chorus.graphs.device import DeviceError
 
-from .stand_ins import Drawn, Right, Wrong
+from .stand_ins import Drawn, Free, Right, Wrong
 
 pytestmark = pytest.mark.numerics
 
@@ -63,6 +65,12 @@ def ask(driver, it, asked):
     """Add requests; each is an adapter, a prompt, its choice group and parameters."""
     for index, (adapter, prompt, group, params) in enumerate(asked):
         driver.add(f"r{index}", adapter, prompt, choice_group=group, **{"max_tokens": 20, "seed": index, **params})
+
+
+def edited(rng, tokens):
+    """The tokens with a part of them replaced: a prediction that is nearly right."""
+    begin, end = sorted(rng.randrange(len(tokens) + 1) for _ in range(2))
+    return [*tokens[:begin], *(rng.choice(tokens) for _ in range(rng.randint(0, 3))), *tokens[end:]]
 
 
 def one_of_each(it, max_tokens, seed):
@@ -139,8 +147,14 @@ def test_the_tokens_are_those_without_speculation(subject, drive, known, kernels
         return wanted[request.id].tokens
 
     proposer = {"ngram": None, "right": Right(answer), "wrong": Wrong(answer), "drawn": Drawn(answer, rng)}[kind]
-    driver = drive(it, speculation="ngram", policies=Policies(proposer=proposer), **config)
-    ask(driver, it, asked)
+    cached = draw(st.sampled_from([0, 100, 4096]), label="cached")
+    config |= {"speculation": "ngram", "speculation_cache_tokens": cached}
+    driver = drive(it, policies=Policies(proposer=proposer), **config)
+    predicted = [
+        (*each[:3], {**each[3], "prediction": edited(rng, wanted[f"r{index}"].tokens) if rng.random() < 0.5 else ()})
+        for index, each in enumerate(asked)
+    ]
+    ask(driver, it, predicted)
     same(driver.drain(), wanted, kernels)
     assert all(plan.num_tokens <= config["max_num_batched_tokens"] for plan in driver.plans)
     stats = driver.engine.stats()
@@ -202,6 +216,45 @@ def test_ngrams_of_a_prompt_that_repeats_itself(subject, drive, known, kernels):
     ask(driver, it, asked)
     same(driver.drain(), wanted, kernels)
     assert driver.engine.stats().num_proposed_tokens
+
+
+def test_a_prediction_is_accepted_where_it_is_right(subject, drive, known, kernels):
+    """Of an answer with one other token in it, nearly all tokens are accepted; a wrong prediction changes nothing."""
+    it = subject("gqa")
+    asked = [
+        (adapter, prompt, "", {"max_tokens": 64})
+        for adapter, prompt in zip(ADAPTERS, prompts(it, 5, 21, repeats=False), strict=True)
+    ]
+    wanted = known(it, asked)
+    right = [wanted[f"r{index}"].tokens for index in range(len(asked))]
+    near = [[*tokens[:30], tokens[30] ^ 1, *tokens[31:]] for tokens in right]
+    accepted = []
+    for predictions in ([()] * 5, near, right, [[3, 4] * 32] * 5):
+        driver = drive(it, speculation="ngram")
+        driver.engine.speculation.cost = Free()
+        ask(driver, it, [(*each[:3], {**each[3], "prediction": p}) for each, p in zip(asked, predictions, strict=True)])
+        same(driver.drain(), wanted, kernels)
+        accepted.append(driver.engine.stats().num_accepted_tokens)
+    none, nearly, all_of_it, _ = accepted
+    assert all_of_it > 5 * 64 * 0.8 > none
+    assert nearly > 5 * 64 * 0.7
+
+
+def test_a_prediction_beyond_the_vocabulary_is_refused(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, speculation="ngram")
+    with pytest.raises(InvalidRequest, match=f"token id {it.vocab_size} is outside the vocabulary") as error:
+        driver.add("a", None, [5, 6], prediction=[7, it.vocab_size])
+    assert error.value.field == "prediction"
+
+
+def test_a_prediction_moves_with_its_request(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, speculation="ngram")
+    driver.add("a", None, [5, 6], prediction=[7, 8], max_tokens=9)
+    driver.step()
+    record = json.loads(json.dumps(to_record(driver.engine.scheduler.get("a"), 0.0)))
+    assert from_record(record, 0.0).prediction == [7, 8]
 
 
 def test_outputs_have_one_token_each_and_tell_which_were_proposed(subject, drive, known):

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.core.speculation.speculation import Speculation
 from chorus.perf.bench import speculation
-from chorus.perf.bench.speculation import main, read_prompts
+from chorus.perf.bench.speculation import main, read_chats, read_prompts
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 
 FLAGS = ["--rows", "1", "3", "--requests", "6", "--rounds", "1", "--threads", "1", "--free"]
@@ -39,7 +39,7 @@ def test_texts_of_a_file_are_copied_and_free(capsys, tmp_path):
     path = tmp_path / "texts.jsonl"
     rows = [{"instruction": "short"}, *({"context": "abcdefgh" * 5, "instruction": "x"} for _ in range(6))]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loads = read_prompts(path, 4, [None, "reverse"], 30, lambda text: list(text.encode()))
+    loads = read_prompts([path], 4, [None, "reverse"], 30, lambda text: list(text.encode()))
     text = list(b"abcdefgh" * 5)[:30]
     assert loads["free"] == [(None, text), ("reverse", text)] * 2
     assert loads["copying"] == [(name, tokens + text[:10]) for name, tokens in loads["free"]]
@@ -49,7 +49,7 @@ def test_texts_of_a_file_are_copied_and_free(capsys, tmp_path):
         ("copying", 1), ("copying", 3), ("free", 1), ("free", 3),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="has fewer than 7 texts"):
-        read_prompts(path, 7, [None], 30, lambda text: list(text.encode()))
+        read_prompts([path], 7, [None], 30, lambda text: list(text.encode()))
 
 
 def test_a_model_needs_texts(capsys, tmp_path):
@@ -62,3 +62,30 @@ def test_without_proposals_nothing_is_shared(capsys, monkeypatch):
     monkeypatch.setattr(Speculation, "drafts", lambda *_: {})
     assert main([*FLAGS[:2], *FLAGS[3:]]) == 0
     assert result(capsys)["results"][0]["share"] is None
+
+
+def test_loads_are_parts_of_all_files_and_chats_are_prompts(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path, letter in zip(paths, "ab", strict=True):
+        path.write_text(json.dumps({"question": letter * 30}) + "\n" + json.dumps({"question": letter * 40}) + "\n")
+
+    def encode(text):
+        return list(text.encode())
+
+    loads = read_prompts(paths, 3, [None], 99, encode)
+    assert [bytes(tokens).decode() for _, tokens in loads["free"]] == ["a" * 30, "b" * 30, "b" * 40]
+    chats = tmp_path / "chats"
+    lines = [{"requests": [{"prompt": "x" * 30}, {"prompt": "short"}]}, {"requests": [{"prompt": "y" * 50}]}]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_chats(chats, 2, [None, "n"], 40, encode)
+    assert [(name, bytes(tokens).decode()) for name, tokens in found] == [(None, "x" * 30), ("n", "y" * 40)]
+
+
+def test_copying_alone_has_the_highest_bar():
+    bars = {
+        (load, rows): speculation._bar({"dtype": "float32", "load": load, "rows": rows, "time": 1.3})  # noqa: SLF001
+        for load in ("copying", "chats")
+        for rows in (1, 8)
+    }
+    met = {key: bar.met for key, bar in bars.items()}
+    assert met == {("copying", 1): False, ("copying", 8): True, ("chats", 1): True, ("chats", 8): True}
