@@ -226,7 +226,9 @@ def _masks(rows: Sequence[tuple[int, LogitEdits]], vocab: int, grammars: Grammar
     allowed = masks[:, 1:]
     states = {index: edits.grammar_state for index, (_, edits) in enumerate(rows) if edits.grammar_state is not None}
     if states and grammars is not None:
-        allowed[list(states)] = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
+        found = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
+        allowed[list(states)] = 0  # grammars know the model's tokens alone, not those that an adapter adds
+        allowed[list(states), : found.shape[1]] = found
     for mask, (_, edits) in zip(allowed, rows, strict=True):
         edits.restrict(mask)
     return masks
