@@ -62,13 +62,19 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
         found[module] = _ordered(file, module, tokens, config, modules)
     if modules.is_tied and "lm_head" not in found and "embed_tokens" in found and _is_shared(file, config):
         found["lm_head"] = found["embed_tokens"]
+    if found and config.invocation_tokens:
+        raise config.refuse(
+            "alora_invocation_tokens",
+            f"the file has rows of {min(found)} of its own, which PEFT uses before these tokens, too; train without "
+            "either",
+        )
     projections, parts = modules.projections, []
     for module, (token_ids, file_rows) in sorted(found.items()):
         index = projections.of_group(_GROUPS[module])
         assert index is not None
         name = projections.name_of(index)
         parts.append(AdapterPart(len(token_ids), 1.0, projections.layers_of(name), (name,), token_ids, file_rows))
-    return FoundRows(tuple(parts), tuple(dropped), *_beyond(file, config, found, modules))
+    return FoundRows(tuple(parts), tuple(dropped), *_beyond(file, found, modules))
 
 
 def _of_copies(
@@ -256,7 +262,6 @@ def _check_count(file: RowsFile, copy: WholeCopy, rows: tuple[int, ...]) -> None
 
 def _beyond(
     file: RowsFile,
-    config: AdapterConfig,
     found: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     modules: ModulePaths,
 ) -> tuple[int, frozenset[int]]:
@@ -273,10 +278,5 @@ def _beyond(
         raise AdapterFormatError(
             f"{file.path}: has a row of lm_head for token {without[0]}, beyond the base model's {vocab}, and none of "
             "embed_tokens; save the embeddings too (save_embedding_layers=True)"
-        )
-    if embedded and config.invocation_tokens:
-        raise config.refuse(
-            "alora_invocation_tokens",
-            "the tokens that the adapter adds would have no embeddings before them; train without either",
         )
     return max(with_logits, default=-1) + 1, embedded
