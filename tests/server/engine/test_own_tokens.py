@@ -195,6 +195,23 @@ def test_an_adapter_that_a_request_brings_has_its_tokens_at_once(adapters):
     assert unknown.status_code == 404
 
 
+@pytest.mark.parametrize("name", ["own", "beyond"])
+def test_an_uploaded_adapter_brings_its_tokenizer(adapters, tmp_path, name):
+    """And its template."""
+    settings = Settings(model=BUILTIN_MODEL, adapter_uploads=tmp_path, adapter_chat_templates=True, **SMALL)
+    it = Reference(adapters / name)
+    ids = it.tokenizer(TEXT)["input_ids"]
+    files = [("file", (path.name, path.read_bytes())) for path in (adapters / name).iterdir() if path.is_file()]
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        told = client.post("/v1/load_lora_adapter", data={"lora_name": "sent"}, files=files)
+        assert told.status_code == 200, told.text
+        body = {"model": "sent", "prompt": TEXT, **GREEDY, "return_token_ids": True}
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, it.answer(ids))
+        chat = client.post("/tokenize", json={"model": "sent", "messages": USER}).json()["tokens"]
+    assert chat == it.tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+
+
 def test_a_vector_is_of_the_adapter_s_tokens(client, reference):
     ids = reference.tokenizer(TEXT)["input_ids"]
     by_text, by_ids = (
