@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -42,9 +42,10 @@ class Servable:
 
         find: returns the version of an adapter's name for a new request (`ServedAdapters.find`).
         """
-        self.check_tokens(request)
+        self.check_length(request)
         if request.adapter_name is not None and request.adapter is None:
             request.adapter = request.bound = find(request.adapter_name, request.sibling)
+        self.check_tokens(request)
         self._set_head(request)
         if request.adapter is not None and request.adapter.manifest.invocation_tokens:
             self._activate(request, request.adapter)
@@ -94,9 +95,9 @@ class Servable:
         """Return the name that shares are counted by: the tenant's, or the adapter's with `fair_by` adapter."""
         return tenant if self._config.fair_by == "tenant" else adapter_name or ""
 
-    def check_tokens(self, request: Request) -> None:
-        """Check the prompt, and the token ids that its parameters name."""
-        limit, count, vocab = self._model.max_model_len, request.num_prompt_tokens, self._model.vocab_size
+    def check_length(self, request: Request) -> None:
+        """Check the length of the prompt."""
+        limit, count = self._model.max_model_len, request.num_prompt_tokens
         if count == 0:
             raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
         if count >= limit + (request.params.pooling is not None):
@@ -105,12 +106,19 @@ class Servable:
             raise InvalidRequest(
                 "prompt", f"the prompt has {count} tokens, the model takes {limit}{window}{output}; shorten it"
             )
+
+    def check_tokens(self, request: Request) -> None:
+        """Check the token ids of the prompt, and those that its parameters name."""
+        vocab = self._model.vocab_size
+        added = frozenset[int]() if request.adapter is None else request.adapter.manifest.added
         if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
-            bad = next(token for token in request.token_ids if not 0 <= token < vocab)
-            raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
-        if wrong := [token for token in request.prediction if not 0 <= token < vocab]:
-            raise InvalidRequest("prediction", f"token id {wrong[0]} is outside the vocabulary of {vocab}")
-        _check_ids(request.params, vocab)
+            bad = next((token for token in request.token_ids if not 0 <= token < vocab and token not in added), None)
+            if bad is not None:
+                raise InvalidRequest("prompt", f"token id {bad} is outside {_vocabulary(vocab, added)}")
+        if wrong := [token for token in request.prediction if not 0 <= token < vocab and token not in added]:
+            raise InvalidRequest("prediction", f"token id {wrong[0]} is outside {_vocabulary(vocab, added)}")
+        with_logits = request.adapter.manifest.num_tokens if request.adapter is not None else 0
+        _check_ids(request.params, vocab, frozenset(token for token in added if token < with_logits))
 
     def limit_output(self, request: Request) -> None:
         """Set `max_tokens` and `max_length` as the request asks, or to all that there is room for.
@@ -197,7 +205,13 @@ def _last_occurrence(tokens: Sequence[int], wanted: Sequence[int]) -> int:
     return found // within.itemsize
 
 
-def _check_ids(params: RequestParams, vocab: int) -> None:
+def _vocabulary(vocab: int, added: Collection[int]) -> str:
+    """What token ids may be, for an error."""
+    more = f" and the {len(added)} tokens that its adapter adds" if added else ""
+    return f"the vocabulary of {vocab}{more}"
+
+
+def _check_ids(params: RequestParams, vocab: int, added: Collection[int]) -> None:
     for field, ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
@@ -205,5 +219,5 @@ def _check_ids(params: RequestParams, vocab: int) -> None:
         ("bad_words", [token for word in params.bad_words for token in word]),
         ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
-        if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
-            raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
+        if ids and (bad := [token for token in ids if not 0 <= token < vocab and token not in added]):
+            raise InvalidRequest(field, f"token id {bad[0]} is outside {_vocabulary(vocab, added)}")

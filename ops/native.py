@@ -74,6 +74,18 @@ class NativeRows:
         self.page_table = page_table
 
 
+def _without_added(token_ids: torch.Tensor, vocab: int, segments: Segments | None) -> torch.Tensor:
+    """The tokens, with the first of the model's for those beyond them of which an adapter has rows."""
+    if segments is None or not len(beyond := (token_ids >= vocab).nonzero()):
+        return token_ids
+    known = token_ids.clone()
+    for at in beyond[:, 0].tolist():
+        own = (rows.token_ids for begin, end, rows in segments if begin <= at < end)
+        if any(int(token_ids[at]) in ids for ids in own):
+            known[at] = 0
+    return known
+
+
 def check_step(
     model: NativeModel,
     token_ids: torch.Tensor,
@@ -219,7 +231,7 @@ class NativeDecoder:
         if CHECKS_STEPS:
             check_step(
                 self._model,
-                token_ids=token_ids,
+                token_ids=_without_added(token_ids, len(self._model.embed), model_segments),
                 positions=positions,
                 page=page,
                 offset=offset,
@@ -277,7 +289,19 @@ class NativeDecoder:
         """
         self._check_kept(end)
         states = torch.empty(end - begin, self._model.hidden)
-        self._library.chorus_decoder_hidden_states(self._handle, begin, end - begin, states.data_ptr())
+        first = self._step.logits_wanted + begin
+        self._library.chorus_decoder_hidden_states(self._handle, first, end - begin, states.data_ptr())
+        return states
+
+    def logit_states(self, rows: Sequence[int]) -> torch.Tensor:
+        """Final hidden states `[rows, hidden]` float32 of some of the last step's tokens with logits, by their place
+        among these.
+        """
+        if max(rows) >= self._step.logits_wanted:
+            raise RuntimeError(f"the last step had logits of {self._step.logits_wanted} tokens, not {max(rows) + 1}")
+        states = torch.empty(len(rows), self._model.hidden)
+        for state, row in zip(states, rows, strict=True):
+            self._library.chorus_decoder_hidden_states(self._handle, row, 1, state.data_ptr())
         return states
 
     def _check_kept(self, end: int) -> None:

@@ -1,10 +1,12 @@
-"""Rows of the token embeddings and of the output projection that adapters have in place of the model's.
+"""Rows of the token embeddings and of the output projection that adapters have in place of, or beyond, the model's.
 
-Tests: tests/core/test_trained_rows.py
+Tests: tests/core/test_trained_rows.py, tests/core/test_added_tokens.py
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,6 +45,23 @@ class TrainedRows:
             here = (tokens >= 0) & (tokens < logits.shape[1])
             products = x[begin:end].float() @ own[here].float().T
             logits[begin:end].index_copy_(1, tokens[here], products.to(logits.dtype))
+
+    def added_logits(
+        self, x: torch.Tensor, arena: torch.Tensor, parts: Sequence[AdapterRows], layer: int, columns: range
+    ) -> torch.Tensor:
+        """Logits `[rows, columns]` float32 of an adapter's tokens beyond the model's, before they are scaled or capped;
+        -inf for a token without a row. x: `[rows, hidden]` float32. A row's bits do not depend on the others.
+        """
+        logits = torch.full((len(x), len(columns)), -torch.inf)
+        for part in parts:
+            begin = bisect_left(part.token_ids, columns.start)
+            if begin == len(part.token_ids) or (own := self._rows(arena, part, self._head, layer=layer)) is None:
+                continue
+            weights = own[begin:].float()
+            at = self._tokens_of(part, x.device)[begin:] - columns.start
+            for row, state in zip(logits, x, strict=True):
+                row[at] = torch.mv(weights, state)
+        return logits
 
     def _rows(self, arena: torch.Tensor, rows: AdapterRows, module: int, *, layer: int) -> torch.Tensor | None:
         """An adapter's rows `[rank, hidden]` of a module; None if it has none."""

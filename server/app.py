@@ -30,6 +30,7 @@ from .api.generation_builder import GenerationBuilder
 from .api.openapi import openapi_route
 from .api.pooling_api import ROUTES as POOLING
 from .api.pooling_api import PoolingApi
+from .api.pooling_builder import PoolingBuilder
 from .api.responder import Responder
 from .api.sampling_defaults import SamplingDefaults
 from .api.text_api import TextApi
@@ -119,7 +120,9 @@ def create_app(
         sourced=sourced,
     )
     generation = GenerationApi(builder, responder)
-    pooling = PoolingApi(builder, responder, PoolingConfig.read(settings.model, settings.classifier_from_token))
+    pooling = PoolingApi(
+        PoolingBuilder(builder, PoolingConfig.read(settings.model, settings.classifier_from_token)), responder
+    )
     texts = TextApi(worker, tokenizer, builder, executors.text)
     adapters = AdapterApi(worker, settings, loads, sourced, executors.text)
     statuses = Statuses()

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Never, TypeVar, overload
 
+from ..core.model.pooling_config import PoolingConfig
 from ..core.requests.request_params import InvalidRequest
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.adapters.versions import versioned
@@ -21,6 +22,7 @@ from .api.adapter_api import AddAdapter, checked_name, pin_adapter
 from .api.fields import unknown_field
 from .api.generation_builder import GenerationBuilder
 from .api.near import nearest
+from .api.pooling_builder import PoolingBuilder
 from .api.sampling_defaults import SamplingDefaults
 from .engine.adapter_loader import AdapterLoader
 from .engine.adapter_tokenizers import AdapterTokenizers
@@ -32,6 +34,7 @@ from .executors import DaemonPool
 from .library.adapter_files import AdapterFiles
 from .library.asking import Asking, PromptRequest
 from .library.completion import Completion as Completion
+from .library.embedding import Embedding
 from .library.loop import LoopThread
 from .library.options import settings_of
 from .library.params import FIELDS, SamplingParams, python_errors
@@ -123,7 +126,8 @@ class LLM:
             tokenizers=tokenizers,
         )
         self._loop = LoopThread()
-        self._asking = Asking(builder, self._sourced, IN_FLIGHT)
+        pooling = PoolingBuilder(builder, PoolingConfig.read(settings.model, settings.classifier_from_token))
+        self._asking = Asking(builder, pooling, self._sourced, IN_FLIGHT)
         self._loads.start()
 
     # -- answers
@@ -266,6 +270,26 @@ class LLM:
     ) -> Completion | list[Completion]:
         """The same for a program with an event loop; cancelling it ends the requests."""
         return await self._wait(self._chat(messages, params, adapter, stop, unknown))
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: AdapterChoice = None,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> Embedding | list[Embedding]:
+        """Vectors of prompts: one for a single prompt, a list for a list. The keywords are those of
+        POST /v1/embeddings.
+        """
+        given, alone = prompts_of(prompts)
+        adapters = for_each(adapter, len(given), "adapter", (str, type(None)), "an adapter's name")
+        fields = {
+            "dimensions": dimensions, "normalize": normalize, "truncate_prompt_tokens": truncate_prompt_tokens,
+        }  # fmt: skip
+        found = self._loop.run(self._asking.embed(given, adapters, fields))
+        return found[0] if alone else found
 
     def stream(
         self,

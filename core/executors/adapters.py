@@ -133,7 +133,14 @@ class CudaAdapters(ModelAdapters):
 
 
 def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
-    """Raise AdapterFormatError for an adapter that the static tables of a GPU can't hold."""
+    """Raise AdapterFormatError for an adapter that the static tables of a GPU can't hold, or whose tokens it has no
+    logits for.
+    """
+    if manifest.num_tokens:
+        raise AdapterFormatError(
+            f"{path}: adds tokens beyond the base model's vocabulary, which a GPU does not serve; set device to 'cpu', "
+            "or resize the base model's vocabulary and serve that"
+        )
     if manifest.rank > max_rank:
         raise AdapterFormatError(
             f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"

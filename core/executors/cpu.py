@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepForm, StepMode
+from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
@@ -21,9 +23,10 @@ from ...ops.native import NativeRows
 from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
+from ..model.added_tokens import StepLogits, adding, asking_rows, part_runs, prompt_runs, sample_with_added
 from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
 from ..model.config import UnsupportedModel
-from ..model.decoder import DecoderModel
+from ..model.decoder import DecoderModel, capped
 from ..model.native_decoder import NativeDecoderModel
 from ..model.open_weights import open_weights
 from ..model.paged_states import PagedStates
@@ -32,7 +35,6 @@ from ..model.sampler import (
     RowLogits,
     Sampling,
     add_prompt_logprobs,
-    needs_logits,
     plain_row_params,
     prompt_logprob_slices,
     sample_tokens,
@@ -140,12 +142,20 @@ class CpuExecutor(ModelExecutor):
         logits: RowLogits,
         chosen: Collection[int] = (),
     ) -> StepResult:
-        ends, grammars = self.model.eos_token_ids, self.model.grammars
-        result = sample_tokens(
-            rows, argmax, logits, sampling=self.steps.sampling, eos_token_ids=ends, chosen=chosen, grammars=grammars
-        )
+        sampling = self.steps.sampling
+        sample = partial(sample_tokens, eos_token_ids=self.model.eos_token_ids, grammars=self.model.grammars)
+        if adapters := adding(plan, rows):
+            step = StepLogits(argmax, logits, chosen, self.decoder.logit_states, self._added_logits)
+            result = sample_with_added(rows, adapters, step, sample, sampling)
+        else:
+            result = sample(rows, argmax, logits, sampling, chosen=chosen)
         if any(row.wants_prompt_logprobs for row in rows):
-            add_prompt_logprobs(rows, self.decoder.prompt_logits, self.steps.sampling, self.model.vocab_size, result)
+            parted = None
+            if adapters:
+                runs = prompt_runs(rows, adapters)
+                parted = partial(part_runs, runs, self.decoder.hidden_states, self._added_logits, sampling)
+            vocab = self.model.vocab_size
+            add_prompt_logprobs(rows, self.decoder.prompt_logits, sampling, vocab, result, parted)
         if any(row.params.pooling is not None for row in rows):
             add_pooled(rows, self.decoder.hidden_states, result)
         if plan.num_drafts:
@@ -154,6 +164,10 @@ class CpuExecutor(ModelExecutor):
             for request_id in self._lora.late_requests(plan.sequences):
                 result.retract(request_id)
         return result
+
+    def _added_logits(self, adapter: Adapter, states: torch.Tensor) -> torch.Tensor:
+        """See `AddedLogits`."""
+        return capped(self._lora.added_logits(adapter, states), self.config)
 
     def close(self) -> None:
         self.steps.close()
@@ -284,7 +298,7 @@ class TorchSteps(CpuSteps[GroupedAttention]):
 
     def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
         rows = self.rows(plan)
-        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
+        asking = asking_rows(plan, rows)
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
             return sample(plan, rows, greedy(logits), RowLogits(logits, {index: index for index in asking}))
@@ -318,8 +332,8 @@ class NativeSteps(CpuSteps[NativeRows]):
 
     def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
         rows = self.rows(plan)
-        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
-        plain = asking if self._samples else []
+        asking, adapters = asking_rows(plan, rows), adding(plan, rows)
+        plain = [index for index in asking if index not in adapters] if self._samples else []
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
         kept = [
             index

@@ -23,8 +23,8 @@ from ...memory.pages.arena import Arena
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
+from ..model.added_tokens import asking_rows
 from ..model.config import ModelConfig, UnsupportedModel
-from ..model.sampler import needs_logits
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
 from ..model.weights import kept_bytes
@@ -195,7 +195,7 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         self._known.introduce_all(plan)
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
-        kept = [index for index, row in enumerate(plan.sequences) if needs_logits(row)]
+        kept = asking_rows(plan, plan.sequences)
         step = "step", number, plan_to_wire(plan, samples=False), kept, coming
         result, late = self._processes.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:

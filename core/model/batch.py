@@ -71,6 +71,10 @@ class StepLora(Protocol):
     def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
         """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
 
+    def known(self, token_ids: torch.Tensor, /) -> torch.Tensor:
+        """The tokens, with any of the model's in place of those that an adapter adds: `embed` writes their rows."""
+        ...
+
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None:
         """Tell which of the step's tokens, in rising order, have logits, and prompt-logprob logits. Without this call,
         every token has logits.
@@ -130,6 +134,7 @@ class LoraState:
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
         self._projections, self._num_layers = config.projections, config.num_layers
+        self._vocab_size = config.vocab_size
         self._groups = lora_groups(config.projections)
         self._embedding, self._head = (self._projections.of_group(each) for each in (Group.EMBEDDING, Group.HEAD))
         rows = [self._projections.of_group(each) for each in (Group.EMBEDDING_ROWS, Group.HEAD_ROWS)]
@@ -279,6 +284,18 @@ class LoraState:
                 self._trained.replace_embeddings(rows, token_ids, self.arena, self.model_segments)
             inputs, _ = self._projections.dims_of(self._embedding)
             add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, inputs)
+
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `StepLora.known`."""
+        return token_ids.clamp(max=self._vocab_size - 1) if self.model_segments.rows else token_ids
+
+    def added_logits(self, adapter: Adapter, states: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, added]` float32 of the tokens that an adapter adds to the model's, before they are scaled or
+        capped. states: `[rows, hidden]` float32.
+        """
+        assert self._trained is not None, "an adapter with added tokens has rows of the head"
+        columns, parts = range(self._vocab_size, adapter.manifest.num_tokens), self.model_rows_of(adapter)
+        return self._trained.added_logits(states, self.arena, parts, self._num_layers - 1, columns)
 
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int]) -> None:
         """See `StepLora.use_logits`."""

@@ -110,6 +110,7 @@ class DecoderModel:
         self._embedding_factor = config.embedding_factor(embed.dtype)
         self.kept_states: torch.Tensor | None = None
         """Normalised states of the last step's kept tokens; to be reset before a captured step, which has none."""
+        self._logit_states: torch.Tensor | None = None
         self._prompt_lora: HeadLora | None = None
         self._ropes = [layer.rope for layer in config.layers]
         ropes = [rope for rope in dict.fromkeys(self._ropes) if rope is not None]
@@ -261,25 +262,19 @@ class DecoderModel:
                 self._prompt_lora = None if lora is None else lora.prompt_logits()
             if batch.logit_tokens is not None:
                 x = x[batch.logit_tokens]
-            normed = x.normed(self._norm)
+            self._logit_states = normed = x.normed(self._norm)
             found = multiply(batch.backends[HEAD], normed, self._lm_head)
             found = found.float() if logits is None else logits.copy_(found)
             if lora is not None and (head := lora.logits()) is not None:
                 head.add(found, normed, self._first_token)
-            return self._capped(found)
-
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap logits in place, where the model does."""
-        scale, cap = self.config.logits_scale, self.config.logits_softcap
-        if scale != 1.0:
-            logits.mul_(scale)
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+            return capped(found, self.config)
 
     def _embedded(self, batch: Batch) -> torch.Tensor:
         """Embeddings `[tokens, hidden]` of a step's tokens."""
-        rows = embedding(batch.token_ids, self._embed)
-        if batch.lora is not None:
-            batch.lora.embed(rows, batch.token_ids)
+        lora, token_ids = batch.lora, batch.token_ids
+        rows = embedding(token_ids if lora is None else lora.known(token_ids), self._embed)
+        if lora is not None:
+            lora.embed(rows, batch.token_ids)
         return rows if self._embedding_factor == 1.0 else rows * self._embedding_factor
 
     def _rotations(self, batch: Batch) -> dict[RopeConfig | None, Rotation | None]:
@@ -318,11 +313,17 @@ class DecoderModel:
         logits = multiply(GemmBackend.LIBRARY, hidden, self._lm_head).float()
         if self._prompt_lora is not None:
             self._prompt_lora.add(logits, hidden, self._first_token, begin)
-        return self.gathered(self._capped(logits))
+        return self.gathered(capped(logits, self.config))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
         return self._kept(begin, end).float()
+
+    def logit_states(self, rows: Sequence[int]) -> torch.Tensor:
+        """Final hidden states `[rows, hidden]` float32 of some rows of the last step's logits."""
+        if self._logit_states is None:
+            raise RuntimeError("no step was computed")
+        return self._logit_states[list(rows)].float()
 
     def _kept(self, begin: int, end: int) -> torch.Tensor:
         if self.kept_states is None:
@@ -419,6 +420,14 @@ class DecoderModel:
             if self._query_factors is not None:
                 q.mul_(self._query_factors[batch.positions])
             return q, gates
+
+
+def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Scale and cap logits in place, where the model does."""
+    scale, cap = config.logits_scale, config.logits_softcap
+    if scale != 1.0:
+        logits.mul_(scale)
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def kv_index(config: ModelConfig) -> list[int]:

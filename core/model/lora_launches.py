@@ -191,6 +191,10 @@ class LoraLaunches:
         """See `StepLora.embed`. Captured steps have nothing of it: what adapters do to embeddings runs before them."""
         self._state.embed(rows, token_ids)
 
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `StepLora.known`: a GPU serves no adapters that add tokens."""
+        return token_ids
+
     def use_logits(self, sampled: Sequence[int], scored: Sequence[int]) -> None:
         """See `StepLora.use_logits`."""
         self._state.use_logits(sampled, scored)

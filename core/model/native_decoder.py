@@ -137,6 +137,10 @@ class NativeDecoderModel:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
         return self._decoder.hidden_states(begin, end)
 
+    def logit_states(self, rows: Sequence[int]) -> torch.Tensor:
+        """Final hidden states `[rows, hidden]` float32 of some rows of the last step's logits."""
+        return self._decoder.logit_states(rows)
+
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`. Ranks agree on how many rows they keep."""
         if self._ranks is None:

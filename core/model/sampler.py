@@ -250,18 +250,28 @@ def add_prompt_logprobs(
     sampling: Sampling,
     vocab: int,
     result: StepResult,
+    parted: Callable[[int, int, torch.Tensor], Iterator[tuple[torch.Tensor, Sampling]]] | None = None,
 ) -> None:
     """Add the log-probabilities of prompt tokens to a step's result, in slices of bounded memory.
 
     logits: called with a range of the step's prompt-logprob tokens (see `following_tokens`), returns their logits,
-    which are valid until the next call.
+    which are valid until the next call. parted: divides these into runs of tokens that are computed apart, as some have
+    more columns; None: they are one run.
     """
     with_logprobs = [row for row in rows if row.wants_prompt_logprobs]
     tokens = [token for row in with_logprobs for token in following_tokens(row)]
     counts = [row.params.prompt_logprobs or 0 for row in with_logprobs for _ in following_tokens(row)]
     found: list[TokenLogprobs] = []
     for begin, end in prompt_logprob_slices(rows, vocab):
-        found += _with_ranks(sampling, logits(begin, end), tokens[begin:end], counts[begin:end])
+        values = logits(begin, end)
+        for part, with_part in [(values, sampling)] if parted is None else parted(begin, end, values):
+            at = slice(len(found), len(found) + len(part))
+            found += _with_ranks(with_part, part, tokens[at], counts[at])
+    _add_scored(with_logprobs, found, result)
+
+
+def _add_scored(with_logprobs: Sequence[ScheduledSequence], found: Sequence[TokenLogprobs], result: StepResult) -> None:
+    """Give each sequence the log-probabilities of its tokens."""
     at = 0
     for row in with_logprobs:
         count = len(following_tokens(row))

@@ -234,7 +234,9 @@ def _masks(
     allowed = masks[:, 1:]
     states = {index: state for index, (_, _, state) in enumerate(rows) if state is not None}
     if states and grammars is not None:
-        allowed[list(states)] = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
+        found = grammars.advance(list(states.values()))[:, : allowed.shape[1]]
+        allowed[list(states)] = 0  # grammars know the model's tokens alone, not those that an adapter adds
+        allowed[list(states), : found.shape[1]] = found
     for mask, (_, edits, _) in zip(allowed, rows, strict=True):
         edits.restrict(mask)
     return masks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -77,10 +77,18 @@ def added_beyond(directory: AdapterDirectory, num_tokens: int) -> dict[int, str]
     return {id_: one.token.text for id_, one in found.items() if id_ >= num_tokens}
 
 
-def own_tokens(directory: AdapterDirectory, base: BaseTokens, vocab_size: int | None) -> OwnTokens | None:
+def has_tokenizer_file(directory: AdapterDirectory) -> bool:
+    """True if the directory has any file of a tokenizer."""
+    return any(map(directory.has, TOKENIZER_FILES))
+
+
+def own_tokens(
+    directory: AdapterDirectory, base: BaseTokens, vocab_size: int | None, added: Collection[int] = ()
+) -> OwnTokens | None:
     """The adapter's tokenizer if it names tokens that the base model's tokenizer lacks; None if not.
 
-    vocab_size: of the base model's embeddings. Tokens beyond them have no row, so they are no tokens of a prompt.
+    vocab_size: of the base model's embeddings. Tokens beyond them have no row, so they are no tokens of a prompt, but
+    for those of `added`.
     Raises AdapterFormatError for files that can't be read, and for a token that isn't the base model's. Files that
     equal another adapter's without such tokens are not parsed again.
     """
@@ -96,7 +104,7 @@ def own_tokens(directory: AdapterDirectory, base: BaseTokens, vocab_size: int | 
                 f"{file}: token {shown(token.text)} has id {id_}, in the base model's tokenizer it has {known}; train "
                 "with the base model's tokenizer, and only add tokens to it"
             )
-    served = {id_: one for id_, one in found.tokens.items() if vocab_size is None or id_ < vocab_size}
+    served = {id_: one for id_, one in found.tokens.items() if vocab_size is None or id_ < vocab_size or id_ in added}
     if all(base.id_of(one.token.text) is not None for one in served.values()):
         if not found.is_beyond:
             base.plain.add(key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -107,6 +107,12 @@ class AdapterManifest:
     tokens: OwnTokens | None = None
     """Its tokenizer, if that has tokens that the base model's lacks."""
 
+    num_tokens: int = 0
+    """One more than the last token of its head, if it adds tokens to the base model's vocabulary; 0: it adds none."""
+
+    added: frozenset[int] = frozenset()
+    """Tokens beyond the base model's vocabulary that a prompt of it may have."""
+
     sources: tuple[tuple[AdapterManifest, float], ...] = ()
     """The adapters that it is composed of, each with a scale; empty: it has files of its own."""
 
@@ -192,14 +198,16 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
     with _opened(path, roots) as directory:
         form = _form(path, directory)
         config = form.config(directory, ()) if form.is_plain else None
-        tokens = _own_tokens(path, directory, modules)
         with AdapterWeights(directory, form, modules) as file:
             stem, modules = file.stem, file.modules
             config = config or form.config(directory, file.given_modules)
             _check_invocation(config, modules.vocab_size)
-            rows, dropped = find_rows(file, config, directory, modules)
+            rows, dropped, num_tokens, added = find_rows(file, config, directory, modules)
+            tokens = _own_tokens(path, directory, modules, added)
             targets, projections = _targets(config, stem, modules, file.head_names), modules.projections
             _check_experts(config, targets, projections)
+            if added:
+                _check_no_lora_on_added(config, targets, projections)
             head = read_score_head(file, modules.hidden_size, CONFIG_FILE) if config.has_head else None
             vectors = vector_targets(file, _module_keys(projections), config, targets, modules)
             others = {name for target in vectors for name in vector_names(target, projections)}
@@ -230,15 +238,34 @@ def inspect_adapter(path: Path, modules: ModulePaths, roots: Sequence[Path] = ()
                 head=head,
                 vectors=_same_vectors(vectors),
                 tokens=tokens,
+                num_tokens=num_tokens,
+                added=added,
             )
 
 
-def _own_tokens(path: Path, directory: AdapterDirectory, modules: ModulePaths) -> OwnTokens | None:
-    """The adapter's own tokenizer; an adapter of one file has none beside it."""
+def _own_tokens(
+    path: Path, directory: AdapterDirectory, modules: ModulePaths, added: Collection[int]
+) -> OwnTokens | None:
+    """The adapter's own tokenizer; an adapter of one file has none beside it. added: tokens beyond the base model's
+    that have embeddings.
+    """
     base = modules.base_tokens
     if base is None or not base.is_there or directory.path != path:
         return None
-    return own_tokens(directory, base, modules.vocab_size)
+    return own_tokens(directory, base, modules.vocab_size, added)
+
+
+def _check_no_lora_on_added(
+    config: AdapterConfig, targets: Mapping[tuple[int, str], object], projections: Projections
+) -> None:
+    """Refuse LoRA on embeddings or a head with more tokens than the base model's."""
+    for _, module in targets:
+        if projections[module].is_of_model:
+            raise config.refuse(
+                "target_modules",
+                f"LoRA on {module} of a vocabulary with added tokens is not served; train {module} by modules_to_save "
+                "or trainable_token_indices",
+            )
 
 
 class AdapterWeights(RowsFile):

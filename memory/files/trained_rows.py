@@ -3,22 +3,31 @@
 They are in whole copies of the module, of which some rows are not the base model's, or by themselves where PEFT was
 given `trainable_token_indices`. A tied head has those of the embeddings, unless the file has others for it.
 
-Tests: tests/core/test_whole_copies.py, tests/core/test_trained_rows.py
+Rows beyond the base model's are of tokens that the adapter adds. They are kept if a tokenizer file of the adapter or
+`trainable_token_indices` names one of them; without any tokenizer file, if other rows were trained, or their number is
+not a round one to which a vocabulary is padded.
+
+Tests: tests/core/test_whole_copies.py, tests/core/test_trained_rows.py, tests/core/test_added_tokens.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Group
-from .added_tokens import added_beyond
+from .added_tokens import added_beyond, has_tokenizer_file
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_paths import ModulePaths
 from .whole_copies import MAX_TRAINED_ROWS, RowsFile, WholeCopy, differing_rows, row_bytes
+
+_PADDED_TO = 8
+"""The least number to a multiple of which vocabularies are padded."""
 
 _GROUPS = {"embed_tokens": Group.EMBEDDING_ROWS, "lm_head": Group.HEAD_ROWS}
 
@@ -32,6 +41,12 @@ class FoundRows(NamedTuple):
     dropped: tuple[str, ...]
     """Tensors that equal the base model's modules."""
 
+    num_tokens: int = 0
+    """One more than the last token of its head; 0: it adds none to the base model's."""
+
+    added: frozenset[int] = frozenset()
+    """Tokens beyond the base model's that have embeddings."""
+
 
 def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory, modules: ModulePaths) -> FoundRows:
     """Compare the file's whole copies with the base model. Raises AdapterFormatError for what would not be served as
@@ -39,29 +54,47 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
     """
     _ = file.tensors
     _check_named(file, config, modules)
-    dropped: list[str] = []
-    rows: dict[str, tuple[int, ...]] = {}  # of whole copies, whose rows are numbered by token
-    for module, copies in file.copies.items():
-        for copy in copies:
-            _check_added(directory, copy, modules)
-        differing = _differing(file, module, modules)
-        dropped += [copy.name for copy in copies if not differing[copy.name]]
-        if changed := differing[copies[0].name]:
-            rows[module] = changed
-    found = {module: (tokens, tokens) for module, tokens in rows.items()}
+    rows, dropped = _of_copies(file, config, directory, modules)
+    found = {module: (tokens, tokens) for module, tokens in rows.items()}  # a copy's rows are numbered by token
     for module, tokens in config.trained_tokens.items():
         if module in found:
             raise config.refuse("trainable_token_indices", f"the file has another whole {module} too; save it again")
         found[module] = _ordered(file, module, tokens, config, modules)
     if modules.is_tied and "lm_head" not in found and "embed_tokens" in found and _is_shared(file, config):
         found["lm_head"] = found["embed_tokens"]
+    if found and config.invocation_tokens:
+        raise config.refuse(
+            "alora_invocation_tokens",
+            f"the file has rows of {min(found)} of its own, which PEFT uses before these tokens, too; train without "
+            "either",
+        )
     projections, parts = modules.projections, []
     for module, (token_ids, file_rows) in sorted(found.items()):
         index = projections.of_group(_GROUPS[module])
         assert index is not None
         name = projections.name_of(index)
         parts.append(AdapterPart(len(token_ids), 1.0, projections.layers_of(name), (name,), token_ids, file_rows))
-    return FoundRows(tuple(parts), tuple(dropped))
+    return FoundRows(tuple(parts), tuple(dropped), *_beyond(file, found, modules))
+
+
+def _of_copies(
+    file: RowsFile, config: AdapterConfig, directory: AdapterDirectory, modules: ModulePaths
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """The rows of whole copies that are kept, by module, and the copies of which none is."""
+    rows: dict[str, tuple[int, ...]] = {}
+    dropped: list[str] = []
+    differing = {module: _differing(file, module, modules) for module in file.copies}
+    changed = any(each for by_name in differing.values() for each in by_name.values())
+    added = _added_rows(file, config, directory, modules, changed=changed)
+    for module, copies in file.copies.items():
+        served = () if module in file.trained else added
+        kept = {copy.name: (*differing[module][copy.name], *_within(copy, served)) for copy in copies}
+        dropped += [copy.name for copy in copies if not kept[copy.name]]
+        if of_module := kept[copies[0].name]:
+            _check_count(file, copies[0], of_module)
+            _check_alike(file, module, copies, of_module)
+            rows[module] = of_module
+    return rows, dropped
 
 
 def module_of(part: AdapterPart) -> str:
@@ -90,7 +123,7 @@ def _check_named(file: RowsFile, config: AdapterConfig, modules: ModulePaths) ->
                 f"{file.path}: has no copy of {module}, which {CONFIG_FILE} names in modules_to_save; save it again"
             )
     for module in file.trained:
-        if module not in config.trained_tokens:
+        if module not in config.trained_tokens and not _is_twin(file, config, modules, module):
             raise AdapterFormatError(
                 f"{file.path}: tensor {shown(file.trained[module][0])} has trained rows, and {CONFIG_FILE} names no "
                 f"tokens of {module} in trainable_token_indices; save it again"
@@ -118,9 +151,7 @@ def _differing(file: RowsFile, module: str, modules: ModulePaths) -> dict[str, t
     for copy in others:
         if copy.is_original:
             continue
-        if found[copy.name] != found[first.name] or any(
-            row_bytes(file, copy.info, row) != row_bytes(file, first.info, row) for row in found[first.name]
-        ):
+        if found[copy.name] != found[first.name]:
             raise AdapterFormatError(
                 f"{file.path}: tensors {shown(first.name)} and {shown(copy.name)} are both {module}, and differ; save "
                 "it again"
@@ -147,12 +178,6 @@ def _ordered(
             f"{file.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {want} is needed for the tokens "
             f"in {CONFIG_FILE} (trainable_token_indices); mend the wrong one"
         )
-    if modules.vocab_size is not None and max(tokens) >= modules.vocab_size:
-        raise config.refuse(
-            "trainable_token_indices",
-            f"the base model's tokens end at {modules.vocab_size}; added tokens are not supported: resize the base "
-            "model's vocabulary and serve that",
-        )
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
     return tuple(tokens[row] for row in order), tuple(order)
 
@@ -164,15 +189,94 @@ def _is_shared(file: RowsFile, config: AdapterConfig) -> bool:
     return "lm_head" not in file.copies and "embed_tokens" not in config.saved_modules
 
 
-def _check_added(directory: AdapterDirectory, copy: WholeCopy, modules: ModulePaths) -> None:
-    """Refuse an adapter that has tokens of its own beyond the base model's vocabulary."""
-    vocab, num_rows = modules.vocab_size, copy.info.shape[0] if copy.info.shape else 0
-    if vocab is None or num_rows <= vocab:
-        return
-    if added := {token: text for token, text in added_beyond(directory, vocab).items() if token < num_rows}:
-        token, text = next(iter(added.items()))
+def _added_rows(
+    file: RowsFile, config: AdapterConfig, directory: AdapterDirectory, modules: ModulePaths, *, changed: bool
+) -> Sequence[int]:
+    """The tokens beyond the base model's of which rows of whole copies are kept, in rising order. changed: other rows
+    are not the base model's.
+    """
+    vocab = modules.vocab_size
+    end = max((copy.info.shape[0] for copy in chain(*file.copies.values())), default=0)
+    if vocab is None or end <= vocab:
+        return ()
+    named = {token for token in added_beyond(directory, vocab) if token < end}
+    _check_trained(config, named, vocab)
+    trained = {token for token in chain(*config.trained_tokens.values()) if token >= vocab}
+    if "embed_tokens" in config.trained_tokens:
+        return sorted(trained)
+    is_used = bool(named or trained)
+    if not is_used and not has_tokenizer_file(directory):
+        is_used = changed or bool(end % _PADDED_TO)
+    return range(vocab, end) if is_used else ()
+
+
+def _check_trained(config: AdapterConfig, named: Collection[int], vocab: int) -> None:
+    """Refuse trained tokens that leave out some that the adapter's tokenizer adds."""
+    for module, tokens in config.trained_tokens.items():
+        if untrained := set(named).difference(tokens):
+            raise config.refuse(
+                "trainable_token_indices",
+                f"the adapter's tokenizer adds token {min(untrained)} to the base model's {vocab}, which is not among "
+                f"those of {module}; train all added tokens",
+            )
+
+
+def _within(copy: WholeCopy, tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens of which a copy has rows: not one from before the training."""
+    return () if copy.is_original else tokens[: bisect_left(tokens, copy.info.shape[0])]
+
+
+def _check_alike(file: RowsFile, module: str, copies: Sequence[WholeCopy], rows: Sequence[int]) -> None:
+    """Refuse several trained copies of a module that differ in any of these rows."""
+    first, *others = (copy for copy in copies if not copy.is_original)
+    for copy in others:
+        if any(
+            row >= copy.info.shape[0] or row_bytes(file, copy.info, row) != row_bytes(file, first.info, row)
+            for row in rows
+        ):
+            raise AdapterFormatError(
+                f"{file.path}: tensors {shown(first.name)} and {shown(copy.name)} are both {module}, and differ; save "
+                "it again"
+            )
+
+
+def _is_twin(file: RowsFile, config: AdapterConfig, modules: ModulePaths, module: str) -> bool:
+    """True for trained rows of a tied head that are those of the embeddings once more, as PEFT saves them when the
+    vocabulary was resized.
+    """
+    if module != "lm_head" or not modules.is_tied or "embed_tokens" not in config.trained_tokens:
+        return False
+    (_, own), (_, other) = file.trained[module], file.trained.get("embed_tokens", file.trained[module])
+    return own.shape == other.shape and all(
+        row_bytes(file, own, row) == row_bytes(file, other, row) for row in range(own.shape[0])
+    )
+
+
+def _check_count(file: RowsFile, copy: WholeCopy, rows: tuple[int, ...]) -> None:
+    if len(rows) > MAX_TRAINED_ROWS:
         raise AdapterFormatError(
-            f"{directory.path}: its tensor {shown(copy.name)} has {num_rows} rows, and its tokenizer adds {len(added)} "
-            f"tokens beyond the base model's {vocab}, the first {shown(text)} as {token}; added tokens are not "
-            "supported: resize the base model's vocabulary and serve that"
+            f"{file.path}: tensor {shown(copy.name)} has {len(rows)} rows that the base model has not; at most "
+            f"{MAX_TRAINED_ROWS} are served: train LoRA on it"
         )
+
+
+def _beyond(
+    file: RowsFile,
+    found: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    modules: ModulePaths,
+) -> tuple[int, frozenset[int]]:
+    """`num_tokens` and `added` of `FoundRows`. Raises AdapterFormatError for a token that could be sampled, and has no
+    embedding.
+    """
+    vocab = modules.vocab_size
+    if vocab is None:
+        return 0, frozenset()
+    embedded, with_logits = (
+        frozenset(token for token in found.get(module, ((), ()))[0] if token >= vocab) for module in _GROUPS
+    )
+    if without := sorted(with_logits - embedded):
+        raise AdapterFormatError(
+            f"{file.path}: has a row of lm_head for token {without[0]}, beyond the base model's {vocab}, and none of "
+            "embed_tokens; save the embeddings too (save_embedding_layers=True)"
+        )
+    return max(with_logits, default=-1) + 1, embedded

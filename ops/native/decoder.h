@@ -3,6 +3,7 @@
 // No Python, allocation or dispatch between the products; the step's variable part (rows, block tables, segments) is
 // read from a StepDesc, so that one function serves decode buckets and ragged prefill steps alike.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <vector>
@@ -38,9 +39,9 @@ struct AnyDecoder {
     //   logits        [count, vocab]: written
     virtual void prompt_logits(int first, int count, float* logits) = 0;
 
-    // Copy final hidden states of some of the last step's kept tokens.
+    // Copy final hidden states of some of the last step's tokens: those with logits, and behind them the kept ones.
     //
-    //   first, count  of the tokens
+    //   first, count  of these tokens
     //   states        [count, hidden]: written
     virtual void hidden_states(int first, int count, float* states) = 0;
 
@@ -97,7 +98,7 @@ class Decoder final : public AnyDecoder {
     }
 
     void hidden_states(int first, int count, float* states) override {
-        const Rows<X> kept = rows_of(normed_, m_.hidden).from(logits_wanted_ + first);
+        const Rows<X> kept = rows_of(normed_, m_.hidden).from(first);
         for (int r = 0; r < count; r++) convert(kept[r], m_.hidden, states + (long)r * m_.hidden);
     }
 
@@ -173,7 +174,9 @@ class Decoder final : public AnyDecoder {
         // Not by parts: a team's very first phase has the tag that untouched shares have.
         if (waits) team_.each(me, 1, [&](int) { wait_for_layer(step, 0); });
         team_.each(me, tokens, [&](int t) {
-            convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x[t]);
+            const int64_t token = step.token_ids[t];
+            if (token < vocab_) convert((const T*)m_.embed + token * hidden, hidden, x[t]);
+            else std::fill(x[t], x[t] + hidden, 0.0f);  // an adapter has the row
             embedding_lora_.add(step.model_segments, me.thread, t, step.token_ids[t], x[t]);
             if (m_.embedding_multiplier != 1) scale_by(x[t], hidden, m_.embedding_multiplier);
         });

@@ -49,10 +49,10 @@ CHORUS_API void chorus_decoder_prompt_logits(AnyDecoder* decoder, int first, int
     decoder->prompt_logits(first, count, logits);
 }
 
-// Copy final hidden states of some of the last step's kept tokens.
+// Copy final hidden states of some of the last step's tokens: those with logits, and behind them the kept ones.
 //
 //   decoder       that computed the step
-//   first, count  of the tokens
+//   first, count  of these tokens
 //   states        [count, hidden] float32: written
 CHORUS_API void chorus_decoder_hidden_states(AnyDecoder* decoder, int first, int count, float* states) {
     decoder->hidden_states(first, count, states);

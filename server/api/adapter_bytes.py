@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import RootModel
 from starlette.requests import Request
 
+from ...memory.files.added_tokens import TOKENIZER_FILES
 from ...memory.files.content_store import StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from ..access.limits import check_json
 from ..engine.adapter_loader import LoadTimedOut
+from ..engine.adapter_tokenizers import FILE as CHAT_TEMPLATE
 from ..errors import ApiError, validated
 from ..executors import PoolFull
 from ..http.form import boundary_of, pieces
@@ -32,6 +34,9 @@ CONFIG, WEIGHTS = "adapter_config", "adapter_model"
 """Fields of the two files."""
 
 FILES = {CONFIG: CONFIG_FILE, WEIGHTS: WEIGHTS_FILE}
+MORE_FILES = (*TOKENIZER_FILES, CHAT_TEMPLATE)
+"""Files that a form may bring along, in fields or files of these names: the adapter's own tokenizer and template."""
+
 MAX_FIELD_BYTES = 64 << 10
 WRITE_BYTES = 1 << 20
 
@@ -101,7 +106,8 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
     room.take(WRITE_BYTES)  # at most this much of the body is in memory
     async for name, file_name, data in pieces(request.stream(), boundary):
         buffer += data
-        file = FILES.get(name) or next((one for one in (name, file_name) if one in FILES.values()), None)
+        known = (*FILES.values(), *MORE_FILES)
+        file = FILES.get(name) or next((one for one in (name, file_name) if one in known), None)
         if file is None and len(buffer) > MAX_FIELD_BYTES:
             raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
         if file is None and not data:

@@ -15,7 +15,6 @@ from starlette.requests import Request
 
 from ...core.requests.grammar import Grammar
 from ...core.requests.grammars import InvalidGrammar, grammars_of
-from ...core.requests.request import Request as EngineRequest
 from ...core.requests.request_params import InvalidRequest, Seeds
 from ...memory.adapters.composition import Composition, InvalidComposition, read_composition
 from ...memory.adapters.store import UnknownAdapter
@@ -34,6 +33,7 @@ from ..text.tool_call_formats import OutputSyntax
 from .caller import Caller
 from .chat_request import ChatBatch
 from .completion_request import CompletionRequest
+from .engine_requests import EngineRequests
 from .near import no_model_like
 from .numbered_adapters import numbered
 from .openai import GenerationRequest, names_of
@@ -201,25 +201,22 @@ class GenerationBuilder:
         grammar = await self._grammar(asked, syntax, tokenizer)
         prediction = await self._prediction(asked, tokenizer)
         call_id = prefix + uuid.uuid4().hex
-        several = len(prompts) * asked.n > 1
+        requests = EngineRequests(
+            call_id=call_id,
+            caller=caller,
+            adapter=adapter,
+            arrival=arrival,
+            cache_salt=asked.cache_salt,
+            is_alone=len(prompts) * asked.n == 1,
+            prediction=prediction,
+        )
         own_end = self._own_end(asked, tokenizer)
         choices = []
         for prompt in prompts:
             for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked, grammar):
                 if own_end is not None:
                     params = replace(params, stop_token_ids=(*params.stop_token_ids, own_end))
-                engine_request = EngineRequest(
-                    f"{call_id}-{len(choices)}",
-                    prompt,
-                    self.seeds.fill(params),
-                    adapter,
-                    arrival,
-                    tenant=caller.tenant,
-                    cache_salt=asked.cache_salt,
-                    choice_group=call_id if several else "",
-                    prediction=prediction,
-                    sibling=choices[0].request if choices else None,
-                )
+                engine_request = requests.next(prompt, self.seeds.fill(params))
                 text_stream = tokenizer.text_stream(
                     asked.stop,
                     skip_special_tokens=asked.skip_special_tokens,

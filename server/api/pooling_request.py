@@ -11,9 +11,13 @@ from pydantic import Field
 
 from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
+from ..text.tokenizer import Conversation
+from .chat_request import ChatCompletionRequest
 from .completion_request import is_token_list
 from .openai import MAX_NAME_CHARACTERS, Name
 from .translation import OtherBody, RefusedFields
+
+_OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 Input = str | list[int]
 """A text, or its token ids."""
@@ -28,7 +32,6 @@ class PoolingBody(OtherBody):
         "embed_dtype": (("float32",), "vectors are float32; leave it out"),
         "endianness": (("native", "little"), "vectors are little-endian; leave it out"),
         "mm_processor_kwargs": (({},), "texts alone are served; leave it out"),
-        "messages": ((), "send the text as input; a chat template can be applied with POST /tokenize"),
     }
 
     model: Name | None = None
@@ -41,9 +44,27 @@ class PoolingBody(OtherBody):
 
 
 class InputBody(PoolingBody):
-    """Texts, each of which has a result."""
+    """Texts, each of which has a result, or a conversation, which has one."""
 
     input: Any = None
+    messages: Any = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def conversation(self, limits: RequestLimits) -> Conversation | None:
+        """The conversation, which the chat template makes a text of; None if texts are given. Raises an ApiError."""
+        if self.messages is None:
+            given = self.model_fields_set & {*_OF_CONVERSATIONS}
+            if given:
+                name = min(given)
+                raise InvalidRequest(name, f"{name} is of conversations; give messages, or leave it out")
+            return None
+        if self.input is not None:
+            raise InvalidRequest("messages", "input and messages are both given; give one of them")
+        fields = self.model_dump(include={"messages", *_OF_CONVERSATIONS, "add_special_tokens"}, exclude_unset=True)
+        fields.setdefault("add_generation_prompt", False)
+        return ChatCompletionRequest.of(fields, limits).conversation()
 
     def inputs(self, limits: RequestLimits) -> list[Input]:
         """One entry per result. Raises InvalidRequest."""

@@ -81,10 +81,10 @@ class TextApi:
     async def detokenize(self, request: Request) -> Response:
         asked = await self._builder.parse(TokensToText.read, request)
         await self._builder.require(Caller.of(request), asked.model)
-        vocab = self._worker.model.vocab_size
-        if asked.tokens and max(asked.tokens) >= vocab:
-            raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")
         tokenizer = await self._builder.tokenizer_of(Caller.of(request), asked.model, None, chat=False)
+        vocab, own = self._worker.model.vocab_size, tokenizer.own.values()
+        if bad := [token for token in asked.tokens if token >= vocab and token not in own]:
+            raise InvalidRequest("tokens", f"token id {max(bad)} is outside the vocabulary of {vocab}")
         text = await self._threads.run(partial(tokenizer.decode, asked.tokens, skip_special_tokens=False))
         return JsonResponse({"prompt": text})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +20,23 @@ from ..api.chat_request import ChatBatch, ChatCompletionRequest
 from ..api.completion_request import CompletionRequest
 from ..api.generation_builder import GenerationBuilder
 from ..api.near import nearest
+from ..api.pooling_builder import PoolingBuilder
+from ..api.pooling_request import EmbeddingsBody
+from ..api.translation import renaming
 from ..engine.generation import Generation
 from ..engine.sourced_adapters import SourcedAdapters
-from .completion import Collected, Completion, completion_of, streamed_completion
+from ..errors import validated
+from .completion import Collected, Completion, completion_of, streamed_completion, used_adapter
+from .embedding import Embedding
 from .params import SamplingParams, plain_copy, python_errors
 
 PROGRAM = Caller()
 """The caller: the program itself."""
 
 PREFIX = "llm-"
+
+INPUTS = {"prompt": "prompts", "input": "prompts"}
+"""The library's names of fields of the equivalent HTTP request."""
 
 MAX_PLAIN = 1024
 """Characters of a text that is tokenized together with others; longer ones are first checked for length."""
@@ -73,6 +81,7 @@ class Asking:
     """Runs the prompts of one LLM; its coroutines run on one event loop."""
 
     builder: GenerationBuilder
+    pooling: PoolingBuilder
     sourced: SourcedAdapters
     most: int
     """Completions in the engine at once; the others follow as these end."""
@@ -92,6 +101,49 @@ class Asking:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def embed(
+        self, given: Sequence[Any], adapters: Sequence[str | None], fields: Mapping[str, Any]
+    ) -> list[Embedding]:
+        """Vectors in the order of the inputs; those of an adapter are computed together. fields: those of the
+        equivalent HTTP request.
+        """
+        places: dict[str | None, list[int]] = defaultdict(list)
+        for place, adapter in enumerate(adapters):
+            places[adapter].append(place)
+        found: dict[int, Embedding] = {}
+        step = min(self.most, self.builder.settings.max_inputs)
+        for adapter, its in places.items():
+            for first in range(0, len(its), step):
+                part = its[first : first + step]
+                await self._take(len(part))
+                try:
+                    body = {**fields, "input": [given[place] for place in part], "lora_path": adapter}
+                    found.update(zip(part, await self._embed(body, adapter), strict=True))
+                finally:
+                    await self._give_back(len(part))
+        return [found[place] for place in range(len(given))]
+
+    async def _embed(self, body: dict[str, Any], adapter: str | None) -> list[Embedding]:
+        with python_errors(), renaming(INPUTS):
+            asked = validated(EmbeddingsBody, body)
+            try:
+                generation, vectors = await self.pooling.embedded(PROGRAM, asked, PREFIX, time.monotonic())
+                try:
+                    await self.sourced.start(generation)
+                    await generation.finish()
+                    return [
+                        Embedding(vector, tuple(choice.prompt_token_ids), used_adapter(choice))
+                        for vector, choice in zip(vectors(), generation.choices, strict=True)
+                    ]
+                finally:
+                    generation.close()
+            except (NotServed, AdapterPaused):
+                raise
+            except InvalidRequest as error:
+                if error.field == "model" and adapter is not None:
+                    raise await self._no_adapter(adapter) from None
+                raise
 
     async def _encode(self, asked: Sequence[PromptRequest]) -> None:
         """Tokenize short texts, many at once: each call of the tokenizer waits for the interpreter's lock."""

@@ -76,7 +76,7 @@ def _completion(
     if choice.reads:
         said = ParsedMessage()
         said.add(parts)
-    bound, scored = choice.request.bound, choice.prompt_logprobs
+    scored = choice.prompt_logprobs
     return Completion(
         begun + said.content,
         token_ids=tuple(choice.token_ids),
@@ -87,5 +87,11 @@ def _completion(
         stop_reason=choice.stop_reason,
         reasoning=said.reasoning,
         tool_calls=tuple(said.calls),
-        adapter=None if bound is None else versioned(bound.name, bound.label),
+        adapter=used_adapter(choice),
     )
+
+
+def used_adapter(choice: Choice) -> str | None:
+    """`NAME@VERSION` of the adapter that a choice used; None: the base model."""
+    bound = choice.request.bound
+    return None if bound is None else versioned(bound.name, bound.label)

@@ -112,17 +112,32 @@ def test_rows_that_no_token_uses_are_dropped(it, changed):
         ("tokenizer.json", {"added_tokens": [{"id": 3, "content": "a"}, {"id": 151, "content": "<tool>"}]}),
     ],
 )
-def test_added_tokens_are_refused_by_name(it, changed, file, content):
+def test_rows_of_tokens_that_a_tokenizer_adds_are_kept(it, changed, file, content):
     def pad(tensors, raw):
-        tensors[f"{EMBED}.weight"] = torch.cat((tensors[f"{EMBED}.weight"], torch.ones(2, 64)))
+        for name in [name for name in tensors if name.startswith((EMBED, HEAD))]:
+            tensors[name] = torch.cat((tensors[name], torch.ones(2, 64)))
 
     path = changed("saved", pad)
-    assert manifest_of(it, path).dropped
+    assert not manifest_of(it, path).added, "a vocabulary that was padded to a round number"
     (path / file).write_text(json.dumps(content))
-    with pytest.raises(
-        AdapterFormatError, match="adds 1 tokens beyond the base model's 150, the first '<tool>' as 151"
-    ):
-        manifest_of(it, path)
+    found = manifest_of(it, path)
+    assert (found.num_tokens, found.added) == (152, {150, 151})
+    assert f"{EMBED}.weight" not in found.dropped
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_without_a_tokenizer_rows_beyond_the_base_model_s_are_padding_or_not(it, changed, trained):
+    def pad(rows):
+        def change(tensors, raw):
+            for name in [name for name in tensors if name.startswith((EMBED, HEAD))]:
+                tensors[name] = torch.cat((tensors[name], torch.ones(rows, 64)))
+                if trained and "original" not in name:
+                    tensors[name][7] += 1
+
+        return change
+
+    for rows, is_kept in ((2, trained), (3, True)):
+        assert bool(manifest_of(it, changed("saved", pad(rows))).added) == is_kept
 
 
 def test_too_many_rows_are_refused_with_the_count(it, changed, monkeypatch):

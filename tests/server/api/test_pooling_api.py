@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.server.settings import Settings
+from chorus.server.text.tokenizer import Conversation
 
 from ...conftest import quiet
 
@@ -332,3 +333,43 @@ def test_a_vector_counts_as_a_request_without_generated_tokens(live):
     assert 'finished_reason="stop"' in metrics
     lines = [line for line in metrics.splitlines() if "generation_tokens_total{" in line]
     assert lines and all(line.endswith(" 0.0") for line in lines)
+
+
+MESSAGES = [
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "b"},
+]
+
+
+@pytest.mark.parametrize("adapter", [None, PLAIN[0]])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_conversation_is_written_by_the_chat_template(live, reference, tokenizer, adapter, begins):
+    ids = tokenizer.encode_chat_now(Conversation(MESSAGES, begins_output=begins))
+    fields = {"messages": MESSAGES, "add_generation_prompt": begins, "encoding_format": "float"}
+    body = live.post("/v1/embeddings", model=adapter or "base", **fields).json()
+    assert body["usage"]["prompt_tokens"] == len(ids)
+    assert cosine(body["data"][0]["embedding"], states(reference, adapter, ids)[-1]) >= 0.999999
+
+
+def test_a_conversation_is_classified(live, reference, classifiers, tokenizer):
+    ids = tokenizer.encode_chat_now(Conversation(MESSAGES, begins_output=False))
+    body = live.post("/classify", model="three", messages=MESSAGES, activation=False).json()
+    wanted = logits(reference, classifiers["three"], 3, ids)
+    assert body["data"][0]["probs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "a", "messages": MESSAGES}, "messages"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+    ],
+)
+def test_wrong_conversations_are_refused_by_name(live, fields, param):
+    answer = live.post("/v1/embeddings", model="base", **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

@@ -21,16 +21,20 @@ from ..own_tokens import COUNT, Reference, save_own
 SMALL = {"memory_bytes": 8 << 20, "threads": 1}
 TEXT = "quiet <tool> river<end>"
 USER = [{"role": "user", "content": "quiet river"}]
+VOCAB = json.loads((BUILTIN_MODEL / "config.json").read_text())["vocab_size"]
 GREEDY = {"temperature": 0, "max_tokens": COUNT}
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """`own` and `twin` with the same tokens and other weights, and `upper` with the base model's tokenizer."""
+    """`own` and `twin` with the same tokens and other weights, `beyond` with tokens beyond the base model's vocabulary,
+    and `upper` with the base model's tokenizer.
+    """
     directory = tmp_path_factory.mktemp("adapters")
     ids = save_own(directory / "own")
     assert ids == {"<tool>": 260, "<end>": 259, "<plain>": 261}
     save_own(directory / "twin", 1)
+    assert min(save_own(directory / "beyond", beyond=True).values()) == VOCAB
     shutil.copytree(BUILTIN_ADAPTERS / "upper", directory / "upper")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUILTIN_MODEL / name, directory / "upper")
@@ -43,7 +47,7 @@ def llm(adapters):
         yield llm
 
 
-@pytest.fixture(scope="module", params=["own", "twin"])
+@pytest.fixture(scope="module", params=["own", "twin", "beyond"])
 def reference(adapters, request):
     found = Reference(adapters / request.param)
     found.name = request.param
@@ -52,13 +56,13 @@ def reference(adapters, request):
 
 def test_prompts_and_answers_are_those_of_its_own_tokenizer(llm, reference):
     ids = reference.tokenizer(TEXT)["input_ids"]
-    assert {259, 260} <= set(ids) and ids != llm.tokenizer.encode_now([TEXT])[0]
+    assert {reference.end, reference.tool} <= set(ids) and ids != llm.tokenizer.encode_now([TEXT])[0]
     expected = reference.answer(ids)
     for skip in (True, False):
         params = SamplingParams(**GREEDY, add_special_tokens=True, skip_special_tokens=skip)
         answer = llm.generate(TEXT, params, adapter=reference.name)
         assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (ids, expected)
-        text = expected[:-1] if expected[-1] in (258, 259) else expected
+        text = expected[:-1] if expected[-1] in (258, reference.end) else expected
         assert answer.text == reference.tokenizer.decode(text, skip_special_tokens=skip)
         assert "".join(llm.stream(TEXT, params, adapter=reference.name)) == answer.text
 
@@ -103,7 +107,8 @@ def test_others_keep_the_base_model_s(llm):
 def test_adapters_of_equal_tokens_share_a_tokenizer_and_the_vocabulary(llm):
     tokenizers = llm._asking.builder.tokenizers  # noqa: SLF001
     llm.generate([TEXT] * 2, SamplingParams(max_tokens=1), adapter=["own", "twin"])
-    assert len(tokenizers._with_tokens) == 1  # noqa: SLF001
+    digests = {llm._worker.adapters.version_of(name).manifest.tokens.digest for name in ("own", "twin")}  # noqa: SLF001
+    assert len(digests) == 1 and digests <= tokenizers._with_tokens.keys()  # noqa: SLF001
 
 
 def test_log_probabilities_name_its_tokens(llm):
@@ -188,6 +193,23 @@ def test_an_adapter_that_a_request_brings_has_its_tokens_at_once(adapters):
         assert client.post("/v1/completions", json=body).json()["choices"][0]["prompt_token_ids"] == ids
         unknown = client.post("/v1/completions", json={**body, "model": "dir/none"})
     assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("name", ["own", "beyond"])
+def test_an_uploaded_adapter_brings_its_tokenizer(adapters, tmp_path, name):
+    """And its template."""
+    settings = Settings(model=BUILTIN_MODEL, adapter_uploads=tmp_path, adapter_chat_templates=True, **SMALL)
+    it = Reference(adapters / name)
+    ids = it.tokenizer(TEXT)["input_ids"]
+    files = [("file", (path.name, path.read_bytes())) for path in (adapters / name).iterdir() if path.is_file()]
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        told = client.post("/v1/load_lora_adapter", data={"lora_name": "sent"}, files=files)
+        assert told.status_code == 200, told.text
+        body = {"model": "sent", "prompt": TEXT, **GREEDY, "return_token_ids": True}
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, it.answer(ids))
+        chat = client.post("/tokenize", json={"model": "sent", "messages": USER}).json()["tokens"]
+    assert chat == it.tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
 
 
 def test_a_vector_is_of_the_adapter_s_tokens(client, reference):

@@ -1,0 +1,20 @@
+"""Result of `LLM.embed`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """The vector of one input."""
+
+    embedding: np.ndarray
+    """`[hidden or dimensions]` float32."""
+    prompt_token_ids: tuple[int, ...]
+    adapter: str | None = None
+    """`NAME@VERSION` of the adapter used; None: the base model."""
