@@ -6,6 +6,8 @@ every GEMM reorders it or reads it inefficiently. Packed weights take no more me
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 _PACKS = torch.backends.mkldnn.is_available()
@@ -13,8 +15,17 @@ _OPS = torch.ops.mkldnn  # torch's compiler calls these; they have no public nam
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return a float32 weight `[out, in]` in oneDNN's own layout; unchanged if torch was built without oneDNN."""
-    return _OPS._reorder_linear_weight(weight, None) if _PACKS else weight  # noqa: SLF001
+    """Return a weight `[out, in]` of float32 or bfloat16 in oneDNN's own layout; unchanged if torch was built without
+    oneDNN, or it has no products of the dtype on this processor.
+    """
+    return _OPS._reorder_linear_weight(weight, None) if _packs(weight.dtype) else weight  # noqa: SLF001
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return _PACKS and _OPS._is_mkldnn_bf16_supported()  # noqa: SLF001
+    return _PACKS and dtype == torch.float32
 
 
 def unpack(weight: torch.Tensor) -> torch.Tensor:

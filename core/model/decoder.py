@@ -499,23 +499,27 @@ def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
 
 
 def _moved_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    """What chooses among experts stays float32."""
+    """What chooses among experts stays float32. Matrices are packed, one by one, so that memory has no two forms of a
+    layer's.
+    """
 
     def moved(weight: torch.Tensor | None) -> torch.Tensor | None:
-        return weight if weight is None or weight.is_mkldnn else weight.to(dtype)
+        return None if weight is None else _packed(weight, dtype)
 
-    def all_moved(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [weight if weight.is_mkldnn else weight.to(dtype) for weight in weights]
-
+    for matrices in (experts.gate_up, experts.down):
+        for index, weight in enumerate(matrices):
+            matrices[index] = _packed(weight, dtype)
+    biases = ("gate_up_bias", "down_bias")
     return replace(
         experts,
-        gate_up=all_moved(experts.gate_up),
-        down=all_moved(experts.down),
-        gate_up_bias=None if experts.gate_up_bias is None else all_moved(experts.gate_up_bias),
-        down_bias=None if experts.down_bias is None else all_moved(experts.down_bias),
         shared_gate_up=moved(experts.shared_gate_up),
         shared_down=moved(experts.shared_down),
+        **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
     )
+
+
+def _packed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight if weight.is_mkldnn else pack(weight.to(dtype))
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

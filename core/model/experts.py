@@ -39,10 +39,10 @@ class ExpertWeights:
     router: torch.Tensor
     """`[experts, hidden]`, float32."""
 
-    gate_up: Sequence[torch.Tensor]
+    gate_up: list[torch.Tensor]
     """Of each expert `[2·size, hidden]`."""
 
-    down: Sequence[torch.Tensor]
+    down: list[torch.Tensor]
     """Of each expert `[hidden, size]`."""
 
     correction: torch.Tensor | None = None

@@ -23,7 +23,7 @@ from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import LoraState, StepBatch
 from .config import ModelConfig
-from .layers import Activation, AttentionSpec, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values
@@ -32,7 +32,7 @@ from .weights import LayerWeights, Weights
 
 _LINE_BYTES, _PIECE_BYTES = 64, 64 << 20
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = {
     Activation.SILU: native_model.NativeActivation.SILU,
     Activation.GELU_TANH: native_model.NativeActivation.GELU,
 }
@@ -55,7 +55,8 @@ def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
         return "it has no norm of all heads where queries have gates of attention's output between them"
     unknown = {layer.feed_forward.activation for layer in config.layers} - set(_ACTIVATIONS)
     if unknown:
-        return f"it has the activations {', '.join(_ACTIVATIONS)}, and this model's is {', '.join(sorted(unknown))}"
+        names = ", ".join(sorted(map(str, unknown)))
+        return f"it has the activations {', '.join(map(str, _ACTIVATIONS))}, and this model's is {names}"
     return None
 
 

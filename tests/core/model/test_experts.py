@@ -76,7 +76,7 @@ def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ExpertWeigh
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         made = torch.randn(rows, columns, generator=generator) / columns**0.5
-        return pack(made) if dtype == torch.float32 else made.to(dtype)
+        return pack(made.to(dtype))
 
     shared = spec.shared_size
     return ExpertWeights(
@@ -143,7 +143,7 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
     logits = logits if weights.router_bias is None else logits + weights.router_bias
     choice = choose(logits, spec.routing, weights.correction)
     matrices = [weights.gate_up, weights.down]
-    matrices += [weights.gate_up_bias, weights.down_bias] if spec.biased else []
+    matrices += [each for each in (weights.gate_up_bias, weights.down_bias) if each is not None]
     for row, chosen, factors, found in zip(rows, *choice, mix_experts(rows, weights, spec), strict=True):
         want = sum(
             factor * expert(row, *(each[index] for each in matrices))

@@ -1,0 +1,112 @@
+"""The step of a mixture of experts on a CPU, held against the rate of this machine's memory.
+
+A step reads the weights of all experts that any of its rows goes to, once; these bytes count, and nothing else does.
+Steps take the layers in turns, with new rows, so that no cache has their experts.
+The limit is the rate at which the same threads read memory, measured in turns with the step.
+
+Tests: tests/perf/bench/test_experts_step.py
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ...core.model.experts import ExpertWeights, choose, mix_experts
+from ...core.model.layers import Experts, Routing
+from ...memory.pages import hugepages
+from ...ops.packed_gemm import pack
+from ..report.command import judge, parser
+from ..report.table import Goal, Table
+from .recurrent_step import read_rate
+
+BARS = {1: 0.7, 8: 0.6}
+"""Share of the memory's rate that a step of so many rows must reach."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of Qwen3-30B-A3B by default: 1.2 GB in bfloat16."""
+
+    hidden: int = 2048
+    size: int = 768
+    count: int = 128
+    per_token: int = 8
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's weights in bfloat16."""
+        return 2 * 3 * self.hidden * self.size
+
+    @property
+    def spec(self) -> Experts:
+        return Experts(self.count, self.size, Routing(self.per_token, renormalised=True))
+
+
+class Layers:
+    """Random experts of some layers."""
+
+    def __init__(self, shape: Shape, count: int) -> None:
+        self._shape, self._turn = shape, 0
+        self._generator = torch.Generator().manual_seed(0)
+        self._layers = [self._layer() for _ in range(count)]
+
+    def _layer(self) -> ExpertWeights:
+        shape = self._shape
+
+        def matrix(rows: int, columns: int) -> torch.Tensor:
+            return pack(torch.randn(rows, columns, generator=self._generator).div_(columns**0.5).bfloat16())
+
+        router = torch.randn(shape.count, shape.hidden, generator=self._generator)
+        gate_up = [matrix(2 * shape.size, shape.hidden) for _ in range(shape.count)]
+        down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
+        return ExpertWeights(pack(router), gate_up, down)
+
+    def rate(self, rows: int) -> float:
+        """Bytes of experts per second that one step of the next layer reads."""
+        weights, spec = self._layers[self._turn % len(self._layers)], self._shape.spec
+        self._turn += 1
+        x = torch.randn(rows, self._shape.hidden, generator=self._generator).bfloat16()
+        router = weights.router.to_dense() if weights.router.is_mkldnn else weights.router
+        used = len(choose(x.float() @ router.T, spec.routing).experts.unique())
+        begin = time.perf_counter()
+        mix_experts(x, weights, spec)
+        return used * self._shape.expert_bytes / (time.perf_counter() - begin)
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--layers", type=int, default=3)
+    add("--experts", type=int, default=Shape.count)
+    add("--hidden", type=int, default=Shape.hidden)
+    add("--size", type=int, default=Shape.size, help="width of an expert's gate and up")
+    add("--per-token", type=int, default=Shape.per_token)
+    add("--rows", type=int, nargs="+", default=[1, 8], help="of a step")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--rounds", type=int, default=24, help="of which the best counts")
+    add("--memory", type=int, default=512 << 20, help="bytes that are read for the limit")
+    arguments = command.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    memory = hugepages.zeros((arguments.memory,), torch.uint8).fill_(1)
+    shape = Shape(arguments.hidden, arguments.size, arguments.experts, arguments.per_token)
+    layers = Layers(shape, arguments.layers)
+    table = Table("step of experts", ["rows", "GB/s", "memory GB/s", "share"])
+    shares, goals = {}, []
+    for rows in arguments.rows:
+        found = limit = 0.0
+        for _ in range(arguments.rounds):
+            limit = max(limit, read_rate(memory, arguments.threads))
+            found = max(found, layers.rate(rows))
+        shares[str(rows)] = found / limit
+        table.add(rows, found / 1e9, limit / 1e9, found / limit)
+        if rows in BARS:
+            goals.append(Goal("share of the memory's rate", found / limit, BARS[rows], where=f"{rows} rows"))
+    table.show()
+    return judge({"shares": shares}, goals)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
