@@ -359,22 +359,18 @@ class AdapterWeights(RowsFile):
         b: TensorInfo | None,
     ) -> list[tuple[Projection, int]]:
         """The projections of the parameter that A and B are of, and the first row of each in B."""
-        shapes = [[] if each is None else list(each.shape) for each in (a, b)]
+        dims = _dim(a, 1), _dim(b, 0)
         for parts in stacked:
-            inputs, outputs = parts[0].inputs, sum(each.outputs for each in parts)
-            if [shape[at] if len(shape) == 2 else 0 for shape, at in zip(shapes, (1, 0), strict=True)] == [
-                inputs,
-                outputs,
-            ]:
+            if dims == _dims_of(parts):
                 begins = accumulate((each.outputs for each in parts), initial=0)
                 return list(zip(parts, begins, strict=False))
         wanted = " or ".join(
-            f"[experts · rank, {parts[0].inputs}] and [{sum(each.outputs for each in parts)}, rank · experts]"
-            for parts in stacked
+            f"[experts · rank, {inputs}] and [{outputs}, rank · experts]" for inputs, outputs in map(_dims_of, stacked)
         )
+        shapes = " and ".join("missing" if each is None else str(list(each.shape)) for each in (a, b))
         raise AdapterFormatError(
-            f"{self.path}: tensor {shown(name)} is of experts whose A and B are {shapes[0]} and {shapes[1]}, {wanted} "
-            f"are needed; serve it with the base model that it was trained on"
+            f"{self.path}: tensor {shown(name)} is of experts whose A and B are {shapes}, {wanted} are needed; serve "
+            "it with the base model that it was trained on"
         )
 
     def _check_adapters(self) -> None:
@@ -468,6 +464,16 @@ def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
     """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
     with _opened(path) as directory:
         return AdapterWeights(directory, _form(path, directory), modules)
+
+
+def _dim(info: TensorInfo | None, at: int) -> int:
+    """A dimension of a matrix; 0 if it is none."""
+    return info.shape[at] if info is not None and len(info.shape) == 2 else 0
+
+
+def _dims_of(parts: Sequence[Projection]) -> tuple[int, int]:
+    """Inputs and outputs of a parameter in which these projections' rows are stacked."""
+    return parts[0].inputs, sum(each.outputs for each in parts)
 
 
 def tensor_shapes(

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ..pages.adapter_layout import AdapterPart
+from ..pages.projections import Projection
 from .composed import ComposedWeights, composed
 from .format import AdapterManifest, AdapterWeights, matrices_of, open_weights, vector_names
 from .module_paths import ModulePaths
@@ -136,11 +137,9 @@ class _Reader:
             if part.token_ids:
                 self._hash_rows(digest, part)
                 continue
-            experts = f" of {part.experts}" if part.experts else ""
             for pair in matrices_of(part, layer, projection.name, _modules(manifest)):
                 a, b = (self._file.tensor(name) for name, _ in pair)
-                which = f"{layer} {projection.name}{experts} {part.rank} {part.scale.hex()}"
-                self._add(digest, f"{which} {_form_of(a)} {_form_of(b)}\n", a, b)
+                self._add(digest, f"{layer} {_named(projection, part)} {_form_of(a)} {_form_of(b)}\n", a, b)
         for name in self._others(manifest):
             info = self._file.tensor(name)
             self._add(digest, f"{name} {info.dtype}{info.shape}\n", info)
@@ -177,6 +176,12 @@ class _Reader:
             chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
             self._file.read_into(chunk, info.offset + start)
             yield chunk
+
+
+def _named(projection: Projection, part: AdapterPart) -> str:
+    """A part's target, with its experts, rank and scale."""
+    experts = f" of {part.experts}" if part.experts else ""
+    return f"{projection.name}{experts} {part.rank} {part.scale.hex()}"
 
 
 def _form_of(info: TensorInfo) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from chorus.core.executors.adapters import open_rows
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import CannotMerge
+from chorus.memory.adapters.image import ImageForm, read_image
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.module_paths import ExpertForm
+from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.images import ThreadReads
+from chorus.memory.pages.adapter_layout import AdapterLayout
 
 from .test_experts import WITHOUT_STATES
 from .test_family_paths import answers, told
@@ -169,3 +178,74 @@ def test_adapters_on_a_mixture_are_not_merged(mixture, drive):
         with pytest.raises(CannotMerge, match=f"'{name}' changes .*{targets}, parts of a mixture of experts"):
             driver.engine.merge(name)
         driver.answers.clear()
+
+
+class Image:
+    """Where a reader puts an adapter's values, all layers at once."""
+
+    data = None
+
+    def publish(self, num_ready):
+        return True
+
+
+def values_of(path, config, reader):
+    """An adapter's manifest, and its values as they lie in pages. reader: `open_rows`, or None for torch's."""
+    manifest, image = inspect_adapter(path, config.module_paths), Image()
+    layout = AdapterLayout.build(manifest.parts, config.projections, 512, 4)
+    read_image(manifest, ImageForm(layout, config.projections, 512, torch.float32), image, HostBuffers(), reader)
+    return manifest, image.data.view(-1)[: layout.num_elems]
+
+
+@pytest.mark.parametrize("reader", [None, pytest.param(open_rows, marks=pytest.mark.native)])
+@pytest.mark.parametrize("family", ["qwen3-moe-mixed", "mixtral"])
+def test_both_forms_are_the_same_values_in_pages(mixture, tmp_path, family, reader):
+    it, config = mixture(family), read_model_config(mixture(family).model)
+    names = MIXTRAL if family == "mixtral" else {}
+    own = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count, names)
+    stacked, want = values_of(it.adapters["r2-experts"], config, reader)
+    each, found = values_of(own, config, reader)
+    assert stacked.parts == each.parts
+    assert torch.equal(found, want)
+    assert found.any()
+
+
+def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp_path):
+    """Expert 3 has another rank, padded with zeros it has the others'; experts from 5 on are left out, or zeros."""
+    it, config = mixture("qwen3-moe"), read_model_config(mixture("qwen3-moe").model)
+    own = one_by_one(it.adapters["r2-experts"], tmp_path / "own", config.experts.count)
+    padded = one_by_one(it.adapters["r2-experts"], tmp_path / "padded", config.experts.count)
+    some, zeros = load_file(own / "adapter_model.safetensors"), load_file(padded / "adapter_model.safetensors")
+    for name in list(some):
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if expert is not None and int(expert[1]) >= 5:
+            del some[name]
+            zeros[name].zero_()
+        elif expert is not None and int(expert[1]) == 3:
+            side = some[name][:1] if "lora_A" in name else some[name][:, :1]
+            some[name] = side.clone()
+            (zeros[name][1:] if "lora_A" in name else zeros[name][:, 1:]).zero_()
+    save_file(some, own / "adapter_model.safetensors")
+    save_file(zeros, padded / "adapter_model.safetensors")
+    file = own / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    fields["target_modules"] = r".*(self_attn\.q_proj|experts\.[0-4]\.(gate|up|down)_proj)"
+    fields["rank_pattern"] = {r".*experts\.3\.\w+": 1, **fields["rank_pattern"]}
+    fields["alpha_pattern"] = {
+        r".*layers\.0\.mlp\.experts\.3\.(gate|up)_proj": 2,  # over a third of the rank the scale of 6 / 3
+        r".*layers\.0\.mlp\.experts\.3\.down_proj": 3,
+        r".*layers\.1\.mlp\.experts\.3\.(gate|up)_proj": 3,
+        r".*layers\.1\.mlp\.experts\.3\.down_proj": 4.5,
+        **fields["alpha_pattern"],
+    }
+    file.write_text(json.dumps(fields))
+    assert {part.experts for part in inspect_adapter(own, config.module_paths).parts} == {(), (3,), (0, 1, 2, 4)}
+    driver = drive(it, adapters={"own": own, "padded": padded}, max_num_seqs=4)
+    rng = random.Random(0)
+    for index in range(4):
+        prompt = [rng.randrange(3, 150) for _ in range(20)]
+        for name in ("own", "padded"):
+            driver.add(f"{name}{index}", name, prompt, max_tokens=8)
+    answers = driver.drain()
+    for index in range(4):
+        assert answers[f"own{index}"].tokens == answers[f"padded{index}"].tokens

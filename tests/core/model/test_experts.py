@@ -213,7 +213,7 @@ def test_rows_of_an_adapter_are_those_of_merged_weights():
     rows, experts, rank = torch.randn(60, HIDDEN, generator=generator), [1, 2, 8, 9, 14], 3
     (part,) = adapter_rows(list(range(39, -1, -1)), rank, experts, with_router=False)
     flat = arena.flip(0).reshape(-1)
-    changed = weights_of(SPEC)
+    gate_up, down = list(weights.gate_up), list(weights.down)
     for place, expert in enumerate(experts):
         slabs = flat[place * rank * SLAB :][: rank * SLAB].view(rank, SLAB)
         deltas = []
@@ -221,12 +221,14 @@ def test_rows_of_an_adapter_are_those_of_merged_weights():
             a = slabs[:, part.a_offset[module] :][:, :inputs]
             b = slabs[:, part.b_offset[module] :][:, :outputs]
             deltas.append(part.scale * b.T @ a)
-        changed.gate_up[expert] = pack(weights.gate_up[expert].to_dense() + torch.cat(deltas[:2]))
-        changed.down[expert] = pack(weights.down[expert].to_dense() + deltas[2])
+        gate_up[expert] = pack(weights.gate_up[expert].to_dense() + torch.cat(deltas[:2]))
+        down[expert] = pack(weights.down[expert].to_dense() + deltas[2])
     segments = Segments()
     segments.add(10, 50, part)
     found = mix_experts(rows, weights, SPEC, MixtureLora.of(arena, segments, 0, COLUMNS))
-    torch.testing.assert_close(found[10:50], mix_experts(rows, changed, SPEC)[10:50], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        found[10:50], mix_experts(rows, replace(weights, gate_up=gate_up, down=down), SPEC)[10:50], rtol=1e-3, atol=1e-4
+    )
     base = mix_experts(rows, weights, SPEC)
     assert torch.equal(found[:10], base[:10])
     assert torch.equal(found[50:], base[50:])

@@ -133,5 +133,5 @@ def test_every_field_of_an_adapter_is_judged():
     assert {field.name for field in fields(AdapterManifest)} == {"parts"} | files | told | refused | of_rows
     assert {field.name for field in fields(AdapterPart)} == {
         *("rank", "scale", "layers", "targets"),
-        *("token_ids", "file_rows"),  # refused: rows of its own
+        *("token_ids", "file_rows", "experts"),  # refused too
     }
