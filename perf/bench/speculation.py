@@ -251,7 +251,7 @@ def _compare(runners: dict[str, Runner], prompts: Sequence[Prompt], rounds: int)
     }
 
 
-def _config(arguments: Any, adapters: Path | None, rows: int, dtype: str, speculation: Any) -> EngineConfig:
+def _config(arguments: Any, adapters: Path | None, rows: int, dtype: Any, speculation: Any) -> EngineConfig:
     return EngineConfig(
         model=arguments.model,
         adapters=adapters,

@@ -246,10 +246,13 @@ class GenerationBuilder:
             in_bulk=not asked.stream and not asked.stop,
         )
         generation.tokenizer = tokenizer
-        generation.ignored = asked.ignored(tokenizer)
-        if asked.prediction is not None and not self._speculates:
-            generation.ignored = [*generation.ignored, "prediction"]
+        generation.ignored = self._ignored(asked, tokenizer)
         return generation
+
+    def _ignored(self, asked: GenerationRequest, tokenizer: Tokenizer) -> list[str]:
+        """Fields without an effect."""
+        has_no_use = asked.prediction is not None and not self._speculates
+        return [*asked.ignored(tokenizer), *(["prediction"] if has_no_use else [])]
 
     @property
     def _speculates(self) -> bool:
