@@ -270,7 +270,7 @@ def add_prompt_logprobs(
     _add_scored(with_logprobs, found, result)
 
 
-def _add_scored(with_logprobs: Sequence[ScheduledSequence], found: Sequence[TokenLogprobs], result: StepResult) -> None:
+def _add_scored(with_logprobs: Sequence[ScheduledSequence], found: list[TokenLogprobs], result: StepResult) -> None:
     """Give each sequence the log-probabilities of its tokens."""
     at = 0
     for row in with_logprobs:
