@@ -23,7 +23,7 @@ from ...ops.native import NativeRows
 from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
-from ..model.added_tokens import StepLogits, adding, asking_rows, part_runs, prompt_runs, sample_with_added
+from ..model.added_tokens import StepLogits, part_runs, prompt_runs, sample_with_added
 from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, capped
@@ -35,6 +35,8 @@ from ..model.sampler import (
     RowLogits,
     Sampling,
     add_prompt_logprobs,
+    adding,
+    asking_rows,
     plain_row_params,
     prompt_logprob_slices,
     sample_tokens,

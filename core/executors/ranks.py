@@ -23,8 +23,8 @@ from ...memory.pages.arena import Arena
 from ...memory.transfers.transfer import ExecutorLost
 from ...ops import native_library
 from ..config import EngineConfig
-from ..model.added_tokens import asking_rows
 from ..model.config import ModelConfig, UnsupportedModel
+from ..model.sampler import asking_rows
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
 from ..model.weights import kept_bytes

@@ -15,24 +15,8 @@ import torch
 
 from ...memory.adapters.adapter import Adapter
 from ...ops.sampling import TorchSampling, greedy
-from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan, StepResult
-from .sampler import RowLogits, Sampling, following_tokens, needs_logits
-
-
-def adding(plan: StepPlan, rows: Sequence[ScheduledSequence]) -> dict[int, Adapter]:
-    """The rows of a step whose adapter adds tokens, by index, and the adapter. rows: of `positions_of`, or the plan's
-    sequences.
-    """
-    if not any(adapter.manifest.num_tokens for adapter in plan.adapters):
-        return {}
-    used = {index: plan.adapters[row.lora_index] for index, row in enumerate(rows) if row.lora_index != BASE_LORA_INDEX}
-    return {index: adapter for index, adapter in used.items() if adapter.manifest.num_tokens}
-
-
-def asking_rows(plan: StepPlan, rows: Sequence[ScheduledSequence]) -> list[int]:
-    """Indices of the rows that need more than the argmax of the model's own logits."""
-    adapters = adding(plan, rows)
-    return [index for index, row in enumerate(rows) if needs_logits(row) or (index in adapters and row.samples)]
+from ..requests.types import ScheduledSequence, StepResult
+from .sampler import RowLogits, Sampling, following_tokens
 
 
 class AddedLogits(Protocol):

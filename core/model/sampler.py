@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,18 @@ from ...ops.upload import on_device
 from ..requests.grammars import Grammars
 from ..requests.logit_edits import edited, grammar_seconds
 from ..requests.request_params import MAX_LOGPROBS, RequestParams
-from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledSequence, StepResult, TokenLogprobs
+from ..requests.types import (
+    ALL_BANNED,
+    BASE_LORA_INDEX,
+    NOT_FINITE,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from ...memory.adapters.adapter import Adapter
 
 
 class Sampling(Protocol):
@@ -56,6 +67,22 @@ def needs_logits(row: ScheduledSequence) -> bool:
     """True if a request needs more than the argmax of its logits."""
     params = row.params
     return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
+
+
+def adding(plan: StepPlan, rows: Sequence[ScheduledSequence]) -> dict[int, Adapter]:
+    """The rows of a step whose adapter adds tokens, by index, and the adapter. rows: of `positions_of`, or the plan's
+    sequences.
+    """
+    if not any(adapter.manifest.num_tokens for adapter in plan.adapters):
+        return {}
+    used = {index: plan.adapters[row.lora_index] for index, row in enumerate(rows) if row.lora_index != BASE_LORA_INDEX}
+    return {index: adapter for index, adapter in used.items() if adapter.manifest.num_tokens}
+
+
+def asking_rows(plan: StepPlan, rows: Sequence[ScheduledSequence]) -> list[int]:
+    """Indices of the rows that need more than the argmax of the model's own logits."""
+    adapters = adding(plan, rows)
+    return [index for index, row in enumerate(rows) if needs_logits(row) or (index in adapters and row.samples)]
 
 
 def plain_row_params(row: ScheduledSequence) -> RowSamplingParams | None:
@@ -270,7 +297,7 @@ def add_prompt_logprobs(
     _add_scored(with_logprobs, found, result)
 
 
-def _add_scored(with_logprobs: Sequence[ScheduledSequence], found: Sequence[TokenLogprobs], result: StepResult) -> None:
+def _add_scored(with_logprobs: Sequence[ScheduledSequence], found: list[TokenLogprobs], result: StepResult) -> None:
     """Give each sequence the log-probabilities of its tokens."""
     at = 0
     for row in with_logprobs:

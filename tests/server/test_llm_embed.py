@@ -67,7 +67,7 @@ def test_one_prompt_gives_one_vector_of_as_many_dimensions(llm, reference):
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ({"prompts": "a", "adapter": "uper"}, "adapter"),
+        ({"prompts": "a", "adapter": "none"}, "adapter"),
         ({"prompts": "a", "dimensions": 10**6}, "dimensions"),
         ({"prompts": [3.5]}, "prompts[0]"),
         ({"prompts": ["a", "b"], "adapter": ["upper"]}, "adapter"),
