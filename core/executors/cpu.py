@@ -43,8 +43,8 @@ from ..model.sampler import (
 )
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
+from ..model.tensor_parts import kept_bytes
 from ..model.verification import accept_drafts, positions_of
-from ..model.weights import kept_bytes
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
 from .base import ModelExecutor

@@ -14,7 +14,7 @@ from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.native_decoder import why_unsupported
-from ..model.weights import num_weights
+from ..model.tensor_parts import num_weights
 from ..requests.draft_length import most_logits
 from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes

@@ -33,7 +33,7 @@ from ..model.decoder import DecoderModel, scores_of, stays_narrow
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
-from ..model.weights import kept_bytes
+from ..model.tensor_parts import kept_bytes
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters

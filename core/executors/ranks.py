@@ -27,7 +27,7 @@ from ..model.config import ModelConfig, UnsupportedModel
 from ..model.sampler import asking_rows
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
-from ..model.weights import kept_bytes
+from ..model.tensor_parts import kept_bytes
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ExecutorBase, ModelExecutor

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from .checkpoint import Checkpoint
-    from .weights import Source
+    from .tensor_parts import Source
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CheckpointRows:
 
     def _tensor(self, module: str) -> str | None:
         """The tensor that has a module's rows, of two tied modules the other's where it has none of its own."""
-        from .weights import EMBED, LM_HEAD  # needs torch
+        from .tensor_parts import EMBED, LM_HEAD  # needs torch
 
         parts = {"embed_tokens": EMBED, "lm_head": LM_HEAD}
         wanted = [parts[module], *(parts.values() if self.config.tie_word_embeddings else ())]
@@ -57,12 +57,12 @@ class CheckpointRows:
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         from .open_checkpoint import open_checkpoint
-        from .weights import sources
+        from .tensor_parts import sources
 
         return open_checkpoint(self.directory, {source.name for source in sources(self.config, ()).values()})
 
     @cached_property
     def _sources(self) -> Mapping[str, Source]:
-        from .weights import sources
+        from .tensor_parts import sources
 
         return sources(self.config, self._checkpoint)

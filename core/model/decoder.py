@@ -23,13 +23,14 @@ from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, HeadLora, StepBatch, StepL
 from .config import ModelConfig
 from .experts import ExpertWeights
 from .layer import HEAD, Layer, Residual, multiply
+from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, packed_bits, plain, with_signed_values
 from .rope_config import RopeConfig
-from .weights import MATRICES, LayerWeights, Pack, Weights
+from .weights import Pack, Weights
 
 #: A step's batch in the form that this decoder takes.
 Batch = StepBatch[GroupedAttention, StepLora]

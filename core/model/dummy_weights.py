@@ -8,7 +8,8 @@ import torch
 
 from .config import ModelConfig
 from .shard import WHOLE, Shard
-from .weights import LM_HEAD, Weights
+from .tensor_parts import LM_HEAD
+from .weights import Weights
 
 #: The output projection is this much larger than the others, so that greedy choices are clear ones.
 _HEAD_GAIN = 4.0

@@ -13,9 +13,9 @@ from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
 from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepLora
 from .experts import mix_experts
+from .layer_weights import LayerWeights
 from .layers import Activation, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
-from .weights import LayerWeights
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk

@@ -23,12 +23,13 @@ from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
 from .batch import LoraState, StepBatch
 from .config import ModelConfig
+from .layer_weights import LayerWeights
 from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values
 from .rope_config import RopeConfig
-from .weights import LayerWeights, Weights
+from .weights import Weights
 
 _LINE_BYTES, _PIECE_BYTES = 64, 64 << 20
 

@@ -6,10 +6,9 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,7 +16,8 @@ from ...ops.gated_delta import DeltaWeights
 from ...ops.packed_gemm import pack as pack_on_cpu
 from .config import ModelConfig, UnsupportedModel
 from .experts import ExpertWeights
-from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .layer_weights import LayerWeights
+from .layers import Experts
 from .open_checkpoint import open_checkpoint
 from .quantization.format import rows_and_columns
 from .quantization.group_scaled import GroupScaled, row_chunks
@@ -26,7 +26,25 @@ from .quantization.reading import REMEDY
 from .quantization.round_to_nearest import RoundToNearest
 from .score_head import BIAS, WEIGHT
 from .shard import WHOLE, Part, Shard
-from .tensor_names import BIASES, PACKED, TensorNames
+from .tensor_parts import (
+    CORRECTION,
+    EMBED,
+    IN_LAYER,
+    LAYER,
+    LM_HEAD,
+    NORM,
+    ROUTER,
+    ROUTERS,
+    SHARED,
+    SHARED_GATE,
+    SINKS,
+    Source,
+    kept_bytes,
+    part_shape,
+    shard_shape,
+    sources,
+    tensor_shapes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,274 +54,7 @@ _CHUNK, _ROWS = 1 << 23, 128
 #: Makes the kept form of a projection's weight `[out, in]`; a tensor is overwritten by the next one.
 Pack = Callable[[torch.Tensor | GroupScaled], Any]
 
-EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_MODEL, _LAYER = "model.", "model.layers.{}."
-_IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|e_score_correction_bias)$")
-_EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
 _IGNORED = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
-
-#: Parts of a layer with experts.
-_ROUTER, _CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
-_SHARED, _SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-
-#: What chooses among experts is quantised only where it is stored so: many tools leave it out without a word.
-_ROUTERS = (f".{_ROUTER}.weight", f".{_SHARED_GATE}.weight")
-
-_SINKS = "self_attn.sinks"
-
-#: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
-MATRICES = ("qkv", "o", "gate_up", "down")
-
-#: Norms that a layer may have, by where they stand.
-_NORMS = {
-    Norms.BEFORE: ("attention_norm", "mlp_norm"),
-    Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
-    Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
-    Norms.PARALLEL: ("attention_norm",),
-}
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One decoder layer. Biases are as long as their projection has rows. None: the layer has none."""
-
-    qkv: torch.Tensor
-    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, or Gated DeltaNet's
-    `[qkv + z + b + a, hidden]`.
-    """
-
-    o: torch.Tensor
-    """`[hidden, in]`: the mixer's output."""
-
-    gate_up: torch.Tensor
-    """`[2·ffn, hidden]`; no elements where the layer has experts."""
-
-    down: torch.Tensor
-    """`[hidden, ffn]`, likewise."""
-
-    qkv_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-
-    attention_norm: torch.Tensor | None = None
-    """`[hidden]`, of attention's input; where the parts are parallel, of the feed-forward part's, too."""
-
-    attention_out_norm: torch.Tensor | None = None
-    mlp_norm: torch.Tensor | None = None
-    mlp_out_norm: torch.Tensor | None = None
-
-    q_norm: torch.Tensor | None = None
-    """`[head_dim]`, or of all heads together."""
-
-    k_norm: torch.Tensor | None = None
-
-    sinks: torch.Tensor | None = None
-    """`[heads]`: see `AttentionSpec.sinks`."""
-
-    delta: DeltaWeights | None = None
-    """The rest of a layer with Gated DeltaNet."""
-
-    experts: ExpertWeights | None = None
-    """The feed-forward part of a layer that has experts."""
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every part of a model of `config`, under the names that Llama's checkpoints have for it but for the norms of
-    layers, which are named as in `LayerWeights`; a tied `lm_head.weight` is not among them.
-    """
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, hidden)
-    for index, layer in enumerate(config.layers):
-        at = _LAYER.format(index)
-        shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
-    return shapes
-
-
-def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The parts of a layer."""
-    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
-    biased = layer.biased
-    for projection in layer.projections(hidden):
-        if projection.is_of_mixture:
-            continue  # see `_expert_shapes`
-        shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
-        if projection.path in biased:
-            shapes[f"{projection.path}.bias"] = (projection.outputs,)
-    if layer.experts is not None:
-        shapes |= _expert_shapes(layer.experts, hidden)
-    if isinstance(layer.mixer, AttentionSpec):
-        sinks: dict[str, tuple[int, ...]] = {_SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
-        return shapes | _head_norm_shapes(layer.mixer) | sinks
-    return shapes | _delta_shapes(layer.mixer)
-
-
-def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{_ROUTER}.weight": (experts.count, hidden)}
-    if experts.routing.corrected:
-        shapes[_CORRECTION] = (experts.count,)
-    if experts.routing.bias:
-        shapes[f"{_ROUTER}.bias"] = (experts.count,)
-    sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
-    if experts.shared_size:
-        sizes[_SHARED] = experts.shared_size
-    if experts.shared_gate:
-        shapes[f"{_SHARED_GATE}.weight"] = (1, hidden)
-    for path, size in sizes.items():
-        shapes |= dict.fromkeys((f"{path}.gate_proj.weight", f"{path}.up_proj.weight"), (size, hidden))
-        shapes[f"{path}.down_proj.weight"] = (hidden, size)
-        if experts.biased:
-            shapes |= dict.fromkeys((f"{path}.gate_proj.bias", f"{path}.up_proj.bias"), (size,))
-            shapes[f"{path}.down_proj.bias"] = (hidden,)
-    return shapes
-
-
-def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
-    if mixer.head_norm is None:
-        return {}
-    each = mixer.head_norm is HeadNorm.EACH
-    return {
-        "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
-        "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),
-    }
-
-
-def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:
-    return {
-        "linear_attn.conv1d.weight": (mixer.channels, 1, mixer.conv_size),
-        "linear_attn.dt_bias": (mixer.num_v_heads,),
-        "linear_attn.A_log": (mixer.num_v_heads,),
-        "linear_attn.norm.weight": (mixer.v_dim,),
-    }
-
-
-class Source(NamedTuple):
-    """Where a checkpoint has a part: rows of a tensor from `first` on."""
-
-    name: str
-    first: int = 0
-
-    expert: int | None = None
-    """Of a tensor of all experts' matrices: whose rows they are."""
-
-    step: int = 1
-    """Every how many-th row of the tensor is of the part."""
-
-    transposed: bool = False
-    """The tensor has rows last."""
-
-
-def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
-    """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
-    tensors, shapes = config.tensors, tensor_shapes(config)
-    prefix = next((each for each in tensors.prefixes if f"{each}norm.weight" in names), tensors.prefixes[0])
-    head = next((each for each in tensors.heads if each in names), tensors.heads[0])
-    found = {LM_HEAD: Source(head)}
-    for part in shapes:
-        match = _IN_LAYER.match(part)
-        if match is None:
-            found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
-        else:
-            found[part] = _layer_source(tensors, prefix, match, shapes, names)
-    return found
-
-
-def _layer_source(
-    tensors: TensorNames,
-    prefix: str,
-    part: re.Match[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    names: Container[str],
-) -> Source:
-    """Where a checkpoint has a part of a layer. part: by `_IN_LAYER`."""
-    layer, path, kind = part.groups()
-    at, own = f"{prefix}{layer}", f"{_MODEL}{layer}"
-    if (expert := _EXPERT.match(path)) is not None:
-        begin, number, matrix = expert.groups()
-        rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
-        return _expert_source(tensors, at, int(number), matrix, kind, rows, names)
-    for name, stack in tensors.fused.items():
-        if path in stack:
-            first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
-            return Source(f"{at}{name}.{kind}", first)
-    return Source(_either(f"{at}{tensors.names.get(path, path)}.{kind}", f"{at}{path}.{kind}", names))
-
-
-def _either(given: str, own: str, names: Container[str]) -> str:
-    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
-    return own if given not in names and own in names else given
-
-
-def _expert_source(
-    tensors: TensorNames,
-    at: str,
-    number: int,
-    matrix: str,
-    kind: str,
-    rows: Mapping[str, int],
-    names: Container[str],
-) -> Source:
-    """Where a checkpoint has a matrix of an expert, or its bias. at: what names in the layer begin with. rows: of each
-    matrix.
-    """
-    for name, order in tensors.stacked_experts.items():
-        stored = at + name + (BIASES if kind == "bias" else "")
-        if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
-            continue
-        place, transposed = order.index(matrix), tensors.transposed and kind == "weight" and stored in names
-        if tensors.alternates:
-            return Source(stored, place, number, len(order), transposed)
-        return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)
-    path = f"mlp.experts.{{}}.{matrix}"
-    own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
-    return Source(_either(given, own, names))
-
-
-def matrices(config: ModelConfig, names: Container[str]) -> set[str]:
-    """The names that a checkpoint with tensors of these names has for the projections of layers."""
-    found, shapes = sources(config, names), tensor_shapes(config)
-    return {found[part].name for part, shape in shapes.items() if _IN_LAYER.match(part) and len(shape) == 2}
-
-
-def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
-    """Elements that a rank keeps of all tensors of `tensor_shapes`; the biases of o and down are the first rank's."""
-    return sum(
-        _shard_shape(shape, shard.of_tensor(name, config)).numel()
-        for name, shape in tensor_shapes(config).items()
-        if not (shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")))
-    )
-
-
-def kept_bytes(
-    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
-) -> int:
-    """Bytes of a rank's weights, of `itemsize` each or quantised."""
-    num_bytes = itemsize * num_weights(config, shard)
-    if quantiser is None:
-        return num_bytes
-    tokens = shard.of_vocab(config)
-    head = (tokens.stop - tokens.start, config.hidden_size)
-    every = (each for layer in shard.config(config).projections.layers for each in layer)
-    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture]
-    if quantiser.lm_head:
-        num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
-        found.append(head)
-    return num_bytes + sum(quantiser.num_bytes(*each) - itemsize * math.prod(each) for each in found)
-
-
-def _shard_shape(shape: Sequence[int], parts: Sequence[Part]) -> torch.Size:
-    """Shape of parts of a tensor, one after the other in its first dimension."""
-    shapes = [_part_shape(shape, part) for part in parts]
-    return torch.Size((sum(each[0] for each in shapes), *shapes[0][1:]))
-
-
-def _part_shape(shape: Sequence[int], part: Part) -> torch.Size:
-    """Shape of a part of a tensor; further dimensions are whole."""
-    lengths = [len(range(*own.indices(length))) for own, length in zip(part, shape, strict=False)]
-    return torch.Size((*lengths, *shape[len(part) :]))
 
 
 class Weights(ABC):
@@ -348,11 +99,11 @@ class Weights(ABC):
 
     def projection(self, layer: int, path: str) -> torch.Tensor:
         """One projection's weight `[out, in]`, dequantised, in memory of its own."""
-        return self._projection([f"{_LAYER.format(layer)}{path}.weight"], None)
+        return self._projection([f"{LAYER.format(layer)}{path}.weight"], None)
 
     def bias(self, layer: int, path: str) -> torch.Tensor:
         """One projection's bias `[out]`, which it must have."""
-        return self._read(f"{_LAYER.format(layer)}{path}.bias")
+        return self._read(f"{LAYER.format(layer)}{path}.bias")
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
@@ -383,7 +134,7 @@ class Weights(ABC):
 
     def _layer(self, index: int, pack: Pack | None) -> LayerWeights:
         """Ranks add up the outputs of o and down: the first has their biases."""
-        at, spec = _LAYER.format(index), self._config.layers[index]
+        at, spec = LAYER.format(index), self._config.layers[index]
 
         def projection(*names: str) -> Any:
             return self._projection([f"{at}{name}.weight" for name in names], pack)
@@ -406,7 +157,7 @@ class Weights(ABC):
             qkv_bias=bias(*inputs),
             q_norm=norm("self_attn.q_norm"),
             k_norm=norm("self_attn.k_norm"),
-            sinks=self._read(at + _SINKS) if at + _SINKS in self._shapes else None,
+            sinks=self._read(at + SINKS) if at + SINKS in self._shapes else None,
             delta=self._delta(f"{at}linear_attn.") if spec.delta else None,
             o=projection(output),
             o_bias=first_rank_bias(output),
@@ -433,14 +184,14 @@ class Weights(ABC):
 
         paths = [f"mlp.experts.{number}" for number in range(spec.count)]
         return ExpertWeights(
-            router=pack_on_cpu(self._read(f"{at}{_ROUTER}.weight", dtype=torch.float32)),
+            router=pack_on_cpu(self._read(f"{at}{ROUTER}.weight", dtype=torch.float32)),
             gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
             down=[matrix(path, "down_proj") for path in paths],
-            correction=self._read(at + _CORRECTION, dtype=torch.float32) if spec.routing.corrected else None,
-            shared_gate_up=matrix(_SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
-            shared_down=matrix(_SHARED, "down_proj") if spec.shared_size else None,
-            shared_gate=self._read(f"{at}{_SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
-            router_bias=self._read(f"{at}{_ROUTER}.bias", dtype=torch.float32) if spec.routing.bias else None,
+            correction=self._read(at + CORRECTION, dtype=torch.float32) if spec.routing.corrected else None,
+            shared_gate_up=matrix(SHARED, "gate_proj", "up_proj") if spec.shared_size else None,
+            shared_down=matrix(SHARED, "down_proj") if spec.shared_size else None,
+            shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
+            router_bias=self._read(f"{at}{ROUTER}.bias", dtype=torch.float32) if spec.routing.bias else None,
             gate_up_bias=biases("gate_proj", "up_proj"),
             down_bias=biases("down_proj"),
         )
@@ -478,7 +229,7 @@ class Weights(ABC):
 
     def _shape(self, names: Sequence[str], whole: bool = False) -> torch.Size:
         """Shape of the rank's shares of tensors, or of whole ones, stacked along their first dimension."""
-        shapes = [_shard_shape(self._shapes[name], ((),) if whole else self._parts(name)) for name in names]
+        shapes = [shard_shape(self._shapes[name], ((),) if whole else self._parts(name)) for name in names]
         return torch.Size((sum(shape[0] for shape in shapes), *shapes[0][1:]))
 
     @abstractmethod
@@ -529,8 +280,8 @@ class WeightLoader(Weights):
         how = self._config.weight_format
         if how is None:
             return {}
-        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or _IN_LAYER.match(part)}
-        chosen_by = {source.name for part, source in self._sources.items() if part.endswith(_ROUTERS)}
+        matrices = {self._sources[part].name for part in self._shapes if part == LM_HEAD or IN_LAYER.match(part)}
+        chosen_by = {source.name for part, source in self._sources.items() if part.endswith(ROUTERS)}
         try:
             return {
                 name: how.check(self._checkpoint, name, shape)
@@ -627,7 +378,7 @@ class WeightLoader(Weights):
             target = torch.empty(shape, dtype=dtype or self._dtype)
         for name, share in zip(names, target.split([self._shape([name], whole)[0] for name in names]), strict=True):
             source, parts = self._sources[name], ((),) if whole else self._parts(name)
-            places = share.split([_part_shape(self._shapes[name], part)[0] for part in parts])
+            places = share.split([part_shape(self._shapes[name], part)[0] for part in parts])
             for part, place in zip(parts, places, strict=True):
                 self._read_part(place, source, self._rows(name, source, part))
             self._advance(name)

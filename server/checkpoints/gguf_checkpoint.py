@@ -35,7 +35,7 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
 
     from ...core.model.gguf_file import GgufCheckpoint
     from ...core.model.read_config import read_model_config
-    from ...core.model.weights import sources
+    from ...core.model.tensor_parts import sources
 
     _write_json(target / "config.json", config)
     wanted = {source.name for source in sources(read_model_config(target), ()).values()}

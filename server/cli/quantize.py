@@ -49,7 +49,7 @@ def _quantise(arguments: argparse.Namespace) -> int:
     from ...core.model.quantization.pack_quantized import quantization_config
     from ...core.model.quantization.round_to_nearest import quantiser_of
     from ...core.model.read_config import read_model_config
-    from ...core.model.weights import matrices
+    from ...core.model.tensor_parts import matrices
 
     source, out = resolve_model(arguments.model), arguments.out
     if out.exists():

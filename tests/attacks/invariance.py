@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from chorus.core.model.weights import LayerWeights
+from chorus.core.model.layer_weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import dense_projections

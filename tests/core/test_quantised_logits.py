@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.weights import MATRICES
+from chorus.core.model.layer_weights import MATRICES
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.ops.native_integers import IntegerPanels

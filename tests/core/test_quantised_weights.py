@@ -18,7 +18,7 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import kept_bytes
+from chorus.core.model.tensor_parts import kept_bytes
 from chorus.perf.bench import random_model
 from chorus.perf.bench.sizes import Geometry
 from chorus.server.cluster.report import model_hash

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from chorus.core.model.batch import rows_in
+from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
 from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
-from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections, attention_projections, gated_projections

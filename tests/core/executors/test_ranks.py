@@ -25,7 +25,8 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import Weights, num_weights
+from chorus.core.model.tensor_parts import num_weights
+from chorus.core.model.weights import Weights
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.graphs.runner import StepMode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chorus.core.model.layer_weights import MATRICES
 from chorus.core.model.native_decoder import PackedWeights
 from chorus.core.model.quantization.group_scaled import GroupScaled
 from chorus.core.model.quantization.groups import (
@@ -17,7 +18,7 @@ from chorus.core.model.quantization.groups import (
 )
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import MATRICES, WeightLoader
+from chorus.core.model.weights import WeightLoader
 from chorus.ops.native_integers import IntegerPanels
 
 from .quantization.forms import FORMS

@@ -16,7 +16,7 @@ from chorus.core.model.layers import ClampedSwiglu, Experts, GatedDeltaSpec, Hea
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.rope_config import RopeConfig
 from chorus.core.model.shard import Shard
-from chorus.core.model.weights import tensor_shapes
+from chorus.core.model.tensor_parts import tensor_shapes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

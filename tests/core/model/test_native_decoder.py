@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.layers import Activation, AttentionSpec, Experts, GatedSpec, HeadNorm, LayerSpec, Norms, Routing
 from chorus.core.model.native_decoder import NativeDecoderModel, layer_values, why_unsupported
 from chorus.core.model.rope_config import RopeConfig
-from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.layout import PageLayout
 from chorus.memory.pages.projections import Projections

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.model.dummy_weights import DummyWeights
+from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.layers import GatedDeltaSpec
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import WHOLE, Shard
-from chorus.core.model.weights import LayerWeights, num_weights
+from chorus.core.model.tensor_parts import num_weights
 
 from ..tiny_families import save_family
 

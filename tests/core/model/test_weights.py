@@ -17,7 +17,8 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.load_progress import progress
 from chorus.core.model.open_weights import open_weights
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, sources, tensor_shapes
+from chorus.core.model.tensor_parts import EMBED, LM_HEAD, sources, tensor_shapes
+from chorus.core.model.weights import WeightLoader
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chorus.core.model.read_config import read_model_config
-from chorus.core.model.weights import tensor_shapes
+from chorus.core.model.tensor_parts import tensor_shapes
 from chorus.ops.sgmv_schedule import decode
 from chorus.perf.bench.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from chorus.perf.bench.sizes import SIZES, Geometry

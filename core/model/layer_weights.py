@@ -1,0 +1,58 @@
+"""Weights of a decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...ops.gated_delta import DeltaWeights
+from .experts import ExpertWeights
+
+#: Names of a layer's matrices in `LayerWeights`, in the order of the groups of projections.
+MATRICES = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. Biases are as long as their projection has rows. None: the layer has none."""
+
+    qkv: torch.Tensor
+    """The mixer's input: attention's `[q + 2·kv, hidden]`, with gates where q_proj has them, or Gated DeltaNet's
+    `[qkv + z + b + a, hidden]`.
+    """
+
+    o: torch.Tensor
+    """`[hidden, in]`: the mixer's output."""
+
+    gate_up: torch.Tensor
+    """`[2·ffn, hidden]`; no elements where the layer has experts."""
+
+    down: torch.Tensor
+    """`[hidden, ffn]`, likewise."""
+
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    attention_norm: torch.Tensor | None = None
+    """`[hidden]`, of attention's input; where the parts are parallel, of the feed-forward part's, too."""
+
+    attention_out_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
+
+    q_norm: torch.Tensor | None = None
+    """`[head_dim]`, or of all heads together."""
+
+    k_norm: torch.Tensor | None = None
+
+    sinks: torch.Tensor | None = None
+    """`[heads]`: see `AttentionSpec.sinks`."""
+
+    delta: DeltaWeights | None = None
+    """The rest of a layer with Gated DeltaNet."""
+
+    experts: ExpertWeights | None = None
+    """The feed-forward part of a layer that has experts."""

@@ -1,0 +1,239 @@
+"""The parts of a model by name: their shapes, where a checkpoint has each of them, and the bytes that they take.
+
+Tests: tests/core/model/test_weights.py, tests/core/model/test_shares.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .config import ModelConfig
+from .layers import AttentionSpec, Experts, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .quantization.round_to_nearest import RoundToNearest
+from .shard import WHOLE, Part, Shard
+from .tensor_names import BIASES, PACKED, TensorNames
+
+EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_MODEL, LAYER = "model.", "model.layers.{}."
+IN_LAYER = re.compile(r"^model\.(layers\.\d+\.)(.+)\.(weight|bias|sinks|dt_bias|A_log|e_score_correction_bias)$")
+_EXPERT = re.compile(r"^(mlp\.experts\.)(\d+)\.(.+)$")
+
+#: Parts of a layer with experts.
+ROUTER, CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
+SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+#: What chooses among experts is quantised only where it is stored so: many tools leave it out without a word.
+ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
+
+SINKS = "self_attn.sinks"
+
+#: Norms that a layer may have, by where they stand.
+_NORMS = {
+    Norms.BEFORE: ("attention_norm", "mlp_norm"),
+    Norms.AFTER: ("attention_out_norm", "mlp_out_norm"),
+    Norms.AROUND: ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    Norms.PARALLEL: ("attention_norm",),
+}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every part of a model of `config`, under the names that Llama's checkpoints have for it but for the norms of
+    layers, which are named as in `LayerWeights`; a tied `lm_head.weight` is not among them.
+    """
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    for index, layer in enumerate(config.layers):
+        at = LAYER.format(index)
+        shapes |= {at + part: shape for part, shape in _layer_shapes(layer, hidden).items()}
+    return shapes
+
+
+def _layer_shapes(layer: LayerSpec, hidden: int) -> dict[str, tuple[int, ...]]:
+    """The parts of a layer."""
+    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (hidden,) for norm in _NORMS[layer.norms]}
+    biased = layer.biased
+    for projection in layer.projections(hidden):
+        if projection.is_of_mixture:
+            continue  # see `_expert_shapes`
+        shapes[f"{projection.path}.weight"] = (projection.outputs, projection.inputs)
+        if projection.path in biased:
+            shapes[f"{projection.path}.bias"] = (projection.outputs,)
+    if layer.experts is not None:
+        shapes |= _expert_shapes(layer.experts, hidden)
+    if isinstance(layer.mixer, AttentionSpec):
+        sinks: dict[str, tuple[int, ...]] = {SINKS: (layer.mixer.num_heads,)} if layer.mixer.sinks else {}
+        return shapes | _head_norm_shapes(layer.mixer) | sinks
+    return shapes | _delta_shapes(layer.mixer)
+
+
+def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{ROUTER}.weight": (experts.count, hidden)}
+    if experts.routing.corrected:
+        shapes[CORRECTION] = (experts.count,)
+    if experts.routing.bias:
+        shapes[f"{ROUTER}.bias"] = (experts.count,)
+    sizes = {f"mlp.experts.{number}": experts.size for number in range(experts.count)}
+    if experts.shared_size:
+        sizes[SHARED] = experts.shared_size
+    if experts.shared_gate:
+        shapes[f"{SHARED_GATE}.weight"] = (1, hidden)
+    for path, size in sizes.items():
+        shapes |= dict.fromkeys((f"{path}.gate_proj.weight", f"{path}.up_proj.weight"), (size, hidden))
+        shapes[f"{path}.down_proj.weight"] = (hidden, size)
+        if experts.biased:
+            shapes |= dict.fromkeys((f"{path}.gate_proj.bias", f"{path}.up_proj.bias"), (size,))
+            shapes[f"{path}.down_proj.bias"] = (hidden,)
+    return shapes
+
+
+def _head_norm_shapes(mixer: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    if mixer.head_norm is None:
+        return {}
+    each = mixer.head_norm is HeadNorm.EACH
+    return {
+        "self_attn.q_norm.weight": (mixer.head_dim if each else mixer.q_size,),
+        "self_attn.k_norm.weight": (mixer.head_dim if each else mixer.kv_size,),
+    }
+
+
+def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:
+    return {
+        "linear_attn.conv1d.weight": (mixer.channels, 1, mixer.conv_size),
+        "linear_attn.dt_bias": (mixer.num_v_heads,),
+        "linear_attn.A_log": (mixer.num_v_heads,),
+        "linear_attn.norm.weight": (mixer.v_dim,),
+    }
+
+
+class Source(NamedTuple):
+    """Where a checkpoint has a part: rows of a tensor from `first` on."""
+
+    name: str
+    first: int = 0
+
+    expert: int | None = None
+    """Of a tensor of all experts' matrices: whose rows they are."""
+
+    step: int = 1
+    """Every how many-th row of the tensor is of the part."""
+
+    transposed: bool = False
+    """The tensor has rows last."""
+
+
+def sources(config: ModelConfig, names: Container[str]) -> dict[str, Source]:
+    """Where a checkpoint with tensors of these names has each part of `tensor_shapes`."""
+    tensors, shapes = config.tensors, tensor_shapes(config)
+    prefix = next((each for each in tensors.prefixes if f"{each}norm.weight" in names), tensors.prefixes[0])
+    head = next((each for each in tensors.heads if each in names), tensors.heads[0])
+    found = {LM_HEAD: Source(head)}
+    for part in shapes:
+        match = IN_LAYER.match(part)
+        if match is None:
+            found.setdefault(part, Source(prefix + part.removeprefix(_MODEL)))
+        else:
+            found[part] = _layer_source(tensors, prefix, match, shapes, names)
+    return found
+
+
+def _layer_source(
+    tensors: TensorNames,
+    prefix: str,
+    part: re.Match[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Container[str],
+) -> Source:
+    """Where a checkpoint has a part of a layer. part: by `IN_LAYER`."""
+    layer, path, kind = part.groups()
+    at, own = f"{prefix}{layer}", f"{_MODEL}{layer}"
+    if (expert := _EXPERT.match(path)) is not None:
+        begin, number, matrix = expert.groups()
+        rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
+        return _expert_source(tensors, at, int(number), matrix, kind, rows, names)
+    for name, stack in tensors.fused.items():
+        if path in stack:
+            first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])
+            return Source(f"{at}{name}.{kind}", first)
+    return Source(_either(f"{at}{tensors.names.get(path, path)}.{kind}", f"{at}{path}.{kind}", names))
+
+
+def _either(given: str, own: str, names: Container[str]) -> str:
+    """The name that a family gives to a part, unless the checkpoint has it under its own name instead."""
+    return own if given not in names and own in names else given
+
+
+def _expert_source(
+    tensors: TensorNames,
+    at: str,
+    number: int,
+    matrix: str,
+    kind: str,
+    rows: Mapping[str, int],
+    names: Container[str],
+) -> Source:
+    """Where a checkpoint has a matrix of an expert, or its bias. at: what names in the layer begin with. rows: of each
+    matrix.
+    """
+    for name, order in tensors.stacked_experts.items():
+        stored = at + name + (BIASES if kind == "bias" else "")
+        if matrix not in order or not any(stored + end in names for end in ("", *PACKED)):
+            continue
+        place, transposed = order.index(matrix), tensors.transposed and kind == "weight" and stored in names
+        if tensors.alternates:
+            return Source(stored, place, number, len(order), transposed)
+        return Source(stored, sum(rows[each] for each in order[:place]), number, transposed=transposed)
+    path = f"mlp.experts.{{}}.{matrix}"
+    own, given = (f"{at}{each.format(number)}.{kind}" for each in (path, tensors.names.get(path, path)))
+    return Source(_either(given, own, names))
+
+
+def matrices(config: ModelConfig, names: Container[str]) -> set[str]:
+    """The names that a checkpoint with tensors of these names has for the projections of layers."""
+    found, shapes = sources(config, names), tensor_shapes(config)
+    return {found[part].name for part, shape in shapes.items() if IN_LAYER.match(part) and len(shape) == 2}
+
+
+def num_weights(config: ModelConfig, shard: Shard = WHOLE) -> int:
+    """Elements that a rank keeps of all tensors of `tensor_shapes`; the biases of o and down are the first rank's."""
+    return sum(
+        shard_shape(shape, shard.of_tensor(name, config)).numel()
+        for name, shape in tensor_shapes(config).items()
+        if not (shard.rank and name.endswith(("o_proj.bias", "down_proj.bias")))
+    )
+
+
+def kept_bytes(
+    config: ModelConfig, itemsize: int, shard: Shard = WHOLE, quantiser: RoundToNearest | None = None
+) -> int:
+    """Bytes of a rank's weights, of `itemsize` each or quantised."""
+    num_bytes = itemsize * num_weights(config, shard)
+    if quantiser is None:
+        return num_bytes
+    tokens = shard.of_vocab(config)
+    head = (tokens.stop - tokens.start, config.hidden_size)
+    every = (each for layer in shard.config(config).projections.layers for each in layer)
+    found = [(each.outputs, each.inputs) for each in every if not each.is_of_mixture]
+    if quantiser.lm_head:
+        num_bytes += itemsize * math.prod(head) if config.tie_word_embeddings else 0  # the embeddings stay
+        found.append(head)
+    return num_bytes + sum(quantiser.num_bytes(*each) - itemsize * math.prod(each) for each in found)
+
+
+def shard_shape(shape: Sequence[int], parts: Sequence[Part]) -> torch.Size:
+    """Shape of parts of a tensor, one after the other in its first dimension."""
+    shapes = [part_shape(shape, part) for part in parts]
+    return torch.Size((sum(each[0] for each in shapes), *shapes[0][1:]))
+
+
+def part_shape(shape: Sequence[int], part: Part) -> torch.Size:
+    """Shape of a part of a tensor; further dimensions are whole."""
+    lengths = [len(range(*own.indices(length))) for own, length in zip(part, shape, strict=False)]
+    return torch.Size((*lengths, *shape[len(part) :]))
