@@ -37,16 +37,16 @@ def rms_norm_rows(
     y,
     x,
     residual,
-    weight,
+    norm,
     eps,
     x_stride,
     y_stride,
     residual_stride,
     C: tl.constexpr,
 ):
-    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with C.add, residual[t] += x[t] first and is normalised instead.
+    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · norm; with C.add, residual[t] += x[t] first and is normalised instead.
 
-    Grid (tokens,). y, x, residual: [tokens, width] with the given row strides; weight: [width]. C: `NormConstants`.
+    Grid (tokens,). y, x, residual: [tokens, width] with the given row strides; norm: [width]. C: `NormConstants`.
     """
     WIDTH: tl.constexpr = C.width
     BLOCK: tl.constexpr = C.block
@@ -54,7 +54,7 @@ def rms_norm_rows(
     dtype = y.dtype.element_ty
     column = tl.arange(0, BLOCK)
     own = column < WIDTH
-    factor = tl.load(weight + column, mask=own, other=0.0)
+    factor = tl.load(norm + column, mask=own, other=0.0)
     if C.pdl:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -69,17 +69,17 @@ def rms_norm_rows(
     tl.store(y + row * y_stride + column, (factor.to(tl.float32) * value).to(dtype), mask=own)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     """The same as `elementwise.rms_norm`."""
-    return _launch_norm(x, None, weight, eps)
+    return _launch_norm(x, None, norm, eps)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     """The same as `elementwise.add_rms_norm`."""
-    return _launch_norm(x, residual, weight, eps)
+    return _launch_norm(x, residual, norm, eps)
 
 
-def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float) -> torch.Tensor:
     tokens, width = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not tokens:
@@ -88,7 +88,7 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     if x.stride(1) != 1 or stream.stride(1) != 1:
         raise ValueError("rows of x and of the residual must be contiguous")
     launch = _norm(width, residual is not None, dependent_launch.begins_early(x.device))
-    launch((tokens, 1, 1), (y, x, stream, weight), (eps,), (x.stride(0), width, stream.stride(0)))
+    launch((tokens, 1, 1), (y, x, stream, norm), (eps,), (x.stride(0), width, stream.stride(0)))
     return y
 
 

@@ -51,7 +51,7 @@ _ADAPTERS = (
 _READY = {"arena", "data", "scales", "zeros", "bias", "norm", "indptr", "last_page_len", "indices"}
 _READY |= {"tiles", "offsets", "places", "first_elem", "pages"}
 
-#: `small_gemm_triton.Weight`: in the variant's dtype, and of whole numbers with scales.
+#: `small_gemm_triton.Weight`: in the variant's dtype, and narrow, with scales.
 _PLAIN = ("data", "*own"), ("scales", "*own"), ("zeros", "*own")
 _KEPT = ("data", "*u8"), ("scales", "*fp32"), ("zeros", "*fp32")
 
@@ -90,7 +90,7 @@ def _norm(hidden: int, add: bool) -> Elementwise:
         "rms_norm_rows",
         {"C": elementwise_schedule.norm_constants(hidden, add)},
         elementwise_schedule.norm_options(hidden),
-        ("y", "x", "residual", "weight"),
+        ("y", "x", "residual", "norm"),
         {"eps": "fp32", **_strides("x", "y", "residual")},
     )
 
