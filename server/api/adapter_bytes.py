@@ -37,6 +37,9 @@ FILES = {CONFIG: CONFIG_FILE, WEIGHTS: WEIGHTS_FILE}
 MORE_FILES = (*TOKENIZER_FILES, CHAT_TEMPLATE)
 """Files that a request may bring along, in fields of these names: the adapter's own tokenizer and template."""
 
+_ENCODED = {WEIGHTS: WEIGHTS_FILE} | {name: name for name in MORE_FILES}
+"""Fields of a JSON body that hold a file as base64."""
+
 MAX_FIELD_BYTES = 64 << 10
 WRITE_BYTES = 1 << 20
 
@@ -124,9 +127,8 @@ async def _read_json(
     request: Request, loads: AdapterLoader, upload: AdapterUpload, room: _HeldBytes, settings: Settings
 ) -> dict[str, Any]:
     """Read a body whose weights are written to disk as they arrive, and whose other fields are small."""
-    encoded = {WEIGHTS: WEIGHTS_FILE, **dict(zip(MORE_FILES, MORE_FILES, strict=True))}
-    text = LongStrings(encoded)
-    files = {field: _Base64File(upload, field, file) for field, file in encoded.items()}
+    text = LongStrings(_ENCODED)
+    files = {field: _Base64File(upload, field, file) for field, file in _ENCODED.items()}
     async for part in request.stream():
         before = len(text.rest)
         for field, piece in text.feed(part):
@@ -140,12 +142,10 @@ async def _read_json(
     rest = bytes(text.rest)
     is_long = len(rest) > MAX_FIELD_BYTES
     fields = await loads.beside(_json, rest, settings) if is_long else _json(rest, settings)
-    if not fields.keys() & {CONFIG, *encoded}:
+    if not fields.keys() & {CONFIG, *_ENCODED}:
         return fields
     config = fields.pop(CONFIG, None)
-    for field in encoded:
-        if (value := fields.pop(field, None)) not in ("", None):
-            raise ApiError(400, f"{field} must be base64 in a string, not {type(value).__name__}", param=field)
+    _drop_encoded(fields)
     await upload.begin()
     if isinstance(config, dict):
         config = json.dumps(config)
@@ -153,6 +153,13 @@ async def _read_json(
         await upload.write(CONFIG_FILE, config.encode("utf-8", "replace"))
     _require(upload)
     return fields
+
+
+def _drop_encoded(fields: dict[str, Any]) -> None:
+    """Remove the fields of files, which were written as they arrived. Raises an ApiError for one that is no string."""
+    for field in _ENCODED:
+        if (value := fields.pop(field, None)) not in ("", None):
+            raise ApiError(400, f"{field} must be base64 in a string, not {type(value).__name__}", param=field)
 
 
 class _Base64File:
