@@ -332,13 +332,14 @@ class LLM:
         """An adapter's current state: its version, tier and pages. Raises UnknownAdapter."""
         return self._of_known(name, lambda: self._worker.adapters.state(name).result())
 
-    def load_adapter(
+    def load_adapter(  # noqa: PLR0913  # every field has a name
         self,
         name: str,
         path: str | Path | None = None,
         *,
         config: Mapping[str, Any] | str | bytes | None = None,
         weights: Mapping[str, Any] | bytes | None = None,
+        files: Mapping[str, str | bytes] | None = None,
         keep_versions: int | None = None,
         replace: bool = True,
         pinned: bool | None = None,
@@ -346,7 +347,8 @@ class LLM:
         """Register an adapter, or replace one: running requests finish with the old version. Returns NAME@VERSION.
 
         name: `NAME`, or `NAME@VERSION` to set the version's label. path: a PEFT directory; without one, config is the
-        contents of adapter_config.json, and weights are adapter_model.safetensors' bytes or its tensors by name.
+        contents of adapter_config.json, and weights are adapter_model.safetensors' bytes or its tensors by name; files
+        are the contents of its own tokenizer.json, chat_template.jinja and the like, by name.
         keep_versions: number of versions of the name to keep, including the newest; default: the setting's. pinned:
         True keeps it resident. Raises InvalidRequest for wrong arguments, AdapterFormatError if it can't be served, in
         which case nothing changes, FileExistsError for an existing version, or a name that it may not `replace`, and
@@ -356,14 +358,14 @@ class LLM:
         with python_errors():
             asked = validated(AddAdapter, given)
             plain, label = checked_name(self._settings, asked.name, "name")
-        if (path is None) == (config is None and weights is None):
-            raise InvalidRequest("path", "give a directory as path, or config and weights, and not both")
+        if (path is None) == (config is None and weights is None and files is None):
+            raise InvalidRequest("path", "give a directory as path, or config and weights (and files), and not both")
         keep = keep_versions or self._settings.keep_versions
         if path is not None:
             find = Path(path).absolute
             state, _ = self._loads.load(plain, find, replace=replace, label=label or None, keep=keep).result()
         else:
-            with self._files.draft(config, weights) as draft:
+            with self._files.draft(config, weights, files) as draft:
                 load = self._loads.load(plain, draft.seal, replace=replace, label=label or None, keep=keep)
                 state, _ = load.result()
         if pinned is not None:

@@ -35,7 +35,10 @@ CONFIG, WEIGHTS = "adapter_config", "adapter_model"
 
 FILES = {CONFIG: CONFIG_FILE, WEIGHTS: WEIGHTS_FILE}
 MORE_FILES = (*TOKENIZER_FILES, CHAT_TEMPLATE)
-"""Files that a form may bring along, in fields or files of these names: the adapter's own tokenizer and template."""
+"""Files that a request may bring along, in fields of these names: the adapter's own tokenizer and template."""
+
+_ENCODED = {WEIGHTS: WEIGHTS_FILE} | {name: name for name in MORE_FILES}
+"""Fields of a JSON body that hold a file as base64."""
 
 MAX_FIELD_BYTES = 64 << 10
 WRITE_BYTES = 1 << 20
@@ -124,23 +127,25 @@ async def _read_json(
     request: Request, loads: AdapterLoader, upload: AdapterUpload, room: _HeldBytes, settings: Settings
 ) -> dict[str, Any]:
     """Read a body whose weights are written to disk as they arrive, and whose other fields are small."""
-    text, weights = LongStrings([WEIGHTS]), _Weights(upload)
+    text = LongStrings(_ENCODED)
+    files = {field: _Base64File(upload, field, file) for field, file in _ENCODED.items()}
     async for part in request.stream():
         before = len(text.rest)
-        for _, piece in text.feed(part):
+        for field, piece in text.feed(part):
             if not upload.has_begun:
                 room.take(WRITE_BYTES)
                 await upload.begin(_length(request) * 3 // 4)
-            await weights.take(piece)
+            await files[field].take(piece)
         room.take(len(text.rest) - before)
         if len(text.rest) > settings.max_body_bytes:
             raise ApiError(413, f"the body is larger than the {settings.max_body_bytes} bytes that this server accepts")
     rest = bytes(text.rest)
     is_long = len(rest) > MAX_FIELD_BYTES
     fields = await loads.beside(_json, rest, settings) if is_long else _json(rest, settings)
-    if not fields.keys() & FILES.keys():
+    if not fields.keys() & {CONFIG, *_ENCODED}:
         return fields
-    config, _ = fields.pop(CONFIG, None), fields.pop(WEIGHTS, None)
+    config = fields.pop(CONFIG, None)
+    _drop_encoded(fields)
     await upload.begin()
     if isinstance(config, dict):
         config = json.dumps(config)
@@ -150,11 +155,18 @@ async def _read_json(
     return fields
 
 
-class _Weights:
-    """The weights of a JSON body: base64, decoded and written on a thread as it arrives."""
+def _drop_encoded(fields: dict[str, Any]) -> None:
+    """Remove the fields of files, which were written as they arrived. Raises an ApiError for one that is no string."""
+    for field in _ENCODED:
+        if (value := fields.pop(field, None)) not in ("", None):
+            raise ApiError(400, f"{field} must be base64 in a string, not {type(value).__name__}", param=field)
 
-    def __init__(self, upload: AdapterUpload) -> None:
-        self._upload = upload
+
+class _Base64File:
+    """A file in a field of a JSON body: base64, decoded and written on a thread as it arrives."""
+
+    def __init__(self, upload: AdapterUpload, field: str, file: str) -> None:
+        self._upload, self._field, self._file = upload, field, file
         self._text = bytearray()
         self._base64 = Base64()
         self._is_over = False
@@ -162,18 +174,18 @@ class _Weights:
     async def take(self, piece: bytes) -> None:
         """Take the next piece; an empty one is the end."""
         if self._is_over:
-            raise ApiError(400, f"{WEIGHTS}: it is given twice; give it once", param=WEIGHTS)
+            raise ApiError(400, f"{self._field}: it is given twice; give it once", param=self._field)
         self._text += piece
         self._is_over = not piece
         if self._is_over or len(self._text) >= WRITE_BYTES:
             text = bytes(self._text)
             self._text.clear()
             try:
-                await self._upload.write(WEIGHTS_FILE, partial(self._decoded, text, is_last=self._is_over))
+                await self._upload.write(self._file, partial(self._decoded, text, is_last=self._is_over))
             except ValueError as error:
                 if isinstance(error, TooLarge):
                     raise
-                raise ApiError(400, f"{WEIGHTS} must be base64: {error}", param=WEIGHTS) from None
+                raise ApiError(400, f"{self._field} must be base64: {error}", param=self._field) from None
 
     def _decoded(self, text: bytes, *, is_last: bool) -> bytes:
         data = self._base64.feed(text)

@@ -27,15 +27,14 @@ from .caller import Caller
 from .generation_builder import GenerationBuilder
 from .logprobs import Body
 from .pooling_builder import VECTOR, PoolingBuilder, results, unit
-from .pooling_request import ClassifyBody, EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
+from .pooling_request import ClassifyBody, EmbeddingsBody, PairBody, PoolingBody, RerankBody, ScoreBody
 from .responder import Responder
 from .translation import renaming
 
 NAMES = {"prompt": "input"}
 """The client's names of fields, for errors."""
 
-PAIR_NAMES = {"prompt": "text_2"}
-RANK_NAMES = {"prompt": "documents"}
+RANK_NAMES = {"prompt": "documents", "messages": "documents"}
 
 CLASSES = replace(VECTOR, classify=True)
 
@@ -126,7 +125,8 @@ class PoolingApi:
     async def score(self, request: Request) -> Response:
         """vLLM's score: how well two texts fit, for each pair."""
         arrival, asked = time.monotonic(), await self.builder.parse(ScoreBody.read, request)
-        with renaming(PAIR_NAMES):
+        _, second = asked.names()
+        with renaming({"prompt": second, "messages": second}):
             pairs = asked.pairs(self.pooling.limits)
             generation, scores = await self._scored("score-", request, asked, pairs, arrival, activates=asked.activates)
 
@@ -167,7 +167,7 @@ class PoolingApi:
         self,
         prefix: str,
         request: Request,
-        asked: PoolingBody,
+        asked: PairBody,
         pairs: Sequence[tuple[str, str]],
         arrival: float,
         *,
@@ -177,6 +177,7 @@ class PoolingApi:
         params = await self._scorer(Caller.of(request), asked)
         if params is None:
             self.pooling.check_vectors()
+            asked.refuse_variables("the scores are similarities of vectors, for which no template is used")
             texts = list(dict.fromkeys(chain.from_iterable(pairs)))
             prompts = await self.pooling.encoded(Caller.of(request), asked, texts)
             vector = self.pooling.vector()

@@ -22,7 +22,7 @@ from ..text.tokenizer import Tokenizer
 from .caller import Caller
 from .engine_requests import EngineRequests
 from .generation_builder import GenerationBuilder
-from .pooling_request import EmbeddingsBody, Input, InputBody, PoolingBody
+from .pooling_request import EmbeddingsBody, Input, InputBody, PairBody, PoolingBody
 
 VECTOR = RequestParams(max_tokens=1, temperature=0.0, pooling="last")
 
@@ -101,13 +101,21 @@ class PoolingBuilder:
             for each in given
         ]
 
-    async def encoded_pairs(
-        self, caller: Caller, asked: PoolingBody, pairs: Sequence[tuple[str, str]]
-    ) -> list[list[int]]:
-        tokenizer, limit, left = await self.tokenizer_of(caller, asked), self._most(asked), self._left(asked)
-        encoded = await tokenizer.encode_pairs(
-            pairs, add_special_tokens=asked.add_special_tokens, most=self._most_read(asked)
-        )
+    async def encoded_pairs(self, caller: Caller, asked: PairBody, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """The tokens of each pair of a query and a document, truncated: as the chat template of a reranker writes
+        them, or as the tokenizer joins texts. Raises InvalidRequest.
+        """
+        limit, left, most = self._most(asked), self._left(asked), self._most_read(asked)
+        adds, variables = asked.add_special_tokens, asked.variables()
+        tokenizer = await self.builder.tokenizer_of(caller, asked.model, asked.lora_path)
+        if tokenizer.scores_pairs:
+            conversations = [tokenizer.pair(*pair, variables, add_special_tokens=adds) for pair in pairs]
+            encoded = await tokenizer.encode_chats(conversations, most)
+        else:
+            message = "the model's chat template has no roles query and document: give one that has by --chat-template"
+            asked.refuse_variables(message)
+            tokenizer = await self.tokenizer_of(caller, asked)
+            encoded = await tokenizer.encode_pairs(pairs, add_special_tokens=adds, most=most)
         return [truncated(each, each, limit, left=left) for each in encoded]
 
     def _most(self, asked: PoolingBody) -> int | None:

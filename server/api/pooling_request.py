@@ -5,19 +5,22 @@ Tests: tests/server/api/test_pooling_api.py
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ...core.requests.request_params import InvalidRequest
 from ..access.limits import RequestLimits
-from ..text.tokenizer import Conversation
+from ..text.tokenizer import RESERVED_FOR_TEMPLATE, Conversation
 from .chat_request import ChatCompletionRequest
 from .completion_request import is_token_list
 from .openai import MAX_NAME_CHARACTERS, Name
 from .translation import OtherBody, RefusedFields
 
 _OF_CONVERSATIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+MAX_INSTRUCTION_CHARACTERS = 1 << 16
 
 Input = str | list[int]
 """A text, or its token ids."""
@@ -110,26 +113,78 @@ class ClassifyBody(InputBody, _ScoringBody):
     """Texts to classify."""
 
 
-class ScoreBody(_ScoringBody):
-    """Pairs of texts to score: one with each of several, or as many as there are of both."""
+class PairBody(_ScoringBody):
+    """Pairs of texts, which a reranker's chat template may write."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    instruction: Annotated[str, Field(max_length=MAX_INSTRUCTION_CHARACTERS)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def variables(self) -> dict[str, Any]:
+        """The template's variables. Raises InvalidRequest for names that have another meaning."""
+        for name in self.chat_template_kwargs:
+            if name in RESERVED_FOR_TEMPLATE:
+                message = f"{name} can't be given in chat_template_kwargs"
+                raise InvalidRequest("chat_template_kwargs", message)
+        own = {} if self.instruction is None else {"instruction": self.instruction}
+        return {**own, **self.chat_template_kwargs}
+
+    def refuse_variables(self, why: str) -> None:
+        """Raises InvalidRequest if there are any: no template uses them. why: the reason."""
+        for name in ("instruction", "chat_template_kwargs"):
+            if getattr(self, name):
+                raise InvalidRequest(name, f"{name} is not used: {why}, or leave it out")
+
+
+class ScoreBody(PairBody):
+    """Pairs of texts to score: one with each of several, or as many as there are of both. The fields have several
+    names.
+    """
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+    def names(self) -> tuple[str, str]:
+        """The fields of the first and of the second texts. Raises InvalidRequest unless they are one pair of names."""
+        given = self.model_fields_set & set(chain.from_iterable(_PAIRS))
+        for pair in _PAIRS:
+            if given == set(pair):
+                return pair
+        begun = next((pair for pair in _PAIRS if given <= set(pair)), None)
+        if begun is None:
+            name = max(given)
+            others = ", ".join(sorted(given - {name}))
+            raise InvalidRequest(
+                name, f"{name} is given beside {others}; give text_1 and text_2, or queries and documents"
+            )
+        missing = begun[0] if begun[0] not in given else begun[1]
+        raise InvalidRequest(missing, f"{missing} is missing; give the texts of both sides")
 
     def pairs(self, limits: RequestLimits) -> list[tuple[str, str]]:
         """Raises InvalidRequest."""
-        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
-        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
-        for name, texts in (("text_1", first), ("text_2", second)):
+        first_name, second_name = self.names()
+        first, second = ([each] if isinstance(each, str) else each for each in self._given())
+        for name, texts in ((first_name, first), (second_name, second)):
             if not texts:
                 raise InvalidRequest(name, f"{name} is empty; give at least one text")
             check_count(name, len(texts), limits)
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            message = f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many as of text_2"
-            raise InvalidRequest("text_1", message)
+            counts = f"{first_name} has {len(first)} texts and {second_name} {len(second)}"
+            raise InvalidRequest(first_name, f"{counts}; give one, or as many as of {second_name}")
         return list(zip(first, second, strict=True))
+
+    def _given(self) -> tuple[str | list[str], str | list[str]]:
+        first, second = (getattr(self, name) for name in self.names())
+        return first, second
+
+
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 class Document(OtherBody):
@@ -138,7 +193,7 @@ class Document(OtherBody):
     text: str
 
 
-class RerankBody(_ScoringBody):
+class RerankBody(PairBody):
     """Documents to sort by how well they answer a query."""
 
     query: str

@@ -13,7 +13,8 @@ from pathlib import Path
 BESIDE_BYTES = 512 << 20
 """Memory in addition to the tensors, which are held twice: as read, and as written."""
 
-MAX_TENSORS = 1 << 13
+MAX_TENSORS = 1 << 16
+"""Far more than adapters have: those on each expert of a mixture have up to 36,864."""
 
 
 class UnpickleRefused(Exception):

@@ -12,6 +12,7 @@ from typing import Any
 from ...core.requests.request_params import InvalidRequest
 from ...memory.files.content_store import StagedUpload, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ..api.adapter_bytes import MORE_FILES
 from ..engine.backend_adapters import BackendAdapters
 from ..engine.loaded_adapters import LoadedAdapters
 from ..settings import Settings
@@ -30,9 +31,11 @@ class AdapterFiles:
         self.loaded = loaded
 
     @contextmanager
-    def draft(self, config: Any, weights: Any) -> Iterator[StagedUpload]:
-        """The files of an adapter, for a load within the `with` block. Raises InvalidRequest."""
-        files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights)}
+    def draft(self, config: Any, weights: Any, more: Mapping[str, Any] | None = None) -> Iterator[StagedUpload]:
+        """The files of an adapter, for a load within the `with` block. more: those of its own tokenizer and template,
+        by name. Raises InvalidRequest.
+        """
+        files = {CONFIG_FILE: _config_bytes(config), WEIGHTS_FILE: _weight_bytes(weights), **_more_bytes(more or {})}
         try:
             with self.loaded.draft(sum(map(len, files.values()))) as draft:
                 for name, data in files.items():
@@ -47,6 +50,17 @@ class AdapterFiles:
         if self._made is not None:
             self._made.cleanup()
             self._made = None
+
+
+def _more_bytes(more: Mapping[str, Any]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for name, data in more.items():
+        if name not in MORE_FILES:
+            raise InvalidRequest("files", f"files has {name!r}; it may have {', '.join(MORE_FILES)}")
+        if not isinstance(data, str | bytes | bytearray | memoryview):
+            raise InvalidRequest("files", f"files[{name!r}] must be text or bytes, not {type(data).__name__}")
+        found[name] = data.encode() if isinstance(data, str) else bytes(data)
+    return found
 
 
 def _config_bytes(config: Any) -> bytes:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError, meta
 
 from ...core.requests.request_params import InvalidRequest
 from ..errors import clipped, too_long
@@ -115,6 +115,16 @@ def _read_template(path: Path) -> str:
 
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 """Tags of transformers that mark generated text of the assistant."""
+
+
+@lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str]:
+    """Variables that a template is given from outside."""
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except TemplateSyntaxError:
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(parsed))
 
 
 def _is_generic(model: Path, found: Path) -> bool:
@@ -264,6 +274,12 @@ class Tokenizer:
             return await self._threads.run(self.encode_chat_now, conversation, most)
         return self.encode_chat_now(conversation, most)
 
+    async def encode_chats(self, conversations: Sequence[Conversation], most: int | None = None) -> Tokens:
+        """The tokens of the prompt of each conversation."""
+        if len(conversations) == 1:
+            return [await self.encode_chat(conversations[0], most)]
+        return await self._threads.run(lambda: [self.encode_chat_now(each, most) for each in conversations])
+
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences of bad words; see `bad_words`."""
         return await self._threads.run(self.bad_words, words) if len(words) > THREAD_MESSAGES else self.bad_words(words)
@@ -289,6 +305,26 @@ class Tokenizer:
         if not pairs:
             return []
         return [e.ids for e in self.backend.encode_batch_fast(list(pairs), add_special_tokens=add_special_tokens)]
+
+    @property
+    def scores_pairs(self) -> bool:
+        """True if the chat template writes a query and a document, as those of rerankers do."""
+        return self._names_role("query") and self._names_role("document")
+
+    def pair(
+        self, query: str, document: str, variables: Mapping[str, Any], *, add_special_tokens: bool = True
+    ) -> Conversation:
+        """A query and a document as a conversation for a template that `scores_pairs`; an `instruction` is a variable
+        of the template or the system's message. Raises InvalidRequest for a template without either.
+        """
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        variables = dict(variables)
+        if "instruction" in variables and "instruction" not in _variables(self.chat_template):
+            if not self._names_role("system"):
+                message = "instruction is read neither as a variable nor as the system's message by the model's chat"
+                raise InvalidRequest("instruction", f"{message} template; leave it out")
+            messages.insert(0, {"role": "system", "content": str(variables.pop("instruction"))})
+        return Conversation(messages, begins_output=False, variables=variables, add_special_tokens=add_special_tokens)
 
     @property
     def cuts_left(self) -> bool:
@@ -381,13 +417,16 @@ class Tokenizer:
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
 
+    def _names_role(self, role: str) -> bool:
+        return re.search(rf"['\"]{re.escape(role)}['\"]", self.chat_template) is not None
+
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise InvalidRequest for a role that neither the API nor the model's chat template knows: the template would
         skip the message, or write the role unchanged.
         """
         for index, message in enumerate(messages):
             role = str(message.get("role"))
-            if role in ROLES or re.search(rf"['\"]{re.escape(role)}['\"]", self.chat_template):
+            if role in ROLES or self._names_role(role):
                 continue
             near = difflib.get_close_matches(role[:64], ROLES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it must be {', '.join(ROLES)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,13 @@ from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.policies import Policies
-from chorus.core.requests.record import to_record
+from chorus.core.requests.record import NotHere, to_record
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.identity import with_content
 from chorus.memory.host.images import Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.perf.inline_reads import InlineReads
@@ -104,6 +106,26 @@ class Answer:
 def exported(engine: Engine, request_id: str) -> dict[str, Any]:
     """Return a request in progress as plain data, which another engine can resume."""
     return to_record(engine.scheduler.get(request_id), engine._clock())  # noqa: SLF001
+
+
+def moved(here: Driver, there: Driver, names: Iterable[str], *, steps: int) -> dict[str, list[int]]:
+    """Tokens of requests that go on in another engine after some steps, in the middle of prompts and of answers."""
+    for driver in (here, there):
+        for adapter in list(driver.engine.store.versions()):
+            driver.engine.store.note(adapter, with_content(adapter.manifest))
+    for _ in range(steps):
+        here.step()
+    begun = {name: list(here.answers[name].tokens) for name in names}
+    assert any(begun.values())
+    assert not all(begun.values())
+    for name in begun:
+        if here.answers[name].finish_reason is None:
+            resumed = there.engine.resume(json.loads(json.dumps(exported(here.engine, name))))
+            assert not isinstance(resumed, NotHere)
+            there.answers[name] = Answer()
+    there.drain()
+    assert not {name: answer.error for name, answer in there.answers.items() if answer.error}
+    return {name: told + (there.answers[name].tokens if name in there.answers else []) for name, told in begun.items()}
 
 
 class Driver:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 
-from chorus.core.requests.record import NotHere
 from chorus.graphs.runner import StepMode
-from chorus.memory.files.identity import with_content
 
 from .adapter_zoo import FORMS, INVOCATION, save_zoo
-from .conftest import Answer, exported
+from .conftest import moved
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native]
 
@@ -103,22 +100,8 @@ def test_two_ranks(zoo, drive):
 def test_moved_to_another_engine(zoo, drive):
     """In the middle of prompts and of answers."""
     here, there = (drive(zoo, block_tokens=8, max_num_batched_tokens=12, max_num_seqs=8) for _ in range(2))
-    for driver in (here, there):
-        for adapter in list(driver.engine.store.versions()):
-            driver.engine.store.note(adapter, with_content(adapter.manifest))
     want = ask_all(zoo, here, seed=5, lengths=(10, 40), tokens=16)
-    for _ in range(8):
-        here.step()
-    begun = {name: list(answer.tokens) for name, answer in here.answers.items()}
-    assert any(begun.values()) and not all(begun.values())
-    for name in want:
-        if here.answers[name].finish_reason is None:
-            resumed = there.engine.resume(json.loads(json.dumps(exported(here.engine, name))))
-            assert not isinstance(resumed, NotHere)
-            there.answers[name] = Answer()
-    there.drain()
-    got = {name: begun[name] + (there.answers[name].tokens if name in there.answers else []) for name in want}
-    assert got == want
+    assert moved(here, there, want, steps=8) == want
 
 
 @pytest.mark.parametrize("zoo", ["plain base"], indirect=True)

@@ -20,6 +20,7 @@ from chorus.ops.sampling import RowSamplingParams, sample, uniform
 
 from ..conftest import quiet
 from ..tiny_tokenizer import save_tokenizer
+from .conftest import moved
 from .merging.test_merged import merge
 from .model_module_forms import Alone, save_form
 from .tiny_families import MIN_MARGIN, save_family
@@ -150,6 +151,14 @@ def test_all_forms_in_one_batch(it, drive):
     added = [token for tokens in want.values() for token in tokens if token >= VOCAB]
     assert added, "no answer has an added token"
     assert max(want["0 None"]) < VOCAB > max(want["0 plain"])
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+def test_moved_to_another_engine(tied, drive):
+    """In the middle of prompts and of answers."""
+    here, there = (drive(tied, block_tokens=8, max_num_batched_tokens=12, max_num_seqs=8) for _ in range(2))
+    want = ask_all(tied, here, tokens=12)
+    assert moved(here, there, want, steps=8) == want
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

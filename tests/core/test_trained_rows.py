@@ -16,6 +16,7 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 
 from ..conftest import quiet
+from .conftest import moved
 from .merging.test_merged import merge
 from .model_module_forms import Alone
 from .tiny_families import MIN_MARGIN, save_family
@@ -107,6 +108,14 @@ def test_all_forms_in_one_batch(it, drive):
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
     want = ask_all(it, driver)
     assert told(driver, want) == want
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+def test_moved_to_another_engine(it, drive):
+    """In the middle of prompts and of answers."""
+    here, there = (drive(it, block_tokens=8, max_num_batched_tokens=12, max_num_seqs=8) for _ in range(2))
+    want = ask_all(it, here, tokens=12)
+    assert moved(here, there, want, steps=8) == want
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

@@ -21,6 +21,7 @@ from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
 from ...tables import TINY, TINY_PATHS
+from ..conftest import DIMS, module_key
 from .loading import CONFIG, WEIGHTS, load, refusal
 
 PREFIX = "base_model.model."
@@ -356,10 +357,16 @@ def test_two_adapters_in_one_file_are_refused(adapter_draft, tmp_path):
     assert "several adapters ('first', 'second')" in message and WEIGHTS in message
 
 
+AUTO_MAPPING = {
+    "base_model_class": "LlamaForCausalLM",
+    "parent_library": "transformers.models.llama.modeling_llama",
+    "unsloth_fixed": True,
+}
+
 #: Further files and fields as trainers write them, none of which changes what the adapter computes.
 TRAINERS = {
     "unsloth": (
-        {"unsloth_fixed": True, "auto_mapping": None, "runtime_config": {"ephemeral_gpu_offload": False}},
+        {"unsloth_fixed": True, "auto_mapping": AUTO_MAPPING, "runtime_config": {"ephemeral_gpu_offload": False}},
         ("README.md", "tokenizer.json", "special_tokens_map.json"),
     ),
     "axolotl": ({"peft_version": "0.17.1", "corda_config": None}, ("README.md", "config.json", "trainer_state.json")),
@@ -370,7 +377,10 @@ TRAINERS = {
     ),
     "tinker": ({"lora_dropout": 0, "inference_mode": True}, ("checkpoint_complete",)),
     "trl": ({"trainable_token_indices": None, "target_parameters": None}, ("training_args.bin", "optimizer.pt")),
-    "nemo": ({"megatron_config": None, "megatron_core": "megatron.core"}, ("run_config.yaml",)),
+    "nemo": (
+        {"megatron_config": None, "megatron_core": "megatron.core", "task_type": None, "bias": "none"},
+        ("run_config.yaml", "automodel_peft_config.json"),
+    ),
 }
 
 
@@ -380,6 +390,41 @@ def test_further_files_and_fields(adapter_draft, tmp_path, trainer):
     path = adapter_draft(**fields).write(tmp_path / "a")
     for name in files:
         (path / name).write_bytes(b"{}")
+    same(path, adapter_draft().write(tmp_path / "peft"))
+
+
+#: Modules as trainers name them, of an adapter of all projections.
+NAMED = {
+    "tinker": "all-linear",
+    "nemo": [module_key(layer, module) for layer in range(3) for module in DIMS],
+    "unsloth": r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"
+    r"(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|"
+    r"attn|mlp|feed_forward|ffn|dense)\.(?:(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)))",
+    "ms-swift": r"^(model(?=\.).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj))$",
+}
+
+
+@pytest.mark.parametrize("trainer", NAMED)
+def test_modules_as_trainers_name_them(adapter_draft, tmp_path, trainer):
+    it = adapter_draft()
+    it.config["target_modules"] = NAMED[trainer]
+    same(it.write(tmp_path / "a"), adapter_draft().write(tmp_path / "peft"))
+
+
+def test_a_pattern_of_more_than_linear_modules_is_refused(adapter_draft, tmp_path):
+    """Of older ms-swift, which changes PEFT so that others are passed over; PEFT itself refuses it, too."""
+    it = adapter_draft()
+    it.config["target_modules"] = r"^(model)(?!.*(lm_head|output|emb|wte|shared)).*"
+    message = refusal(it.write(tmp_path / "a"))
+    assert f"{CONFIG}: target_modules matches model.layers; only" in message and "exclude_modules" in message
+
+
+def test_earlier_steps_and_further_adapters_beside_it(adapter_draft, tmp_path):
+    """Directories of checkpoints, logs and TRL's reference adapter, each with files of the same names."""
+    path = adapter_draft().write(tmp_path / "a")
+    for name in ("checkpoint-500", "reference"):
+        adapter_draft(rank=1).write(path / name)
+    (path / "runs" / "Jan01_00-00-00").mkdir(parents=True)
     same(path, adapter_draft().write(tmp_path / "peft"))
 
 

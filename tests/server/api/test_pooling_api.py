@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import shutil
+from contextlib import ExitStack
 
 import numpy as np
 import openai
@@ -18,6 +19,7 @@ from chorus.server.settings import Settings
 from chorus.server.text.tokenizer import Conversation
 
 from ...conftest import quiet
+from ..conftest import live_server
 
 MODEL = "wide_heads"
 PLAIN = ("r2-qv", "r8-attention")
@@ -373,3 +375,119 @@ def test_wrong_conversations_are_refused_by_name(live, fields, param):
     answer = live.post("/v1/embeddings", model="base", **fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def content_of(role):
+    return f'messages | selectattr("role", "eq", "{role}") | map(attribute="content") | first'
+
+
+RERANKER = (
+    f'<eos>Judge <Instruct>: {{{{ {content_of("system")} | default("find passages") }}}} '
+    f"<Query>: {{{{ {content_of('query')} }}}} <Document>: {{{{ {content_of('document')} }}}}<eos>"
+)
+"""As Qwen3-Reranker's own: the instruction is the system's message."""
+
+WITH_VARIABLE = (
+    '{{ instruction | default("find passages") }}|{% for message in messages %}'
+    "{% if message.role == 'query' %}question:{{ message.content }}"
+    '{% elif message.role == "document" %} passage:{{ message.content }}{% endif %}{% endfor %}'
+)
+"""As vLLM's examples: the instruction is a variable."""
+
+
+@pytest.fixture
+def reranker(changed, classifiers, reference, tokenizer):
+    """`reranker(template, **fields)`: a server of a model that has a chat template."""
+    with ExitStack() as stack:
+
+        def make(template, **fields):
+            model = changed(**({"classifier_from_token": ["n", "y"]} | fields))
+            engine = Engine.from_config(EngineConfig(model=model, memory_bytes=8 << 20, threads=1, cpu_kernels="torch"))
+            engine.store.register("r8-attention", reference.adapters["r8-attention"])
+            engine.store.register("one", classifiers["one"])
+            settings = {"model": str(model), "served_model_name": "base"}
+            return stack.enter_context(live_server(engine, tokenizer.with_chat_template(template), settings=settings))
+
+        yield make
+
+
+def written(template, query, document, instruction=None):
+    if template is RERANKER:
+        query_part = f"<eos>Judge <Instruct>: {instruction or 'find passages'} <Query>: {query} "
+        return f"{query_part}<Document>: {document}<eos>"
+    return f"{instruction or 'find passages'}|question:{query} passage:{document}"
+
+
+@pytest.mark.parametrize("template", [RERANKER, WITH_VARIABLE], ids=["system", "variable"])
+@pytest.mark.parametrize("adapter", [None, "r8-attention"])
+def test_a_rerankers_own_template_writes_query_and_document(reranker, reference, tokenizer, template, adapter):
+    live = reranker(template)
+    no, yes = (tokenizer.backend.token_to_id(token) for token in ("n", "y"))
+
+    def wanted(document, instruction=None):
+        (ids,) = tokenizer.encode_now([written(template, "why", document, instruction)])
+        last = reference.logits(adapter, ids)[-1].double()
+        return pytest.approx((last[yes] - last[no]).sigmoid().item(), abs=1e-5)
+
+    model = adapter or "base"
+    for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        body = live.post("/score", model=model, **{first: "why", second: ["so", "not so"]}).json()
+        assert [each["score"] for each in body["data"]] == [wanted("so"), wanted("not so")]
+    for given in ({"instruction": "odd"}, {"chat_template_kwargs": {"instruction": "odd"}}):
+        (each,) = live.post("/rerank", model=model, query="why", documents=["so"], **given).json()["results"]
+        assert each["relevance_score"] == wanted("so", "odd")
+
+
+def test_texts_stay_text_in_a_rerankers_template(reranker, tokenizer):
+    live = reranker(RERANKER)
+    plain, spelt = (
+        live.post("/score", text_1="why", text_2=text).json()["usage"]["prompt_tokens"] for text in ("so", "<eos>so")
+    )
+    assert spelt - plain > 1, "the special token that a document spells is not that token"
+
+
+def test_a_template_is_of_heads_too(reranker, reference, classifiers, tokenizer):
+    live = reranker(RERANKER, classifier_from_token=None)
+    (each,) = live.post("/score", model="one", text_1="why", text_2="so").json()["data"]
+    (ids,) = tokenizer.encode_now([written(RERANKER, "why", "so")])
+    assert each["score"] == pytest.approx(logits(reference, classifiers["one"], 1, ids).sigmoid().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"instruction": "odd"}, "instruction", "leave it out"),
+        ({"chat_template_kwargs": {"instruction": "odd"}}, "chat_template_kwargs", "leave it out"),
+    ],
+)
+@pytest.mark.parametrize("model", ["one", "r2-qv"], ids=["joined", "vectors"])
+def test_an_instruction_that_no_template_reads_is_refused(live, model, fields, param, said):
+    answer = live.post("/score", model=model, text_1="a", text_2="b", **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"]
+
+
+def test_a_template_that_reads_no_instruction_refuses_it(reranker):
+    live = reranker(WITH_VARIABLE.replace('{{ instruction | default("find passages") }}|', ""))
+    error = live.post("/rerank", query="a", documents=["b"], instruction="odd").json()["error"]
+    assert error["param"] == "instruction" and "chat template" in error["message"]
+    error = live.post("/rerank", query="a", documents=["b"], chat_template_kwargs={"tools": 1}).json()["error"]
+    assert error["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"queries": "a"}, "documents"),
+        ({"items": "a"}, "queries"),
+        ({}, "text_1"),
+        ({"text_1": "a", "text_2": "b", "queries": "c"}, "text_2"),
+        ({"queries": ["a", "b"], "documents": ["a", "b", "c"]}, "queries"),
+        ({"queries": "a", "documents": []}, "documents"),
+        ({"queries": "a", "documents": "b " * 3000}, "documents"),
+    ],
+)
+def test_wrong_pairs_are_refused_by_their_own_names(live, fields, param):
+    answer = live.post("/score", model="one", **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -139,6 +139,13 @@ def test_a_pickle_becomes_the_same_tensors(gqa, adapter, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_pickle_with_tensors_of_each_expert_is_converted(adapter):
+    names = [f"base_model.model.model.layers.0.mlp.experts.{n}.up_proj.lora_A.weight" for n in range(36_864)]
+    as_pickle(adapter, dict.fromkeys(names, torch.ones(1)))
+    assert main(["convert-adapter", str(adapter)]) == 0
+    assert load_file(adapter / WEIGHTS).keys() == set(names)
+
+
 class Evil:
     def __init__(self, path):
         self.path = path

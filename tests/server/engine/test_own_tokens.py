@@ -4,6 +4,7 @@ with PEFT and the adapter's own tokenizer.
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 
@@ -210,6 +211,66 @@ def test_an_uploaded_adapter_brings_its_tokenizer(adapters, tmp_path, name):
         assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, it.answer(ids))
         chat = client.post("/tokenize", json={"model": "sent", "messages": USER}).json()["tokens"]
     assert chat == it.tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+
+
+ITS_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def in_json(directory, **changed):
+    files = {each: (directory / each).read_bytes() for each in ITS_FILES}
+    weights = (directory / "adapter_model.safetensors").read_bytes()
+    encoded = {each: base64.b64encode(data).decode() for each, data in {**files, "adapter_model": weights}.items()}
+    config = json.loads((directory / "adapter_config.json").read_bytes())
+    return {"lora_name": "sent", "adapter_config": config, **encoded, **changed}
+
+
+@pytest.mark.parametrize("name", ["own", "beyond"])
+def test_an_adapter_in_json_brings_its_tokenizer(adapters, tmp_path, name):
+    """And its template."""
+    settings = Settings(model=BUILTIN_MODEL, adapter_uploads=tmp_path, adapter_chat_templates=True, **SMALL)
+    it = Reference(adapters / name)
+    ids = it.tokenizer(TEXT)["input_ids"]
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        told = client.post("/v1/load_lora_adapter", json=in_json(adapters / name))
+        assert told.status_code == 200, told.text
+        body = {"model": "sent", "prompt": TEXT, **GREEDY, "return_token_ids": True}
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids, it.answer(ids))
+        chat = client.post("/tokenize", json={"model": "sent", "messages": USER}).json()["tokens"]
+    assert chat == it.tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
+
+
+def test_wrong_files_in_json_are_refused_and_nothing_is_loaded(adapters, tmp_path):
+    settings = Settings(model=BUILTIN_MODEL, adapter_uploads=tmp_path, **SMALL)
+    other = base64.b64encode(json.dumps({"<|eos|>": 262}).encode()).decode()
+    wrong = {
+        "tokenizer.json": {"tokenizer.json": {"version": "1.0"}},
+        "tokenizer_config.json": {"tokenizer_config.json": "no base64!"},
+        "<|eos|>": {"added_tokens.json": other},
+        "adapter_model": {"adapter_model": None},
+    }
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        for named, changed in wrong.items():
+            told = client.post("/v1/load_lora_adapter", json=in_json(adapters / "own", **changed))
+            assert told.status_code == 400 and named in told.json()["error"]["message"], told.text
+        beside = {"lora_name": "sent", "lora_path": str(adapters / "own"), "tokenizer.json": other}
+        assert client.post("/v1/load_lora_adapter", json=beside).status_code == 400
+        assert client.post("/v1/completions", json={"model": "sent", "prompt": "x"}).status_code == 404
+
+
+def test_a_program_gives_an_adapter_s_tokenizer(llm, adapters, reference):
+    directory = adapters / reference.name
+    config, weights = ((directory / f"adapter_{each}").read_bytes() for each in ("config.json", "model.safetensors"))
+    files = {each: (directory / each).read_bytes() for each in ITS_FILES}
+    llm.load_adapter("given", config=config, weights=weights, files=files)
+    ids = reference.tokenizer(TEXT)["input_ids"]
+    answer = llm.generate(TEXT, SamplingParams(**GREEDY, add_special_tokens=True), adapter="given")
+    assert (list(answer.prompt_token_ids), list(answer.token_ids)) == (ids, reference.answer(ids))
+    for wrong, said in (({"vocab.json": b""}, "vocab.json"), ({"tokenizer.json": {}}, "text or bytes")):
+        with pytest.raises(InvalidRequest, match=said):
+            llm.load_adapter("wrong", config=config, weights=weights, files=wrong)
+    with pytest.raises(InvalidRequest, match="not both"):
+        llm.load_adapter("wrong", directory, files=files)
 
 
 def test_a_vector_is_of_the_adapter_s_tokens(client, reference):
