@@ -111,8 +111,9 @@ class CpuExecutor(ModelExecutor):
             else:
                 self.warn_if_dequantised("PyTorch's operators multiply")
                 self.decoder = decoder = DecoderModel(
-                    self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks
-                )
+                    self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks,
+                    native_products=config.cpu_kernels != "torch",
+                )  # fmt: skip
                 self.steps = TorchSteps(decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch.nn.functional import embedding
 
+from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
+from ...ops import expert_products
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
+from ...ops.expert_products import Matrix, Panels
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
@@ -77,13 +81,16 @@ class DecoderModel:
         max_model_len: int,
         dtype: torch.dtype | None = None,
         ranks: Collectives | None = None,
+        *,
+        native_products: bool = True,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens. Projections stay narrow if `weights.keeps` any.
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
         as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
-        shares with this one; `config` is of a share. Each has its columns of the logits.
+        shares with this one; `config` is of a share. Each has its columns of the logits. native_products: experts are
+        multiplied by the native library where it is there; False: by torch's operators.
         """
         self.config = config
         self._ranks = ranks
@@ -101,7 +108,8 @@ class DecoderModel:
             self._lm_head = self._embed
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        self.layers = [_moved(layer, config.norm, device, dtype) for layer in weights.layers(kept)]
+        pack_expert = partial(expert_products.pack, take=hugepages.Pieces().take) if native_products else pack
+        self.layers = [_moved(layer, config.norm, device, dtype, pack_expert) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
@@ -481,14 +489,16 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
     return PLAIN if found == PLAIN else found
 
 
-def _moved(layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+def _moved(
+    layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: torch.dtype, pack_expert: expert_products.Pack
+) -> LayerWeights:
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
         part = getattr(layer, field.name)
         if isinstance(part, DeltaWeights):
             layer.delta = _moved_delta(part, device)
         elif isinstance(part, ExpertWeights):
-            layer.experts = _moved_experts(part, dtype)
+            layer.experts = _moved_experts(part, dtype, pack_expert)
         elif part is not None and not isinstance(part, NarrowWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
@@ -499,28 +509,26 @@ def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
     return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
 
 
-def _moved_experts(experts: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+def _moved_experts(experts: ExpertWeights, dtype: torch.dtype, pack_expert: expert_products.Pack) -> ExpertWeights:
     """What chooses among experts stays float32. Matrices are packed, one by one, so that memory has no two forms of a
     layer's.
     """
 
-    def moved(weight: torch.Tensor | None) -> torch.Tensor | None:
-        return None if weight is None else _packed(weight, dtype)
+    def packed(weight: Matrix) -> Matrix:
+        if isinstance(weight, Panels):
+            raise TypeError("a layer's experts are packed already")
+        return pack_expert(weight.to(dtype))
 
     for matrices in (experts.gate_up, experts.down):
         for index, weight in enumerate(matrices):
-            matrices[index] = _packed(weight, dtype)
+            matrices[index] = packed(weight)
     biases = ("gate_up_bias", "down_bias")
     return replace(
         experts,
-        shared_gate_up=moved(experts.shared_gate_up),
-        shared_down=moved(experts.shared_down),
+        shared_gate_up=None if experts.shared_gate_up is None else packed(experts.shared_gate_up),
+        shared_down=None if experts.shared_down is None else packed(experts.shared_down),
         **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
     )
-
-
-def _packed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return weight if weight.is_mkldnn else pack(weight.to(dtype))
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

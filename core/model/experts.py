@@ -1,35 +1,28 @@
 """A mixture of experts in one step: rows are routed, gathered by expert, multiplied, and added up in a fixed order.
 
-A row's result depends on no other row: its router's logits and its experts' products are of two rows at least, which
-have the same kernel as more rows have, and its experts are added up from the best to the worst.
+A row's result depends on no other row: its products don't (see `ops.expert_products`), and its experts are added up
+from the best to the worst.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch.nn.functional import linear
 
 from ...memory.pages.projections import Group
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
-from ...ops.packed_gemm import packed_linear
+from ...ops.expert_products import Matrix, multiply_each
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_lora import MixtureLora
 
+_T = TypeVar("_T")
+
 #: Of a few elements that fill no vector, torch computes a sigmoid by another formula; so many fill all of them.
 _LANES = 64
-
-
-class _Matrices(NamedTuple):
-    """An expert's weights."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -39,19 +32,19 @@ class ExpertWeights:
     router: torch.Tensor
     """`[experts, hidden]`, float32."""
 
-    gate_up: list[torch.Tensor]
+    gate_up: list[Matrix]
     """Of each expert `[2·size, hidden]`."""
 
-    down: list[torch.Tensor]
+    down: list[Matrix]
     """Of each expert `[hidden, size]`."""
 
     correction: torch.Tensor | None = None
     """`[experts]`, float32: see `Routing.corrected`."""
 
-    shared_gate_up: torch.Tensor | None = None
+    shared_gate_up: Matrix | None = None
     """`[2·shared_size, hidden]`."""
 
-    shared_down: torch.Tensor | None = None
+    shared_down: Matrix | None = None
     """`[hidden, shared_size]`."""
 
     shared_gate: torch.Tensor | None = None
@@ -65,12 +58,6 @@ class ExpertWeights:
 
     down_bias: Sequence[torch.Tensor] | None = None
     """Of each expert `[hidden]`."""
-
-    def of_expert(self, expert: int) -> _Matrices:
-        """One expert's."""
-        if self.gate_up_bias is None or self.down_bias is None:
-            return _Matrices(self.gate_up[expert], self.down[expert])
-        return _Matrices(self.gate_up[expert], self.down[expert], self.gate_up_bias[expert], self.down_bias[expert])
 
 
 class Choice(NamedTuple):
@@ -115,7 +102,8 @@ def mix_experts(
     """What a layer's experts give for rows `[rows, hidden]`. Only the experts that a row goes to are read, of adapters
     too. lora: what adapters add; None: nothing.
     """
-    logits = _product(x.float(), weights.router, weights.router_bias)
+    bias = None if weights.router_bias is None else [weights.router_bias]
+    logits = multiply_each(x.float(), [len(x)], [weights.router], bias)
     if lora is not None:
         lora.add(Group.ROUTER, logits, x.float())
     choice = choose(logits, spec.routing, weights.correction)
@@ -125,7 +113,8 @@ def mix_experts(
         mixed += outputs[:, place].float() * choice.weights[:, place : place + 1]
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         added = None if lora is None else _Added(lora, Group.SHARED_GATE_UP, Group.SHARED_DOWN)
-        shared = _expert(x, _Matrices(weights.shared_gate_up, weights.shared_down), spec.activation, added).float()
+        parts = _Parts([len(x)], [weights.shared_gate_up], [weights.shared_down])
+        shared = _through(x, parts, spec.activation, added).float()
         if weights.shared_gate is not None:
             gates = (x.float() * weights.shared_gate).sum(-1, keepdim=True)
             if lora is not None:
@@ -141,46 +130,67 @@ def _outputs(
     """What each row's experts give `[rows, per_token, hidden]`."""
     rows, per_token = chosen.shape
     by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
-    found, begin = x.new_empty(rows * per_token, x.shape[1]), 0
-    for expert, count in enumerate(chosen.flatten().bincount(minlength=spec.count).tolist()):
-        if count:
-            places = by_expert[begin : begin + count]
-            tokens, added = places // per_token, None
-            if lora is not None:
-                added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, expert, tokens.tolist())
-            found[places] = _expert(x[tokens], weights.of_expert(expert), spec.activation, added)
-            begin += count
+    counts = chosen.flatten().bincount(minlength=spec.count).tolist()
+    used = [expert for expert, count in enumerate(counts) if count]
+    ends, tokens = list(accumulate(counts[expert] for expert in used)), by_expert // per_token
+
+    def of_used(each: Sequence[_T] | None) -> list[_T] | None:
+        return None if each is None else [each[expert] for expert in used]
+
+    parts = _Parts(
+        ends,
+        [weights.gate_up[expert] for expert in used],
+        [weights.down[expert] for expert in used],
+        of_used(weights.gate_up_bias),
+        of_used(weights.down_bias),
+    )
+    added = None
+    if lora is not None:
+        going = [tokens[begin:end].tolist() for begin, end in pairwise((0, *ends))]
+        added = _Added(lora, Group.EXPERT_GATE_UP, Group.EXPERT_DOWN, list(zip(used, going, strict=True)))
+    found = x.new_empty(rows * per_token, x.shape[1])
+    found[by_expert] = _through(x[tokens], parts, spec.activation, added)
     return found.view(rows, per_token, -1)
 
 
+class _Parts(NamedTuple):
+    """Experts that rows go through, each some of them."""
+
+    ends: Sequence[int]
+    """Rows behind those of each expert."""
+    gate_up: Sequence[Matrix]
+    down: Sequence[Matrix]
+    gate_up_bias: Sequence[torch.Tensor] | None = None
+    down_bias: Sequence[torch.Tensor] | None = None
+
+
 class _Added(NamedTuple):
-    """What adapters add to the two products of an expert."""
+    """What adapters add to the two products of experts."""
 
     lora: MixtureLora
     gate_up: Group
     down: Group
-    expert: int | None = None
-    """None: the shared one, which all of the step's tokens go to."""
-    tokens: Sequence[int] = ()
-    """Those that go to it."""
+    experts: Sequence[tuple[int, Sequence[int]]] | None = None
+    """Each with the tokens that go to it; None: the shared one, which all of the step's go to."""
 
-    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
-        if self.expert is None:
-            self.lora.add(group, y, x)
-        else:
-            self.lora.add_of_expert(group, y, x, self.expert, self.tokens)
+    def add(self, group: Group, y: torch.Tensor, x: torch.Tensor, ends: Sequence[int]) -> None:
+        if self.experts is None:
+            return self.lora.add(group, y, x)
+        for (begin, end), (expert, tokens) in zip(pairwise((0, *ends)), self.experts, strict=True):
+            self.lora.add_of_expert(group, y[begin:end], x[begin:end], expert, tokens)
+        return None
 
 
-def _expert(
-    x: torch.Tensor, weights: _Matrices, activation: Activation | ClampedSwiglu, added: _Added | None = None
+def _through(
+    x: torch.Tensor, parts: _Parts, activation: Activation | ClampedSwiglu, added: _Added | None = None
 ) -> torch.Tensor:
-    y = _product(x, weights.gate_up, weights.gate_up_bias)
+    y = multiply_each(x, parts.ends, parts.gate_up, parts.gate_up_bias)
     if added is not None:
-        added.add(added.gate_up, y, x)
+        added.add(added.gate_up, y, x, parts.ends)
     hidden = _activated(y, activation)
-    y = _product(hidden, weights.down, weights.down_bias)
+    y = multiply_each(hidden, parts.ends, parts.down, parts.down_bias)
     if added is not None:
-        added.add(added.down, y, hidden)
+        added.add(added.down, y, hidden, parts.ends)
     return y
 
 
@@ -188,9 +198,3 @@ def _activated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu) ->
     if isinstance(activation, ClampedSwiglu):
         return clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return (silu_and_mul if activation is Activation.SILU else gelu_and_mul)(gate_up)
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weightᵀ + bias`. Of one row alone, oneDNN may take another kernel, which adds up in another order."""
-    rows = x if len(x) > 1 else x.repeat(2, 1)
-    return (packed_linear if weight.is_mkldnn else linear)(rows, weight, bias)[: len(x)]

@@ -21,7 +21,7 @@ class MixtureLora:
 
     def __init__(self, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> None:
         self._arena, self._segments, self._layer, self._columns = arena, segments, layer, columns
-        self._gathered: tuple[int, Sequence[int], Segments] | None = None  # of the last expert
+        self._gathered: dict[int, tuple[Sequence[int], Segments]] = {}  # by expert
 
     @classmethod
     def of(cls, arena: torch.Tensor, segments: Segments, layer: int, columns: Columns) -> MixtureLora | None:
@@ -38,7 +38,9 @@ class MixtureLora:
 
     def add_of_expert(self, group: Group, y: torch.Tensor, x: torch.Tensor, expert: int, tokens: Sequence[int]) -> None:
         """Likewise, of an expert: row i is the step's token `tokens[i]`; these are in rising order."""
-        if self._gathered is None or self._gathered[0] != expert or self._gathered[1] is not tokens:
-            self._gathered = expert, tokens, self._segments.of_expert(expert, self._layer, tokens)
-        if (own := self._gathered[2]).rows:
+        tokens_before, own = self._gathered.get(expert, (None, None))
+        if own is None or tokens_before is not tokens:
+            own = self._segments.of_expert(expert, self._layer, tokens)
+            self._gathered[expert] = tokens, own
+        if own.rows:
             sgmv(y, x, self._arena, own, self._layer, self._columns[group])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
@@ -30,8 +29,6 @@ from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values
 from .rope_config import RopeConfig
 from .weights import Weights
-
-_LINE_BYTES, _PIECE_BYTES = 64, 64 << 20
 
 _ACTIVATIONS: dict[Activation | ClampedSwiglu, native_model.NativeActivation] = {
     Activation.SILU: native_model.NativeActivation.SILU,
@@ -283,18 +280,18 @@ def _score_scale(mixer: AttentionSpec) -> float:
 
 
 class PackedWeights:
-    """Memory for a model's packed projections, taken in large pieces so that even small ones lie on huge pages."""
+    """Memory for a model's packed projections."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._pieces = hugepages.Pieces()
 
     def add(self, weight: torch.Tensor | GroupScaled) -> torch.Tensor | native_integers.IntegerPanels:
         """Pack a projection: whole numbers as they are, if they can be multiplied so."""
         if not isinstance(weight, GroupScaled):
             rows, columns = weight.shape
             shape = native_model.packed_shape(rows, columns, weight.dtype)
-            return native_model.pack(weight, self._take(shape, weight.dtype))
+            return native_model.pack(weight, self._pieces.take(shape, weight.dtype))
         if not is_packable(weight):
             return self.add(plain(weight, self._dtype))
         even, group = evenly_grouped(with_signed_values(weight))
@@ -303,16 +300,8 @@ class PackedWeights:
         data, scales = native_integers.integer_sizes(rows, inputs, bits, group)
         return native_integers.pack_integers(
             even.values, even.scales * even.factor, even.zeros, bits=bits, group=group,
-            out=(self._take(data, torch.uint8), self._take(scales, torch.float32)),
+            out=(self._pieces.take(data, torch.uint8), self._pieces.take(scales, torch.float32)),
         )  # fmt: skip
-
-    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        room = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-        if len(self._free) < room:  # the unused rest of the last piece was never touched, so it costs no memory
-            self._free = hugepages.zeros((max(room, _PIECE_BYTES),), torch.uint8)
-        here, self._free = self._free[:num_bytes], self._free[room:]
-        return here.view(dtype).view(*shape)
 
 
 def _module(config: ModelConfig, group: Group) -> int:

@@ -168,14 +168,14 @@ class Weights(ABC):
             down=projection("mlp.down_proj") if spec.experts is None else nothing,
             down_bias=first_rank_bias("mlp.down_proj"),
             mlp_out_norm=norm("mlp_out_norm"),
-            experts=None if spec.experts is None else self._experts(at, spec.experts, pack),
+            experts=None if spec.experts is None else self._experts(at, spec.experts),
         )
 
-    def _experts(self, at: str, spec: Experts, pack: Pack | None) -> ExpertWeights:
-        """A layer's experts; what chooses among them is float32 whatever the model's dtype."""
+    def _experts(self, at: str, spec: Experts) -> ExpertWeights:
+        """A layer's experts, not packed; what chooses among them is float32 whatever the model's dtype."""
 
         def matrix(path: str, *names: str) -> Any:
-            return self._projection([f"{at}{path}.{name}.weight" for name in names], pack)
+            return self._projection([f"{at}{path}.{name}.weight" for name in names], None)
 
         def biases(*names: str) -> list[torch.Tensor] | None:
             if not spec.biased:

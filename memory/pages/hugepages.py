@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 _WORTH_IT_BYTES = 4 << 20
+_LINE_BYTES, _PIECE_BYTES = 64, 64 << 20
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
@@ -26,3 +27,19 @@ def map_memory(num_bytes: int) -> mmap.mmap:
     if num_bytes >= _WORTH_IT_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+class Pieces:
+    """Memory taken in large pieces, so that even small tensors lie on huge pages."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that begins on a cache line; nothing was written to it."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        room = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        if len(self._free) < room:  # the unused rest of the last piece was never touched, so it costs no memory
+            self._free = zeros((max(room, _PIECE_BYTES),), torch.uint8)
+        here, self._free = self._free[:num_bytes], self._free[room:]
+        return here.view(dtype).view(*shape)

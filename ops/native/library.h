@@ -6,6 +6,7 @@
 #include "file_rows.h"
 #include "gated_delta.h"
 #include "layout.h"
+#include "multiply.h"
 #include "rates.h"
 #include "supported.h"
 
@@ -129,6 +130,19 @@ CHORUS_API double chorus_update_rate(int threads, char* memory, int64_t bytes) {
 CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times) {
     Team team(threads);
     return run_delta(team, *desc, times);
+}
+
+// Multiply rows by the matrices that they go to, on a team that the calling thread keeps; see multiply_each.
+//
+//   threads  of the team, the caller's included
+//   element  of the matrices: kF32 or kBF16
+//   other parameters as of multiply_each
+CHORUS_API void chorus_multiply(int threads, Element element, int count, const int64_t* ends, const void* const* w,
+                                const float* const* bias, int outputs, int inputs, const float* x, float* y) {
+    static thread_local OwnTeam own;
+    with_type(element, [&](auto zero) {
+        multiply_each<decltype(zero)>(own.of(threads), count, ends, w, bias, outputs, inputs, x, y);
+    });
 }
 
 // Bytes of memory that ranks share; see ranks.h, as of the functions below.

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...core.model.experts import ExpertWeights, choose, mix_experts
 from ...core.model.layers import Experts, Routing
 from ...memory.pages import hugepages
-from ...ops.packed_gemm import pack
+from ...ops import expert_products, packed_gemm
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .recurrent_step import read_rate
 
 BARS = {1: 0.7, 8: 0.6}
 """Share of the memory's rate that a step of so many rows must reach."""
+
+PACKS = {"native": partial(expert_products.pack, take=hugepages.Pieces().take), "torch": packed_gemm.pack}
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,21 @@ class Shape:
 class Layers:
     """Random experts of some layers."""
 
-    def __init__(self, shape: Shape, count: int) -> None:
-        self._shape, self._turn = shape, 0
+    def __init__(self, shape: Shape, count: int, pack: expert_products.Pack = expert_products.pack) -> None:
+        self._shape, self._pack, self._turn = shape, pack, 0
         self._generator = torch.Generator().manual_seed(0)
         self._layers = [self._layer() for _ in range(count)]
 
     def _layer(self) -> ExpertWeights:
         shape = self._shape
 
-        def matrix(rows: int, columns: int) -> torch.Tensor:
-            return pack(torch.randn(rows, columns, generator=self._generator).div_(columns**0.5).bfloat16())
+        def matrix(rows: int, columns: int) -> expert_products.Matrix:
+            return self._pack(torch.randn(rows, columns, generator=self._generator).div_(columns**0.5).bfloat16())
 
         router = torch.randn(shape.count, shape.hidden, generator=self._generator)
         gate_up = [matrix(2 * shape.size, shape.hidden) for _ in range(shape.count)]
         down = [matrix(shape.hidden, shape.size) for _ in range(shape.count)]
-        return ExpertWeights(pack(router), gate_up, down)
+        return ExpertWeights(packed_gemm.pack(router), gate_up, down)
 
     def rate(self, rows: int) -> float:
         """Bytes of experts per second that one step of the next layer reads."""
@@ -85,6 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--size", type=int, default=Shape.size, help="width of an expert's gate and up")
     add("--per-token", type=int, default=Shape.per_token)
     add("--rows", type=int, nargs="+", default=[1, 8], help="of a step")
+    add(
+        "--kernels", choices=PACKS, default="native", help="of experts' products; native: the library's, if it is there"
+    )
     add("--threads", type=int, default=torch.get_num_threads())
     add("--rounds", type=int, default=24, help="of which the best counts")
     add("--memory", type=int, default=512 << 20, help="bytes that are read for the limit")
@@ -92,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     memory = hugepages.zeros((arguments.memory,), torch.uint8).fill_(1)
     shape = Shape(arguments.hidden, arguments.size, arguments.experts, arguments.per_token)
-    layers = Layers(shape, arguments.layers)
+    layers = Layers(shape, arguments.layers, PACKS[arguments.kernels])
     table = Table("step of experts", ["rows", "GB/s", "memory GB/s", "share"])
     shares, goals = {}, []
     for rows in arguments.rows:

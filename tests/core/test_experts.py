@@ -25,6 +25,8 @@ from chorus.memory.files.composed import composed
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.projections import dense_projections
+from chorus.ops import native_library
+from chorus.ops.expert_products import Panels
 
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
@@ -46,8 +48,8 @@ every_family = pytest.mark.parametrize("family", EXPERTS)
 
 @pytest.fixture
 def kernels() -> str:
-    """The native decoder has no experts."""
-    return "torch"
+    """The native decoder has no experts; their products are the native library's, where it is there."""
+    return "auto"
 
 
 @pytest.mark.numerics
@@ -159,7 +161,7 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
-    executor = executor_of(tmp_path, cpu_kernels="torch")
+    executor = executor_of(tmp_path, cpu_kernels="auto")
     assert executor.layout.itemsize == 2, "dtype auto is the checkpoint's"
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < BF16_ERROR
@@ -169,20 +171,31 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
 def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatch):
     it, seen, counts = tiny(family), [], []
     driver = drive(it, max_num_seqs=1, prefix_cache=False)
-    expert, choose = mixture._expert, mixture.choose  # noqa: SLF001
+    multiply, choose = mixture.multiply_each, mixture.choose
 
     def noted(*inputs: Any) -> mixture.Choice:
         choice = choose(*inputs)
         counts.append(len(choice.experts.unique()))
         return choice
 
-    monkeypatch.setattr(mixture, "_expert", lambda *inputs: seen.append(1) or expert(*inputs))
+    monkeypatch.setattr(mixture, "multiply_each", lambda *inputs: seen.append(len(inputs[2])) or multiply(*inputs))
     monkeypatch.setattr(mixture, "choose", noted)
     driver.run("it", None, [5, 6, 7], max_tokens=4)
     spec = driver.executor.rank.config.experts
-    assert len(seen) == sum(counts) + len(counts) * bool(spec.shared_size)
+    # a router's product, and two of each expert
+    assert sum(seen) == sum(1 + 2 * (count + bool(spec.shared_size)) for count in counts)
     if spec.routing.per_token < spec.count:
         assert min(counts) == spec.routing.per_token < spec.count
+
+
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+def test_experts_are_packed_for_the_kernels_that_are_asked_for(tmp_path, cpu_kernels):
+    save_family("qwen3-moe", tmp_path)
+    layers = executor_of(tmp_path, cpu_kernels=cpu_kernels).decoder.layers
+    packed = [matrix for layer in layers for matrix in (*layer.experts.gate_up, *layer.experts.down)]
+    assert packed
+    by_library = cpu_kernels == "auto" and native_library.available(torch.float32)
+    assert {isinstance(matrix, Panels) for matrix in packed} == {by_library}
 
 
 # -- checkpoints

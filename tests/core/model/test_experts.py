@@ -12,7 +12,8 @@ from chorus.core.model.experts import ExpertWeights, choose, mix_experts
 from chorus.core.model.layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from chorus.core.model.mixture_lora import MixtureLora
 from chorus.memory.pages.projections import MIXTURE_GROUPS, Group
-from chorus.ops.packed_gemm import pack
+from chorus.ops import native_library, packed_gemm
+from chorus.ops.expert_products import Matrix, pack, unpack
 from chorus.ops.sgmv import AdapterRows, Segments
 
 HIDDEN = 32
@@ -71,16 +72,23 @@ def test_routers_choose_as_transformers_own(name, ties):
 SPEC = Experts(16, 40, Routing(3, renormalised=True))
 
 
+@pytest.fixture(autouse=True, params=[*native_library.levels(), "none"])
+def level(request, monkeypatch) -> str:
+    """What multiplies: the native library of each level, or oneDNN."""
+    monkeypatch.setenv(native_library.ISA, request.param)
+    return request.param
+
+
 def weights_of(spec: Experts, dtype: torch.dtype = torch.float32) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
+    def matrix(rows: int, columns: int) -> Matrix:
         made = torch.randn(rows, columns, generator=generator) / columns**0.5
         return pack(made.to(dtype))
 
     shared = spec.shared_size
     return ExpertWeights(
-        pack(torch.randn(spec.count, HIDDEN, generator=generator)),
+        packed_gemm.pack(torch.randn(spec.count, HIDDEN, generator=generator)),
         [matrix(2 * spec.size, HIDDEN) for _ in range(spec.count)],
         [matrix(HIDDEN, spec.size) for _ in range(spec.count)],
         torch.randn(spec.count, generator=generator) if spec.routing.corrected else None,
@@ -134,10 +142,10 @@ def test_rows_are_the_weighted_sums_of_their_experts(name):
             return torch.nn.functional.silu(gate) * up
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-    def expert(row: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> torch.Tensor:
+    def expert(row: torch.Tensor, gate_up: Matrix, down: Matrix, *biases: torch.Tensor) -> torch.Tensor:
         of_in, of_out = biases or (0, 0)
-        gate, up = (gate_up.to_dense().double() @ row.double() + of_in).chunk(2)
-        return down.to_dense().double() @ activated(gate, up) + of_out
+        gate, up = (unpack(gate_up).double() @ row.double() + of_in).chunk(2)
+        return unpack(down).double() @ activated(gate, up) + of_out
 
     logits = rows @ weights.router.to_dense().T
     logits = logits if weights.router_bias is None else logits + weights.router_bias
@@ -221,8 +229,8 @@ def test_rows_of_an_adapter_are_those_of_merged_weights():
             a = slabs[:, part.a_offset[module] :][:, :inputs]
             b = slabs[:, part.b_offset[module] :][:, :outputs]
             deltas.append(part.scale * b.T @ a)
-        gate_up[expert] = pack(weights.gate_up[expert].to_dense() + torch.cat(deltas[:2]))
-        down[expert] = pack(weights.down[expert].to_dense() + deltas[2])
+        gate_up[expert] = pack(unpack(weights.gate_up[expert]) + torch.cat(deltas[:2]))
+        down[expert] = pack(unpack(weights.down[expert]) + deltas[2])
     segments = Segments()
     segments.add(10, 50, part)
     found = mix_experts(rows, weights, SPEC, MixtureLora.of(arena, segments, 0, COLUMNS))

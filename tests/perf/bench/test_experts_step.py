@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from chorus.core.model import experts as mixture
 from chorus.ops import native_library
+from chorus.ops.expert_products import Matrix
 from chorus.perf.bench import experts_step
 from chorus.perf.bench.experts_step import Layers, Shape, main
 
@@ -21,12 +23,27 @@ FLAGS += ["--threads", "1", "--memory", str(1 << 20)]
 @pytest.mark.parametrize("rows", [1, 8])
 def test_bytes_are_those_of_the_experts_that_are_read(monkeypatch, rows):
     assert SMALL.expert_bytes == (2 * 16 * 32 + 32 * 16) * 2
-    seen, expert = [], mixture._expert  # noqa: SLF001
-    monkeypatch.setattr(mixture, "_expert", lambda *inputs: seen.append(1) or expert(*inputs))
+    seen, multiply = [], mixture.multiply_each
+
+    def counted(x: torch.Tensor, ends: Sequence[int], matrices: Sequence[Matrix], biases: None = None) -> torch.Tensor:
+        if len(x) == rows * SMALL.per_token:  # the router has each row once
+            seen.append(len(matrices))
+        return multiply(x, ends, matrices, biases)
+
+    monkeypatch.setattr(mixture, "multiply_each", counted)
     clock = iter(range(100))
     monkeypatch.setattr(experts_step.time, "perf_counter", lambda: next(clock))
-    assert Layers(SMALL, 2).rate(rows) == len(seen) * SMALL.expert_bytes
-    assert len(seen) == 2 if rows == 1 else 2 < len(seen) <= 6
+    assert Layers(SMALL, 2).rate(rows) == seen[0] * SMALL.expert_bytes
+    assert seen == [seen[0]] * 2, "gate and up, and down"
+    assert seen[0] == 2 if rows == 1 else 2 < seen[0] <= 6
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_experts_are_packed_for_the_kernels_that_are_asked_for(monkeypatch, kernels):
+    packed, pack = [], experts_step.PACKS[kernels]
+    monkeypatch.setitem(experts_step.PACKS, kernels, lambda weight: packed.append(1) or pack(weight))
+    main([*FLAGS, "--kernels", kernels, "--rows", "3"])
+    assert len(packed) == 2 * 2 * SMALL.count
 
 
 @pytest.mark.parametrize(("rate", "code"), [(1.0, 0), (1e15, 1)])
