@@ -814,7 +814,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
     with pytest.raises(InvalidRequest, match="has rank 20, above max_lora_rank 16"):
         driver.run("2", "a*1+b*0.5+c*2+d*1", [5, 6], max_tokens=1)
     backend = driver.executor.adapters
-    manifest = SimpleNamespace(rank=4, parts=[SimpleNamespace(token_ids=())] * (MAX_PARTS + 1))
+    manifest = SimpleNamespace(rank=4, num_tokens=0, parts=[SimpleNamespace(token_ids=())] * (MAX_PARTS + 1))
     assert isinstance(backend.inspect(tiny.adapters["r1-qv"]).rank, int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chorus.core.executors.adapters.inspect_adapter", lambda *args: manifest)

@@ -128,9 +128,10 @@ def test_no_proposal_violates_the_grammar(wide, drive):
 def test_a_heavy_grammar_is_not_speculated_with(wide, drive):
     driver = drive(wide, speculation="ngram")
     request = driver.add("a", None, [5, 6], max_tokens=60, grammar=GRAMMARS[0], ignore_eos=False)
-    driver.step()
+    driver.engine.speculation.cost = Free()
     driver.step()
     drafts = driver.engine.speculation
+    request.sampler.grammar.seconds = 0.0
     assert drafts.drafts([request], 100, lambda *_: True)
     request.sampler.grammar.seconds = 1.0
     assert not drafts.drafts([request], 100, lambda *_: True)

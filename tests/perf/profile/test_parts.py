@@ -18,14 +18,15 @@ OPS = Path(__file__).parents[3] / "ops"
 
 
 def our_kernels() -> list[str]:
-    """Names of the Triton kernels of steps. Those that others call begin with an underscore; `wait_alone` only tests
-    the compiler.
+    """Names of the Triton kernels of steps. Those that others call begin with an underscore or return a value;
+    `wait_alone` only tests the compiler.
     """
     found = []
     for path in sorted(OPS.glob("*_triton.py")):
         for node in ast.parse(path.read_text("utf-8")).body:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.dump(each) for each in node.decorator_list):
-                found += [node.name] * (not node.name.startswith("_"))
+                returns = any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(node))
+                found += [node.name] * (not node.name.startswith("_") and not returns)
     return [name for name in found if name != "wait_alone"]
 
 

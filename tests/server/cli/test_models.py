@@ -55,8 +55,8 @@ def test_the_form_of_quantised_weights_is_told(tmp_path, capsys):
 
 
 def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["GptOssForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "architectures": ["MambaForCausalLM"]}))
     assert cli.main(["models", str(tmp_path)]) == 1
-    assert "architecture GptOssForCausalLM is not supported; supported: LlamaForCausalLM" in capsys.readouterr().err
+    assert "architecture MambaForCausalLM is not supported; supported: LlamaForCausalLM" in capsys.readouterr().err
     assert cli.main(["models", str(tmp_path / "missing")]) == 1
     assert "chorus: error: " in capsys.readouterr().err
