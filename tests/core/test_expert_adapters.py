@@ -20,14 +20,11 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
-from .test_experts import WITHOUT_STATES
+from .test_experts import WITHOUT_STATES, every_family, few_families
 from .test_family_paths import answers, told
-from .tiny_families import EXPERTS
 from .tiny_mixtures import ADAPTERS, make_mixture, one_by_one
 
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-every_family = pytest.mark.parametrize("family", EXPERTS)
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
 
-@every_family
+@few_families
 def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, family):
     """The same deltas in files of another form, under the names of the family's checkpoints."""
     it = mixture(family)
@@ -84,7 +81,7 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     assert told(driver, want) == want
 
 
-@every_family
+@few_families
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_any_size(mixture, drive, family, chunk):
     it = mixture(family)
@@ -93,7 +90,7 @@ def test_chunks_of_any_size(mixture, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@every_family
+@few_families
 def test_prefixes_from_the_cache(mixture, drive, family):
     it = mixture(family)
     driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
@@ -106,7 +103,7 @@ def test_prefixes_from_the_cache(mixture, drive, family):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
-@every_family
+@few_families
 def test_preempted_requests_swap_and_go_on(mixture, drive, family):
     it = mixture(family)
     limits = {
@@ -129,7 +126,7 @@ def test_steps_that_are_launched_ahead(mixture, drive, family):
     assert told(driver, want) == want
 
 
-@every_family
+@few_families
 def test_adapters_that_are_evicted_and_loaded_while_others_run(mixture, drive, family):
     """There is room for the largest adapter and little more; layers are read while steps run."""
     it = mixture(family)
@@ -151,7 +148,7 @@ def logprobs_of(driver, prompt, beside):
     return driver.drain()["it"].logprobs
 
 
-@every_family
+@few_families
 def test_bits_of_base_rows_do_not_change_beside_adapters(mixture, drive, family):
     it, rng = mixture(family), random.Random(family)
     prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]

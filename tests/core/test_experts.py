@@ -45,6 +45,14 @@ changed choice of an expert changes the states of all later tokens, in transform
 
 every_family = pytest.mark.parametrize("family", EXPERTS)
 
+QUICK = ("mixtral", "gpt-oss", "qwen3.5-moe")
+"""Families whose paths a plain `pytest` runs: a plain mixture, one with biases and windows, one with a shared expert
+and states."""
+
+few_families = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in EXPERTS]
+)
+
 
 @pytest.fixture
 def kernels() -> str:
@@ -64,7 +72,7 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
     assert chunks, "no prompt was cut"
 
 
-@every_family
+@few_families
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_any_size(tiny, drive, family, chunk):
     it = tiny(family)
@@ -73,7 +81,7 @@ def test_chunks_of_any_size(tiny, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@every_family
+@few_families
 def test_prefixes_from_the_cache(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
@@ -86,7 +94,7 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
-@every_family
+@few_families
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     it = tiny(family)
     limits = {
@@ -101,7 +109,7 @@ def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     assert driver.engine.stats().num_swaps_out > 0
 
 
-@every_family
+@few_families
 def test_merged_weights_beside_other_adapters(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24)
@@ -139,7 +147,7 @@ def logprobs_of(driver, prompt: list[int], beside: list[tuple[str | None, list[i
     return driver.drain()["it"].logprobs
 
 
-@every_family
+@few_families
 def test_bits_of_base_rows_do_not_change_beside_adapters(tiny, drive, family):
     it, rng = tiny(family), random.Random(family)
     prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
@@ -167,7 +175,7 @@ def test_bfloat16_is_float32_within_rounding(tmp_path, family):
     assert float(errors.max()) < BF16_ERROR
 
 
-@every_family
+@few_families
 def test_only_the_experts_of_a_step_are_computed(tiny, drive, family, monkeypatch):
     it, seen, counts = tiny(family), [], []
     driver = drive(it, max_num_seqs=1, prefix_cache=False)
