@@ -179,7 +179,7 @@ class CpuExecutor(ModelExecutor):
             self._offload.close()
 
 
-class Sample(Protocol):
+class SampleStep(Protocol):
     """Samples the tokens of a step; see `sample_tokens`. rows: see `CpuSteps.rows`."""
 
     def __call__(
@@ -223,7 +223,7 @@ class CpuSteps(ABC, Generic[A]):
         self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     @abstractmethod
-    def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
+    def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
         """Compute a step and sample its tokens."""
 
     @abstractmethod
@@ -299,7 +299,7 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         super().__init__(decoder, lora, layout, sizes, max_model_len)
         self._decoder, self.sampling = decoder, TorchSampling()
 
-    def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
+    def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
         rows = self.rows(plan)
         asking = asking_rows(plan, rows)
         with torch.inference_mode():
@@ -333,7 +333,7 @@ class NativeSteps(CpuSteps[NativeRows]):
         if offload is not None:
             decoder.offload(offload)
 
-    def execute(self, plan: StepPlan, sample: Sample) -> StepResult:
+    def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
         rows = self.rows(plan)
         asking, adapters = asking_rows(plan, rows), adding(plan, rows)
         plain = [index for index in asking if index not in adapters] if self._samples else []

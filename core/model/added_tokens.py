@@ -25,7 +25,7 @@ class AddedLogits(Protocol):
     def __call__(self, adapter: Adapter, states: torch.Tensor, /) -> torch.Tensor: ...
 
 
-class Sample(Protocol):
+class SampleRows(Protocol):
     """`sample_tokens`, with the arguments that all rows of a step have in common."""
 
     def __call__(
@@ -56,7 +56,7 @@ def sample_with_added(
     rows: Sequence[ScheduledSequence],
     adapters: Mapping[int, Adapter],
     step: StepLogits,
-    sample: Sample,
+    sample: SampleRows,
     sampling: Sampling,
 ) -> StepResult:
     """Sample all rows of a step, of which some are of `adapters` that add tokens; sampling: for the others."""
@@ -82,7 +82,7 @@ def _sample_others(
     rows: Sequence[ScheduledSequence],
     adapters: Mapping[int, Adapter],
     step: StepLogits,
-    sample: Sample,
+    sample: SampleRows,
     sampling: Sampling,
 ) -> StepResult:
     others = [index for index in range(len(rows)) if index not in adapters]

@@ -60,7 +60,7 @@ class ExpertWeights:
     """Of each expert `[hidden]`."""
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Where tokens go."""
 
     experts: torch.Tensor
@@ -70,13 +70,13 @@ class Choice(NamedTuple):
     """Likewise, float32."""
 
 
-def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None) -> Choice:
+def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None) -> ExpertChoice:
     """Choose experts by a router's logits `[tokens, experts]` float32. Of equal scores the same come first as of
     `torch.topk`.
     """
     if routing.scoring is Scoring.SOFTMAX_OF_CHOSEN:
         best = logits.topk(routing.per_token, dim=-1)
-        return Choice(best.indices, best.values.softmax(-1) * routing.factor)
+        return ExpertChoice(best.indices, best.values.softmax(-1) * routing.factor)
     scores = logits.sigmoid() if routing.scoring is Scoring.SIGMOID else logits.softmax(-1)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -85,7 +85,7 @@ def choose(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
     weights = scores.gather(1, chosen)
     if routing.renormalised:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
-    return Choice(chosen, weights * routing.factor)
+    return ExpertChoice(chosen, weights * routing.factor)
 
 
 def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:

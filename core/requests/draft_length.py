@@ -77,7 +77,7 @@ class DraftLength:
     def take(self, cost: float = 0.0) -> int:
         """Return the most tokens to propose for the next step; 0: none.
 
-        cost: the least probability of being accepted with which a proposed token pays (`StepCost.share`).
+        cost: the least probability of being accepted with which a proposed token pays (`TokenCost.share`).
         """
         if self._num_paused:
             self._num_paused -= 1

@@ -13,7 +13,7 @@ from ..requests.request import Request, RequestState
 from ..requests.types import StepPlan, forbids_drafts
 from .grammar_drafts import GrammarDrafts
 from .proposer import Proposer
-from .step_cost import StepCost
+from .token_cost import TokenCost
 
 if TYPE_CHECKING:
     from ..requests.grammars import Grammars
@@ -34,7 +34,7 @@ class Speculation:
         """grammars: the model's."""
         self._proposer = proposer
         self._grammars = GrammarDrafts(grammars)
-        self.cost = StepCost()
+        self.cost = TokenCost()
         self.chance = Chance()
         """Of the proposals of all requests."""
         self._chance_forced = Chance(_CHANCE_FORCED)

@@ -29,7 +29,7 @@ _ALL = frozenset(("added_tokens", *PARTS))
 _DECODER = json.JSONDecoder()
 
 
-class Malformed(ValueError):
+class MalformedTokenizer(ValueError):
     """A file that the library didn't write."""
 
 
@@ -61,7 +61,7 @@ def read_members(data: bytes) -> tuple[dict[str, Any], int]:
         if text.startswith(",", at):
             at += 1
         elif not text.startswith("}", at):
-            raise Malformed(f"not JSON: character {at} is not a comma or the end")
+            raise MalformedTokenizer(f"not JSON: character {at} is not a comma or the end")
 
 
 def vocabulary_in(data: bytes) -> dict[str, int]:
@@ -71,12 +71,12 @@ def vocabulary_in(data: bytes) -> dict[str, int]:
     _, at = read_members(data)
     found = None if at < 0 else _VOCABULARY.search(text, at)
     if found is None:
-        raise Malformed("its model has no vocab")
+        raise MalformedTokenizer("its model has no vocab")
     vocabulary, _ = _value(text, found.end())
     if isinstance(vocabulary, list):  # with scores
         return {str(entry[0]): id_ for id_, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
     if not isinstance(vocabulary, dict) or not all(type(id_) is int for id_ in vocabulary.values()):
-        raise Malformed("vocab of its model is not an object of tokens and ids")
+        raise MalformedTokenizer("vocab of its model is not an object of tokens and ids")
     return vocabulary
 
 
@@ -96,13 +96,13 @@ def with_parts(text: str) -> Tokenizer:
 
 def _check_containers(data: bytes) -> None:
     if data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:
-        raise Malformed(f"more than {_MAX_CONTAINERS} lists and objects, nested or not")
+        raise MalformedTokenizer(f"more than {_MAX_CONTAINERS} lists and objects, nested or not")
 
 
 def _after(text: str, at: int, mark: str) -> int:
     at = _SPACE.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]
     if not text.startswith(mark, at):
-        raise Malformed(f"not JSON: character {at} is not {mark!r}")
+        raise MalformedTokenizer(f"not JSON: character {at} is not {mark!r}")
     return at + 1
 
 
@@ -110,8 +110,8 @@ def _value(text: str, at: int) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, at)
     except RecursionError:
-        raise Malformed("nested too deeply") from None
+        raise MalformedTokenizer("nested too deeply") from None
     except StopIteration as error:
-        raise Malformed(f"not JSON: it ends at character {error.value}") from None
+        raise MalformedTokenizer(f"not JSON: it ends at character {error.value}") from None
     except json.JSONDecodeError as error:
-        raise Malformed(f"not JSON: {error}") from None
+        raise MalformedTokenizer(f"not JSON: {error}") from None

@@ -34,7 +34,7 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.request_params import RequestParams
-from ...core.speculation.step_cost import StepCost
+from ...core.speculation.token_cost import TokenCost
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..inline_reads import InlineReads
@@ -65,7 +65,7 @@ class Counts:
     accepted: int = 0
 
 
-class FreeTokens(StepCost):
+class FreeTokens(TokenCost):
     """Says that a token more costs a step nothing."""
 
     def share(self, num_sequences: int) -> float:

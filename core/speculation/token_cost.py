@@ -1,6 +1,6 @@
 """What a token more costs a step, learned from the steps that run.
 
-Tests: tests/core/speculation/test_step_cost.py.
+Tests: tests/core/speculation/test_token_cost.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DOUBT = 0.05
 tokens that cost nothing, so that proposals are tried, and steps differ."""
 
 
-class StepCost:
+class TokenCost:
     """Fits `seconds = fixed + each · tokens` to steps without prompts, apart for each power of two of sequences.
 
     Decode steps read all weights: where that takes the time, `each` is small, and verified tokens are nearly free.

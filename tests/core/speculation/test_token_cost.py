@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from chorus.core.speculation.step_cost import StepCost
+from chorus.core.speculation.token_cost import TokenCost
 
 
 def learned(fixed, each, *, steps=60, seed=0, disturbed=0.0):
     """Steps of one and of eight sequences, with up to five proposed tokens for each."""
-    rng, cost = random.Random(seed), StepCost()
+    rng, cost = random.Random(seed), TokenCost()
     for _ in range(steps):
         disturbance = 50 if rng.random() < disturbed else 1
         for sequences in (1, 8):
@@ -29,18 +29,18 @@ def test_the_share_that_grows_with_tokens(fixed, each):
 
 def test_steps_that_take_no_longer_with_more_tokens_cost_nothing():
     assert learned(1.0, 0.0).share(8) < 0.1
-    falling = StepCost()
+    falling = TokenCost()
     for count in range(1, 30):
         falling.note(8, count, 1 / count)
     assert falling.share(8) == 0.0
 
 
 def test_nothing_is_said_before_steps_differ():
-    cost = StepCost()
+    cost = TokenCost()
     for _ in range(100):
         cost.note(8, 8, 1.0)
     assert cost.share(8) == 0.0
-    few = StepCost()
+    few = TokenCost()
     few.note(1, 1, 1.0)
     few.note(1, 9, 9.0)
     assert few.share(1) == 0.0
@@ -65,7 +65,7 @@ def test_steps_that_hardly_differ_say_little():
     """Eight tokens, at times seven: the noise of their times must not look like what tokens cost."""
     rng = random.Random(3)
     for _ in range(20):
-        cost = StepCost()
+        cost = TokenCost()
         for _ in range(100):
             cost.note(8, rng.choice([8, 8, 8, 7]), rng.uniform(0.8, 1.2))
         assert cost.share(8) < 0.5
@@ -82,7 +82,7 @@ def test_without_proposals_what_was_learned_fades():
 
 def test_few_sequences_and_many_have_costs_of_their_own():
     """Up to eight tokens cost nothing, because the weights are read meanwhile; more do."""
-    cost, rng = StepCost(), random.Random(4)
+    cost, rng = TokenCost(), random.Random(4)
     for _ in range(200):
         for sequences in (1, 8):
             tokens = sequences * rng.randint(1, 6)
