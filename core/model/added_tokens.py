@@ -40,7 +40,7 @@ class SampleRows(Protocol):
 
 
 class StepLogits(NamedTuple):
-    """A step's logits, and what is needed for more columns of them.
+    """A step's logits, and the means to compute the columns of added tokens.
 
     argmax, chosen, logits: as of `sample_tokens`. states: the hidden states of rows of the step, by index.
     """
@@ -59,7 +59,7 @@ def sample_with_added(
     sample: SampleRows,
     sampling: Sampling,
 ) -> StepResult:
-    """Sample all rows of a step, of which some are of `adapters` that add tokens; sampling: for the others."""
+    """Sample all rows of a step. adapters: by row, those that add tokens. sampling: how the other rows are sampled."""
     result = _sample_others(rows, adapters, step, sample, sampling)
     by_width: dict[int, list[int]] = {}
     for index, adapter in adapters.items():

@@ -457,19 +457,21 @@ def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool, narrow: bool
 
 def stays_narrow(weight: GroupScaled) -> bool:
     """True if a GPU's kernels can multiply a projection as it is stored."""
-    even, group = evenly_grouped(with_signed_values(weight))
-    return is_kept(even.values.shape[1], packed_bits(even), group)
+    signed = with_signed_values(weight)
+    _, group = evenly_grouped(signed)
+    return is_kept(signed.values.shape[1], packed_bits(signed), group)
 
 
 def _narrowed(
     weight: torch.Tensor | GroupScaled, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | NarrowWeight:
-    """A projection on a device: as narrow values if it is that, in groups that kernels can multiply."""
-    if not isinstance(weight, GroupScaled) or not stays_narrow(weight):
-        return plain(weight, dtype).to(device, copy=True)
-    even, group = evenly_grouped(with_signed_values(weight))
-    bits, scales = packed_bits(even), even.scales * even.factor
-    return keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+    """A projection on a device: narrow if it is stored so, in groups that kernels can multiply."""
+    if isinstance(weight, GroupScaled):
+        even, group = evenly_grouped(with_signed_values(weight))
+        bits, scales = packed_bits(even), even.scales * even.factor
+        if is_kept(even.values.shape[1], bits, group):
+            return keep(even.values, scales, even.zeros, bits=bits, group=group, dtype=dtype, device=device)
+    return plain(weight, dtype).to(device, copy=True)
 
 
 def _rotary(rope: RopeConfig, positions: int, dtype: torch.dtype, device: torch.device) -> RotaryEmbedding:

@@ -19,7 +19,7 @@ _KEPT_OF_ALL = 0.99
 """The same of all requests' proposals."""
 
 _PRIOR = 1.0
-"""Weight of what is assumed before anything is known, in tokens."""
+"""Weight of the prior, in tokens."""
 
 
 def most_logits(max_num_seqs: int) -> int:
@@ -36,7 +36,7 @@ class Chance:
     __slots__ = ("_accepted", "_kept", "_prior", "_tried")
 
     def __init__(self, prior: float = 0.5, kept: float = _KEPT_OF_ALL) -> None:
-        """prior: what is assumed at first. kept: weight of earlier proposals after another one."""
+        """prior: acceptance assumed at first. kept: each proposal multiplies the weight of earlier ones by it."""
         self._prior, self._kept = prior, kept
         self._accepted = self._tried = 0.0  # tokens up to the first rejected one
 

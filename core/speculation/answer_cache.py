@@ -26,8 +26,9 @@ _Key = tuple[int | None, str, str]
 class AnswerCache:
     """Keeps the last answers by adapter version, tenant and cache salt, of at most `most_tokens` tokens in all.
 
-    Nobody else's requests see them: the time of an answer would tell what is in the cache. Those of the version, tenant
-    and salt that were used least recently leave first. A token takes 4 bytes here and at most 16 in the tables.
+    Only requests of the same version, tenant and salt see an answer: to others, a fast answer would reveal it. The
+    answers of the version, tenant and salt that were used least recently are dropped first. A token takes 4 bytes here
+    and at most 16 in the tables.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -35,7 +36,7 @@ class AnswerCache:
         self._most_each = min(most_tokens // 2, MOST_SLOTS)
         self._texts: OrderedDict[_Key, _Texts] = OrderedDict()
         self.num_tokens = 0
-        """What the kept answers count in all."""
+        """Tokens that all kept answers count as."""
 
     def add(self, request: Request) -> None:
         """Keep the answer of a request that ends, unless it ends in an error. A stop string ends it by an abort."""

@@ -1,4 +1,4 @@
-"""Proposals of requests with grammars: what the grammar forces, and what of others it allows.
+"""Proposals for requests with grammars: text that the grammar forces, and the part of other proposals that it allows.
 
 Tests: tests/core/speculation/test_grammar_drafts.py.
 """
