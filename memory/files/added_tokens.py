@@ -24,6 +24,10 @@ from .tokenizer_json import MAX_BYTES, PARTS, TOKENIZER, read_members, vocabular
 
 LISTED, CONFIG, NAMED = "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"
 TOKENIZER_FILES = (TOKENIZER, CONFIG, LISTED, NAMED)
+TEMPLATE_FILE = "chat_template.jinja"
+TEXT_FILES = (*TOKENIZER_FILES, TEMPLATE_FILE)
+"""Files that an adapter may have beside its configuration and weights: its own tokenizer and template."""
+
 _KIND = "a tokenizer's file"
 _BEGINNING = 256 << 10
 

@@ -112,16 +112,17 @@ class OwnedStore(ContentStore):
                 log.warning("%s was lost and is back, because a name needs it", here)
         return here if here.is_dir() else path
 
-    def sweep(self, named: Collection[str], used: Callable[[], Collection[str]]) -> None:
+    def sweep(self, names: Callable[[], Collection[str]], used: Callable[[], Collection[str]]) -> None:
         """Remove retired directories, and move orphans.
 
-        named: the directories that adapters' names mean. used: returns those that requests hold, too.
+        names: returns the directories that adapters' names mean. used: returns those that requests hold, too.
         """
         with self._sweeping:
-            self._sweep(set(named), used)
+            self._sweep(names, used)
 
-    def _sweep(self, named: set[str], used: Callable[[], Collection[str]]) -> None:
+    def _sweep(self, names: Callable[[], Collection[str]], used: Callable[[], Collection[str]]) -> None:
         retired = {path.name.removesuffix(TOMBSTONE) for path in self.root.glob(f"*{TOMBSTONE}")}
+        named = set(names())  # read after the tombstones: whatever has both was named again after it was retired
         found = {path.name for path in self.directories()}
         for name in retired & named | retired - found:
             self._forget(name)

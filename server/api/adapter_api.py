@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, StrictBool
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -57,7 +57,13 @@ def _check_path(path: str) -> str:
 AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
-class AddAdapter(BaseModel):
+class AdapterBody(BaseModel):
+    """A body of a route that changes adapters; a field that it does not have is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class AddAdapter(AdapterBody):
     """POST /v1/adapters. `path` is a directory on the server; it is absent if the request contains the files."""
 
     name: AdapterName
@@ -69,30 +75,32 @@ class AddAdapter(BaseModel):
 
 
 class LoadLoraAdapter(AddAdapter):
-    """POST /v1/load_lora_adapter."""
+    """POST /v1/load_lora_adapter. Which form an adapter on experts has (`is_3d_lora_weight`) its tensors tell."""
 
     name: AdapterName = Field(alias="lora_name")
     path: AdapterPath | None = Field(default=None, alias="lora_path")
     load_inplace: bool | None = None
     """Replace an adapter of the same name; None: only if the request contains the files."""
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
+    is_3d_lora_weight: bool | None = None
 
 
-class UnloadLoraAdapter(BaseModel):
-    """POST /v1/unload_lora_adapter. `lora_int_id`, which vLLM's clients may send, is ignored."""
+class UnloadLoraAdapter(AdapterBody):
+    """POST /v1/unload_lora_adapter. The name alone says which adapter; vLLM's number for it is not used."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+    lora_int_id: int | None = None
     force: bool | None = False
 
 
-class ChangeAdapter(BaseModel):
+class ChangeAdapter(AdapterBody):
     """PATCH /v1/adapters/NAME."""
 
     pinned: StrictBool | None = None
     paused: StrictBool | None = None
 
 
-class DrainAdapter(BaseModel):
+class DrainAdapter(AdapterBody):
     """POST /v1/adapters/NAME/drain."""
 
     seconds: Annotated[float, Field(ge=0, le=MAX_DRAIN_SECONDS)] = 60.0

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import RootModel
 from starlette.requests import Request
 
-from ...memory.files.added_tokens import TOKENIZER_FILES
+from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.content_store import StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from ..access.limits import check_json
 from ..engine.adapter_loader import LoadTimedOut
-from ..engine.adapter_tokenizers import FILE as CHAT_TEMPLATE
 from ..errors import ApiError, validated
 from ..executors import PoolFull
 from ..http.form import boundary_of, pieces
@@ -34,10 +33,7 @@ CONFIG, WEIGHTS = "adapter_config", "adapter_model"
 """Fields of the two files."""
 
 FILES = {CONFIG: CONFIG_FILE, WEIGHTS: WEIGHTS_FILE}
-MORE_FILES = (*TOKENIZER_FILES, CHAT_TEMPLATE)
-"""Files that a request may bring along, in fields of these names: the adapter's own tokenizer and template."""
-
-_ENCODED = {WEIGHTS: WEIGHTS_FILE} | {name: name for name in MORE_FILES}
+_ENCODED = {WEIGHTS: WEIGHTS_FILE} | {name: name for name in TEXT_FILES}
 """Fields of a JSON body that hold a file as base64."""
 
 MAX_FIELD_BYTES = 64 << 10
@@ -109,7 +105,7 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
     room.take(WRITE_BYTES)  # at most this much of the body is in memory
     async for name, file_name, data in pieces(request.stream(), boundary):
         buffer += data
-        known = (*FILES.values(), *MORE_FILES)
+        known = (*FILES.values(), *TEXT_FILES)
         file = FILES.get(name) or next((one for one in (name, file_name) if one in known), None)
         if file is None and len(buffer) > MAX_FIELD_BYTES:
             raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)

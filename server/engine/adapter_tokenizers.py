@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ...memory.adapters.composition import is_composition
 from ...memory.adapters.store import UnknownAdapter
+from ...memory.files.added_tokens import TEMPLATE_FILE
 from ...memory.files.error import shown
 from ..errors import not_served
 from ..text.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
-FILE, IN_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+IN_CONFIG = "tokenizer_config.json"
 MAX_BYTES = 256 << 10
 """Largest template file that is read."""
 
@@ -147,7 +148,7 @@ def _kept(kept: OrderedDict[K, Tokenizer], key: K, value: Tokenizer, most: int) 
 
 def own_template(directory: Path) -> str | None:
     """The chat template in an adapter's directory; None without one. Raises OSError if the disk fails."""
-    if (text := _text_of(directory / FILE)) is not None:
+    if (text := _text_of(directory / TEMPLATE_FILE)) is not None:
         return text
     try:
         config = json.loads(_text_of(directory / IN_CONFIG) or "{}")

@@ -6,7 +6,7 @@ Tests: tests/server/test_uploads_kept.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,25 +107,31 @@ class LoadedAdapters:
     def sweep(self, adapters: BackendAdapters) -> None:
         """Remove the files of retired versions that no name means and no request uses, and set orphans aside."""
         registry = adapters.registry().result()
-        if registry is None:
-            assert self.names is not None
-            entries = self.names.entries()
-        elif registry.identity != self._files.owner:
+        if registry is not None and registry.identity != self._files.owner:
             log.error(
                 "%s belongs to another set of names than the registry has now, so nothing is removed there; "
                 "restore the registry's file",
                 self.root,
             )
             return
-        else:
-            entries = registry.entries
+        if registry is not None:
             self.retire(registry.retired)
-        named = {Path(entry.path).name for entry in entries}
+
+        def named() -> set[str]:
+            return {Path(entry.path).name for entry in self._entries(adapters)}
 
         def used() -> set[str]:
             return {path.name for path in adapters.paths_in_use().result()}
 
         self._files.sweep(named, used)
+
+    def _entries(self, adapters: BackendAdapters) -> Collection[Entry]:
+        """What the names mean now."""
+        if self.names is not None:
+            return self.names.entries()
+        registry = adapters.registry().result()
+        assert registry is not None  # it has kept the names since the start
+        return registry.entries
 
     def close(self) -> None:
         if self.names is not None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...core.requests.request_params import InvalidRequest
+from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.content_store import StagedUpload, StoreFull, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
-from ..api.adapter_bytes import MORE_FILES
 from ..engine.backend_adapters import BackendAdapters
 from ..engine.loaded_adapters import LoadedAdapters
 from ..settings import Settings
@@ -55,8 +55,8 @@ class AdapterFiles:
 def _more_bytes(more: Mapping[str, Any]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for name, data in more.items():
-        if name not in MORE_FILES:
-            raise InvalidRequest("files", f"files has {name!r}; it may have {', '.join(MORE_FILES)}")
+        if name not in TEXT_FILES:
+            raise InvalidRequest("files", f"files has {name!r}; it may have {', '.join(TEXT_FILES)}")
         if not isinstance(data, str | bytes | bytearray | memoryview):
             raise InvalidRequest("files", f"files[{name!r}] must be text or bytes, not {type(data).__name__}")
         found[name] = data.encode() if isinstance(data, str) else bytes(data)

@@ -1,8 +1,8 @@
-"""Extracts an adapter's two files from an untrusted archive.
+"""Extracts an adapter's files from an untrusted archive.
 
-No name in the archive is used for writing: the contents of the two files go into a staged upload, and all other members
-are skipped. So paths and links in the archive have no effect. Archives with paths that lead outside are refused anyway,
-as are archives that unpack to more than allowed.
+No name in the archive is used for writing: the contents of an adapter's files go into a staged upload, and all
+other members are skipped. So paths and links in the archive have no effect. Archives with paths that lead outside are
+refused anyway, as are archives that unpack to more than allowed.
 
 Tests: tests/server/stores/test_download.py
 """
@@ -16,7 +16,9 @@ import os
 import stat
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any, BinaryIO
 
 from ...memory.files.content_store import StagedUpload, TooLarge
@@ -29,50 +31,93 @@ MAX_MEMBERS = 4096
 MAX_ZIP_DIRECTORY_BYTES = 1 << 20
 """Most bytes of a zip file's directory, which is read whole."""
 
+_UNPACKS_TO_TOO_MUCH = "its archive unpacks to more than an adapter may have (adapter_source_bytes)"
 _DISK_ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
 _ZIP_MEMBER, _ZIP_END, _ZIP_END_BYTES = b"PK\1\2", b"PK\5\6", 22
 _ZIP64_END, _ZIP64_LOCATOR, _ZIP64_LOCATOR_BYTES = b"PK\6\6", b"PK\6\7", 20
 
 
-def unpack(
-    archive: BinaryIO, kind: str, names: tuple[str, ...], draft: StagedUpload, max_bytes: int, deadline: Deadline
-) -> None:
-    """Write the files `names` of an archive, all from one of its directories, into a staged upload. Raises StoreRefused
-    for an invalid archive.
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An untrusted archive.
 
-    kind: the archive's suffix. max_bytes: limit on all unpacked bytes, including other members.
+    kind: its suffix. max_bytes: limit on all unpacked bytes, including skipped members.
     """
-    places: dict[str, str] = {}
-    members = _zip_members(archive) if kind == ".zip" else _tar_members(archive, kind, max_bytes, deadline)
-    try:
-        for count, (path, content) in enumerate(members, 1):
+
+    file: BinaryIO
+    kind: str
+    max_bytes: int
+    deadline: Deadline
+
+    def unpack(self, needed: tuple[str, ...], more: Collection[str], draft: StagedUpload, aside: BinaryIO) -> None:
+        """Write the files `needed`, all from one of its directories, and those of `more` that are beside them into a
+        staged upload. Raises StoreRefused for an invalid archive.
+
+        aside: an empty file that holds those of `more` until the directory is known.
+        """
+        places: dict[str, str] = {}
+        kept: dict[tuple[str, str], tuple[int, int]] = {}
+        with _refused_if_broken():
+            for parent, name, content in self._files():
+                if name in places or (parent, name) in kept:
+                    raise StoreRefused(f"{name} appears twice in its archive")
+                if name in needed:
+                    places[name] = parent
+                    for chunk in self._chunks(name, content):
+                        draft.write(name, chunk)
+                elif name in more:
+                    kept[parent, name] = self._keep(aside, name, content)
+        if len(places) < len(needed) or len(set(places.values())) > 1:
+            raise StoreRefused(f"its archive does not have {' and '.join(needed)} in one directory")
+        for (parent, name), (begin, end) in kept.items():
+            if parent == places[needed[0]]:
+                aside.seek(begin)
+                for start in range(begin, end, _CHUNK_BYTES):
+                    draft.write(name, aside.read(min(_CHUNK_BYTES, end - start)))
+
+    def _files(self) -> Iterator[tuple[str, str, IO[bytes] | None]]:
+        """Directory, name and content of each member."""
+        for count, (path, content) in enumerate(self._members(), 1):
             if count > MAX_MEMBERS:
                 raise StoreRefused(f"its archive has more than {MAX_MEMBERS} members")
-            parent, name = _split(path)
-            if name not in names:
-                continue
-            if name in places:
-                raise StoreRefused(f"{name} appears twice in its archive")
-            places[name] = parent
-            _write(draft, name, content, deadline)
+            yield *_split(path), content
+
+    def _members(self) -> Iterator[tuple[str, IO[bytes] | None]]:
+        if self.kind == ".zip":
+            return _zip_members(self.file)
+        return _tar_members(self.file, self.kind, self.max_bytes, self.deadline)
+
+    def _keep(self, aside: BinaryIO, name: str, content: IO[bytes] | None) -> tuple[int, int]:
+        """Copy a member to the end of `aside`; returns where it begins and ends there."""
+        begin = end = aside.seek(0, os.SEEK_END)
+        for chunk in self._chunks(name, content):
+            end += len(chunk)
+            if end > self.max_bytes:
+                raise StoreRefused(_UNPACKS_TO_TOO_MUCH)
+            aside.write(chunk)
+        return begin, end
+
+    def _chunks(self, name: str, content: IO[bytes] | None) -> Iterator[bytes]:
+        if content is None:
+            raise StoreRefused(f"{name} in its archive is not a regular file")
+        while chunk := content.read(_CHUNK_BYTES):
+            self.deadline.left()
+            yield chunk
+
+
+@contextmanager
+def _refused_if_broken() -> Iterator[None]:
+    """Turns what the libraries raise for a broken archive, which is all sorts of errors, into StoreRefused."""
+    try:
+        yield
     except (TooLarge, StoreError):
         raise
-    except Exception as error:  # the libraries raise all sorts of errors for a broken archive
+    except Exception as error:
         if getattr(error, "errno", None) in _DISK_ERRORS:
             raise
         message = f"the archive can't be read: {type(error).__name__}: {error}"
         raise StoreRefused("its archive is broken", message) from None
-    if len(places) < len(names) or len(set(places.values())) > 1:
-        raise StoreRefused(f"its archive does not have {' and '.join(names)} in one directory")
-
-
-def _write(draft: StagedUpload, name: str, content: IO[bytes] | None, deadline: Deadline) -> None:
-    if content is None:
-        raise StoreRefused(f"{name} in its archive is not a regular file")
-    while chunk := content.read(_CHUNK_BYTES):
-        deadline.left()
-        draft.write(name, chunk)
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -143,5 +188,5 @@ class _BoundedReader:
         data = self._inner.read(size)
         self._left -= len(data)
         if self._left < 0:
-            raise StoreRefused("its archive unpacks to more than an adapter may have (adapter_source_bytes)")
+            raise StoreRefused(_UNPACKS_TO_TOO_MUCH)
         return data

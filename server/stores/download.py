@@ -1,4 +1,8 @@
-"""Downloads of an adapter's two files from a web server, the Hugging Face Hub or a bucket."""
+"""Downloads of an adapter from a web server, the Hugging Face Hub or a bucket: its configuration and weights, and the
+files of its own tokenizer and template, if the store has them.
+
+Tests: tests/server/stores/test_download.py
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import importlib.util
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +18,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.content_store import ContentStore, StagedUpload, TooLarge
 from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
 from .allowed import Allowed
-from .archive import SUFFIXES, unpack
+from .archive import SUFFIXES, Archive
 from .deadline import Deadline
-from .errors import NotInStore, StoreAway, StoreError, StoreRefused
+from .errors import NoAccess, NotInStore, StoreAway, StoreError, StoreRefused
 from .guarded_http import guarded_client
 from .plugins import PluginStore
 from .rules import Location
@@ -28,6 +33,9 @@ MAX_CONFIG_BYTES = 1 << 20
 """Most bytes of a configuration that are read here; configurations that can be served are smaller
 (docs/reference/adapter-files.md).
 """
+
+MAX_TEXT_BYTES = 64 << 20
+"""Most bytes of a file of a tokenizer or template."""
 
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -50,7 +58,7 @@ def missing_package(location: Location) -> str | None:
 
 
 def download(location: Location, content: ContentStore, draft: StagedUpload, allowed: Allowed, seconds: float) -> None:
-    """Write an adapter's two files into an empty staged upload of a content store. Raises StoreError."""
+    """Write an adapter's files into an empty staged upload of a content store. Raises StoreError."""
     deadline = Deadline(seconds)
     try:
         if location.scheme == "hf":
@@ -61,20 +69,20 @@ def download(location: Location, content: ContentStore, draft: StagedUpload, all
             if kind is None:
                 _write_files(store, location, draft)
                 return
-            with tempfile.TemporaryFile(dir=content.root) as archive:
+            with tempfile.TemporaryFile(dir=content.root) as archive, tempfile.TemporaryFile(dir=content.root) as aside:
                 digest = hashlib.sha256()
                 for chunk in _bounded(store.read(""), content.max_bytes):
                     digest.update(chunk)
                     archive.write(chunk)
                 _check_sum(location, digest.hexdigest())
-                unpack(archive, kind=kind, names=_FILES, draft=draft, max_bytes=content.max_bytes, deadline=deadline)
+                Archive(archive, kind, content.max_bytes, deadline).unpack(_FILES, TEXT_FILES, draft, aside)
     except TooLarge:
         raise StoreRefused(_TOO_LONG) from None
 
 
 def _write_files(store: Store, location: Location, draft: StagedUpload, otherwise: Store | None = None) -> None:
-    """Write the two files. The configuration is read before and after the weights: if it has not changed, the two
-    belong together. otherwise: used instead if the store is away.
+    """Write the files. The configuration is read before and after the others: if it has not changed, they belong
+    together. otherwise: used instead if the store is away.
     """
     try:
         config = _config(store)
@@ -87,6 +95,9 @@ def _write_files(store: Store, location: Location, draft: StagedUpload, otherwis
         digest.update(chunk)
         draft.write(WEIGHTS_FILE, chunk)
     _check_sum(location, digest.hexdigest())
+    for name in TEXT_FILES:
+        with suppress(NotInStore, NoAccess):  # a bucket that may not be listed refuses access to what it doesn't have
+            draft.write(name, b"".join(_bounded(store.read(name), MAX_TEXT_BYTES)))
     if _config(store) != config:
         raise StoreAway("its files changed in the store while they were read")
     draft.write(CONFIG_FILE, config)
@@ -150,6 +161,8 @@ def _answer(client: httpx.Client, url: str) -> Iterator[httpx.Response]:
                 raise NotInStore("its store does not have it", f"{response.url} is {status}")
             if status == 429 or status >= 500:
                 raise StoreAway(f"its store answers {status}", f"{response.url} is {status}")
+            if status in (401, 403):
+                raise NoAccess(f"its store answers {status}", f"{response.url} is {status}")
             if status != 200:
                 raise StoreRefused(f"its store answers {status}", f"{response.url} is {status}")
             if response.headers.get("content-encoding", "identity") != "identity":
@@ -190,14 +203,16 @@ class _HubCache:
 
     @classmethod
     def find(cls, repo: str, revision: str) -> _HubCache | None:
-        """The repository, if both files are there."""
+        """The repository, if its configuration and weights are there."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = {name: try_to_load_from_cache(repo, name, revision=revision) for name in _FILES}
+        found = {name: try_to_load_from_cache(repo, name, revision=revision) for name in (*_FILES, *TEXT_FILES)}
         paths = {name: Path(path) for name, path in found.items() if isinstance(path, str)}
-        return cls(paths) if len(paths) == len(_FILES) else None
+        return cls(paths) if paths.keys() >= {*_FILES} else None
 
     def read(self, name: str) -> Iterator[bytes]:
+        if name not in self._paths:
+            raise NotInStore("its store does not have it", f"{name} is not in the Hub's cache")
         with self._paths[name].open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
@@ -273,7 +288,7 @@ class _Bucket:
         except FileNotFoundError as error:
             raise NotInStore("its store does not have it", str(error)) from None
         except PermissionError as error:
-            raise StoreRefused("its store refuses access", str(error)) from None
+            raise NoAccess("its store refuses access", str(error)) from None
         except StoreError:
             raise
         except Exception as error:  # each kind of store raises its own errors

@@ -22,6 +22,10 @@ class StoreRefused(StoreError):
     """The store's data, or the place that it redirects to, are not accepted; a retry would give the same."""
 
 
+class NoAccess(StoreRefused):
+    """The store refuses access. Some stores say so of files that they don't have."""
+
+
 class StoreAway(StoreError):
     """The store did not respond, or broke off; it may respond later."""
 

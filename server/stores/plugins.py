@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from .errors import NotInStore, StoreAway, StoreError, StoreRefused
+from .errors import NoAccess, NotInStore, StoreAway, StoreError, StoreRefused
 
 if TYPE_CHECKING:
     from .deadline import Deadline
@@ -68,7 +68,9 @@ class _Translated:
         detail = f"{type(error).__name__}: {error}"
         if isinstance(error, FileNotFoundError):
             raise NotInStore("its store does not have it", detail) from None
-        if isinstance(error, PermissionError | ValueError):
+        if isinstance(error, PermissionError):
+            raise NoAccess("its store refuses access", detail) from None
+        if isinstance(error, ValueError):
             raise StoreRefused("its store refuses access", detail) from None
         logger.warning("a plugin of %s failed for %r", GROUP, self._name, exc_info=error)
         raise StoreAway("its store does not answer, or breaks off", detail) from None

@@ -149,6 +149,9 @@ def test_names_that_are_refused(live, name):
         ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "base_model_name": "y"}, "base_model_name"),
         ("unload_lora_adapter", {"lora_int_id": 3}, "lora_name"),
         ("adapters", {"name": "x"}, "path"),
+        ("adapters", {"name": "x", "path": "r3-mlp", "pinned": True}, "pinned"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "r3-mlp", "lora_alpha": 4}, "lora_alpha"),
+        ("adapters/first/drain", {"timeout": 3}, "timeout"),
     ],
 )
 def test_fields_that_are_refused(live, path, body, field):

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from chorus import LLM, SamplingParams
+from chorus.memory.files.added_tokens import TEMPLATE_FILE
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from chorus.server.engine.adapter_tokenizers import FILE, MAX_BYTES, own_template
+from chorus.server.engine.adapter_tokenizers import MAX_BYTES, own_template
 from chorus.server.settings import Settings
 from chorus.server.start.checks import LaunchError
 from chorus.server.start.launch import build_app, serving
@@ -36,7 +37,7 @@ def adapters(tmp_path):
     directory = tmp_path / "adapters"
     for name in ("reverse", "upper"):
         shutil.copytree(BUILTIN_ADAPTERS / name, directory / name)
-    (directory / "reverse" / FILE).write_text(OWN)
+    (directory / "reverse" / TEMPLATE_FILE).write_text(OWN)
     (directory / "upper" / "tokenizer_config.json").write_text(json.dumps({"chat_template": MODEL_S + "\n"}))
     return directory
 
@@ -84,7 +85,7 @@ def test_an_adapter_s_own_template_is_used_where_that_is_asked(template, adapter
     ) as llm:
         assert prompt_of(llm, "reverse") == f">{TEXT}\n"
         assert prompt_of(llm, "upper") == prompt_of(llm) == f"{TEXT}\n"
-        (adapters / "upper" / FILE).write_text(OWN.replace(">", "!"))
+        (adapters / "upper" / TEMPLATE_FILE).write_text(OWN.replace(">", "!"))
         llm.load_adapter("upper", adapters / "upper")
         assert prompt_of(llm, "upper") == f"!{TEXT}\n", "a new version has its own"
 
@@ -124,8 +125,8 @@ def test_templates_are_read_from_either_file_and_never_whole_disks(tmp_path):
     assert own_template(tmp_path) is None and own_template(tmp_path / "absent") is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a"}))
     assert own_template(tmp_path) == "a"
-    (tmp_path / FILE).write_text("b")
+    (tmp_path / TEMPLATE_FILE).write_text("b")
     assert own_template(tmp_path) == "b"
-    (tmp_path / FILE).write_bytes(b"x" * (MAX_BYTES + 1))
+    (tmp_path / TEMPLATE_FILE).write_bytes(b"x" * (MAX_BYTES + 1))
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
     assert own_template(tmp_path) is None

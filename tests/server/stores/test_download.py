@@ -19,10 +19,11 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chorus.memory.files.added_tokens import TEXT_FILES
 from chorus.memory.files.content_store import ContentStore
 from chorus.server.stores import guarded_http
 from chorus.server.stores.allowed import Allowed
-from chorus.server.stores.archive import SUFFIXES, unpack
+from chorus.server.stores.archive import SUFFIXES, Archive
 from chorus.server.stores.deadline import Deadline
 from chorus.server.stores.download import download, missing_package
 from chorus.server.stores.errors import NotInStore, StoreAway, StoreRefused
@@ -32,6 +33,8 @@ from .store_server import hang, redirect, send, store_server
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG: b'{"r": 4}', WEIGHTS: bytes(range(256)) * 64}
+TEXT = {name: f"{name}'s text".encode() for name in TEXT_FILES}
+WITH_TEXT = {**TEXT, **FILES}
 MAX_BYTES = 1 << 20
 AWAY = pytest.raises(StoreAway)
 
@@ -87,6 +90,51 @@ def test_a_directory_and_archives_hold_the_two_files(store, get):
         store.paths[f"/a.{suffix}"] = data
         assert get(f"{store.url}/a.{suffix}", hashlib.sha256(data).hexdigest()) == FILES
     assert get(f"{store.url}/one/", hashlib.sha256(FILES[WEIGHTS]).hexdigest()) == FILES
+
+
+def test_an_adapters_own_tokenizer_and_template_come_along(store, get):
+    assert get(serve(store, WITH_TEXT)) == WITH_TEXT
+    for suffix, data in (("tar", tar(WITH_TEXT, mode="w")), ("zip", zipped(WITH_TEXT)), ("tgz", tar(WITH_TEXT, ""))):
+        store.paths[f"/a.{suffix}"] = data
+        assert get(f"{store.url}/a.{suffix}") == WITH_TEXT
+    some = dict([*FILES.items(), *list(TEXT.items())[1:3]])
+    assert get(serve(store, some, "/some")) == some
+
+
+def test_a_tokenizer_of_another_directory_is_not_the_adapters(store, get):
+    """Such as that of a checkpoint of the training beside it."""
+    other = {f"checkpoint-5/{name}": b"other" for name in TEXT}
+    for suffix, data in (("tar", tar({**other, **WITH_TEXT}, mode="w")), ("zip", zipped({**FILES, **other}))):
+        store.paths[f"/a.{suffix}"] = data
+    assert get(f"{store.url}/a.tar") == WITH_TEXT
+    assert get(f"{store.url}/a.zip") == FILES
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_tokenizer_that_the_store_does_not_give_is_left_out(store, get, status):
+    """A bucket that may not be listed answers 403 for a file that it doesn't have."""
+    for name in TEXT:
+        store.paths[f"/one/{name}"] = lambda handler: handler.send_error(status)
+    assert get(serve(store)) == FILES
+
+
+def test_a_store_that_is_away_for_a_tokenizer_is_asked_again(store, get):
+    url = serve(store)
+    store.paths["/one/tokenizer.json"] = lambda handler: handler.send_error(503)
+    with AWAY:
+        get(url)
+
+
+def test_a_tokenizer_counts_in_an_adapters_bytes(store, get):
+    for suffix, data in (
+        ("zip", zipped({"tokenizer.json": bytes(MAX_BYTES + 1)})),
+        ("tar", tar({**FILES, "vocab/tokenizer.json": bytes(2 * MAX_BYTES)}, mode="w")),
+    ):
+        store.paths[f"/a.{suffix}"] = data
+        with pytest.raises(StoreRefused, match="adapter_source_bytes"):
+            get(f"{store.url}/a.{suffix}")
+    with pytest.raises(StoreRefused, match="adapter_source_bytes"):
+        get(serve(store, {**FILES, "tokenizer.json": bytes(MAX_BYTES)}))
 
 
 def test_another_checksum_is_refused(store, get):
@@ -389,7 +437,7 @@ def test_an_archive_takes_no_memory_beyond_its_bound(content, name):
     tracemalloc.start()
     try:
         with content.draft() as draft, pytest.raises(StoreRefused, match=reason):
-            unpack(archive, kind, tuple(FILES), draft, 64 << 20, Deadline(20))
+            Archive(archive, kind, 64 << 20, Deadline(20)).unpack(tuple(FILES), TEXT_FILES, draft, io.BytesIO())
         assert tracemalloc.get_traced_memory()[1] < 6 << 20
     finally:
         tracemalloc.stop()
@@ -403,6 +451,7 @@ def test_a_damaged_archive_is_refused_or_gives_files(data):
         st.sampled_from(
             [
                 (".tar", tar(mode="w")),
+                (".tar", tar(WITH_TEXT, mode="w")),
                 (".tar", pax([b"comment=x"])),
                 (".tar.gz", tar()),
                 (".zip", zipped()),
@@ -417,10 +466,11 @@ def test_a_damaged_archive_is_refused_or_gives_files(data):
     written = {}
     draft = SimpleNamespace(write=lambda name, chunk: written.setdefault(name, bytearray()).extend(chunk))
     try:
-        unpack(io.BytesIO(bytes(damaged)), name, tuple(FILES), draft, MAX_BYTES, Deadline(20))
+        archive = Archive(io.BytesIO(bytes(damaged)), name, MAX_BYTES, Deadline(20))
+        archive.unpack(tuple(FILES), TEXT_FILES, draft, io.BytesIO())
     except StoreRefused:
         return
-    assert set(written) <= set(FILES)
+    assert set(written) <= {*FILES, *TEXT_FILES}
 
 
 # --- the Hub

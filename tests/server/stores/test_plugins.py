@@ -63,6 +63,12 @@ def test_the_manuals_example(example, get):
         get("acme://research/other")
 
 
+def test_its_tokenizer_comes_along(example, get):
+    with sqlite3.connect(example / "adapters.db") as rows:
+        rows.execute("INSERT INTO files VALUES ('research/legal', 'tokenizer_config.json', x'7b7d')")
+    assert get("acme://research/legal") == {**FILES, "tokenizer_config.json": b"{}"}
+
+
 def test_rules_of_its_scheme(example):
     rule = Rule.parse("acme/*=acme://*")
     assert rule.find("acme/research/legal") == Location("acme://research/legal")
