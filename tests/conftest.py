@@ -58,19 +58,30 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests unless they are named, by themselves or by a marker. Long tests come first, so that none is
-    left alone at the end. A test that compares numbers is `native` where its kernels are, so that those which another
-    level of instructions may change are told apart.
+    """Leave out slow tests unless they are named, by themselves or by a marker. Where the native library is there,
+    leave out those that compare numbers of PyTorch's operators, too: `make plain` runs them without it. Long tests come
+    first, so that none is left alone at the end. A test that compares numbers is `native` where its kernels are, so
+    that those which another level of instructions may change are told apart.
     """
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        left_out |= {item for item in items if item.get_closest_marker("slow")}
+        left_out |= {item for item in items if item.get_closest_marker("slow") or _is_of_the_other_kernels(item)}
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         if item.get_closest_marker("numerics") and _kernels(item) == "native":
             item.add_marker("native")
+
+
+def _is_of_the_other_kernels(item: pytest.Item) -> bool:
+    from chorus.ops import native_library
+
+    return (
+        _kernels(item) == "torch"
+        and item.get_closest_marker("numerics") is not None
+        and native_library.why_unavailable(torch.float32) is None
+    )
 
 
 def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -20,7 +20,7 @@ from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout
 
-from .test_experts import WITHOUT_STATES, every_family, few_families
+from .test_experts import CHUNKS, QUICK, WITHOUT_STATES, families, few_families
 from .test_family_paths import answers, told
 from .tiny_mixtures import ADAPTERS, make_mixture, one_by_one
 
@@ -47,7 +47,7 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.numerics
-@every_family
+@families([*QUICK, "glm-4-moe"])
 def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family):
     it = mixture(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
@@ -56,7 +56,7 @@ def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family):
     assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
 
 
-@every_family
+@families([*QUICK, "glm-4-moe"])
 def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     it = mixture(family)
     store = drive(it).engine.store
@@ -67,7 +67,7 @@ def test_adapters_target_what_they_are_named_for(mixture, drive, family):
     assert family.startswith("qwen3.5") == ("shared_expert_gate" in targets["r5-shared"])
 
 
-@few_families
+@families(["mixtral", "gpt-oss"])
 def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, family):
     """The same deltas in files of another form, under the names of the family's checkpoints."""
     it = mixture(family)
@@ -81,8 +81,7 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     assert told(driver, want) == want
 
 
-@few_families
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("family", "chunk"), CHUNKS)
 def test_chunks_of_any_size(mixture, drive, family, chunk):
     it = mixture(family)
     driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
@@ -90,7 +89,7 @@ def test_chunks_of_any_size(mixture, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@few_families
+@families(["mixtral"])
 def test_prefixes_from_the_cache(mixture, drive, family):
     it = mixture(family)
     driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
@@ -118,7 +117,7 @@ def test_preempted_requests_swap_and_go_on(mixture, drive, family):
     assert driver.engine.stats().num_swaps_out > 0
 
 
-@pytest.mark.parametrize("family", WITHOUT_STATES)
+@families(of=WITHOUT_STATES)
 def test_steps_that_are_launched_ahead(mixture, drive, family):
     it = mixture(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=True)
@@ -126,7 +125,7 @@ def test_steps_that_are_launched_ahead(mixture, drive, family):
     assert told(driver, want) == want
 
 
-@few_families
+@families(["gpt-oss"])
 def test_adapters_that_are_evicted_and_loaded_while_others_run(mixture, drive, family):
     """There is room for the largest adapter and little more; layers are read while steps run."""
     it = mixture(family)

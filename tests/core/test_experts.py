@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,22 @@ QUICK = ("mixtral", "gpt-oss", "qwen3.5-moe")
 """Families whose paths a plain `pytest` runs: a plain mixture, one with biases and windows, one with a shared expert
 and states."""
 
-few_families = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in EXPERTS]
-)
+
+def families(quick: Sequence[str] = QUICK, of: Sequence[str] = EXPERTS) -> pytest.MarkDecorator:
+    """Parametrises by family; those beyond `quick` are slow."""
+    return pytest.mark.parametrize(
+        "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in of]
+    )
+
+
+few_families = families()
+
+CHUNKS = [
+    pytest.param(family, chunk, marks=[pytest.mark.slow] * ((family, chunk) not in zip(QUICK, (64, 7, 1), strict=True)))
+    for family in EXPERTS
+    for chunk in (1, 7, 64)
+]
+"""Families and sizes of chunks; a plain `pytest` runs each size with one family."""
 
 
 @pytest.fixture
@@ -72,8 +86,7 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
     assert chunks, "no prompt was cut"
 
 
-@few_families
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize(("family", "chunk"), CHUNKS)
 def test_chunks_of_any_size(tiny, drive, family, chunk):
     it = tiny(family)
     driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
@@ -119,7 +132,7 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@pytest.mark.parametrize("family", WITHOUT_STATES)
+@families(of=WITHOUT_STATES)
 def test_steps_that_are_launched_ahead(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=True)

@@ -39,6 +39,12 @@ def _short() -> list[str]:
 GEOMETRIES = list(FAMILIES) if EVERY else _short()
 """Windows are shorter than most prompts."""
 
+FEW = [
+    name if EVERY or _window(name) or name == GEOMETRIES[0] else pytest.param(name, marks=pytest.mark.slow)
+    for name in GEOMETRIES
+]
+"""A geometry without windows, and those with: their pages are of several groups. The others are slow."""
+
 WINDOWED = [name for name in GEOMETRIES if _window(name)]
 CHUNKS = (
     list(itertools.product(GEOMETRIES, (1, 7, 64))) if EVERY else list(zip(GEOMETRIES, itertools.cycle((1, 7, 64))))
@@ -80,7 +86,7 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize("family", GEOMETRIES)
+@pytest.mark.parametrize("family", FEW)
 def test_preempted_requests_swap_and_go_on(tiny, drive, family):
     it = tiny(family)
     limits = {
@@ -127,7 +133,7 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
 
 
-@pytest.mark.parametrize("family", GEOMETRIES)
+@pytest.mark.parametrize("family", FEW)
 def test_two_ranks(tiny, drive, family):
     it = tiny(family)
     driver = drive(it, tensor_parallel_size=2, max_num_seqs=8, max_num_batched_tokens=24)

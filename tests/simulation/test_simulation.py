@@ -95,6 +95,7 @@ def test_runs_of_hypothesis_keep_every_promise_and_reach_every_event():
     pytest.fail(f"it was never there: {sorted(EVERYWHERE - reached)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     """By the seeds; `python -m tests.simulation.faults` says how soon by hypothesis, too, which takes minutes."""

@@ -139,6 +139,7 @@ def test_a_pickle_becomes_the_same_tensors(gqa, adapter, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pickle_with_tensors_of_each_expert_is_converted(adapter):
     names = [f"base_model.model.model.layers.0.mlp.experts.{n}.up_proj.lora_A.weight" for n in range(36_864)]
     as_pickle(adapter, dict.fromkeys(names, torch.ones(1)))
@@ -154,7 +155,15 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("case", ["code", "plain pickle", "expanded", "no tensors", "too many", "cut"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "code",
+        "plain pickle",
+        "cut",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("expanded", "no tensors", "too many")),
+    ],
+)
 def test_what_is_no_adapters_weights_is_refused_and_nothing_is_left(adapter, tmp_path, capsys, case):
     done = tmp_path / "was-executed"
     content = {
