@@ -108,7 +108,7 @@ lives: simulation
 
 families: ## every geometry of every model family over every path of an engine
 	CHORUS_FAMILIES=every pytest -q tests/core/test_families.py tests/core/test_family_paths.py tests/core/test_hybrid_paths.py \
-		tests/core/executors/test_cuda_families_interpreted.py
+		tests/core/test_experts.py tests/core/test_expert_adapters.py tests/core/executors/test_cuda_families_interpreted.py
 
 level-%: ## tests of native kernels and of models at one ISA level, such as level-avx2
 	CHORUS_CPU_ISA=$* pytest -q -n 0 -m "native and not slow" tests/ops tests/attacks tests/core/model \

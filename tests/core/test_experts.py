@@ -31,7 +31,7 @@ from chorus.ops.expert_products import Panels
 
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
-from .test_family_paths import answers, told
+from .test_family_paths import EVERY, answers, told
 from .tiny_families import ADAPTERS, EXPERTS, save_family
 
 BF16_ERROR = 8e-2
@@ -47,25 +47,20 @@ changed choice of an expert changes the states of all later tokens, in transform
 every_family = pytest.mark.parametrize("family", EXPERTS)
 
 QUICK = ("mixtral", "gpt-oss", "qwen3.5-moe")
-"""Families whose paths a plain `pytest` runs: a plain mixture, one with biases and windows, one with a shared expert
-and states."""
+"""Families whose paths are tested unless every family's are asked for: a plain mixture, one with biases and windows,
+and one with a shared expert and states.
+"""
 
 
 def families(quick: Sequence[str] = QUICK, of: Sequence[str] = EXPERTS) -> pytest.MarkDecorator:
-    """Parametrises by family; those beyond `quick` are slow."""
-    return pytest.mark.parametrize(
-        "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in of]
-    )
+    """Parametrises by family: those of `quick`, or every one (`make families`)."""
+    return pytest.mark.parametrize("family", [name for name in of if EVERY or name in quick])
 
 
 few_families = families()
 
-CHUNKS = [
-    pytest.param(family, chunk, marks=[pytest.mark.slow] * ((family, chunk) not in zip(QUICK, (64, 7, 1), strict=True)))
-    for family in EXPERTS
-    for chunk in (1, 7, 64)
-]
-"""Families and sizes of chunks; a plain `pytest` runs each size with one family."""
+CHUNKS = list(itertools.product(EXPERTS, (1, 7, 64))) if EVERY else list(zip(QUICK, (64, 7, 1), strict=True))
+"""Families and sizes of chunks."""
 
 
 @pytest.fixture

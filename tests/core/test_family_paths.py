@@ -39,11 +39,8 @@ def _short() -> list[str]:
 GEOMETRIES = list(FAMILIES) if EVERY else _short()
 """Windows are shorter than most prompts."""
 
-FEW = [
-    name if EVERY or _window(name) or name == GEOMETRIES[0] else pytest.param(name, marks=pytest.mark.slow)
-    for name in GEOMETRIES
-]
-"""A geometry without windows, and those with: their pages are of several groups. The others are slow."""
+FEW = [name for name in GEOMETRIES if EVERY or _window(name) or name == GEOMETRIES[0]]
+"""A geometry without windows, and those with: their pages are of several groups."""
 
 WINDOWED = [name for name in GEOMETRIES if _window(name)]
 CHUNKS = (
