@@ -206,6 +206,14 @@ def test_experts_are_packed_for_the_kernels_that_are_asked_for(tmp_path, cpu_ker
     assert {isinstance(matrix, Panels) for matrix in packed} == {by_library}
 
 
+@pytest.mark.native
+def test_what_multiplies_experts_is_said(tiny, caplog):
+    with caplog.at_level("WARNING", logger="chorus"):
+        executor_of(tiny("qwen3-moe").model, cpu_kernels="auto")
+    want = "steps run on torch's operators, but for experts, which the native library multiplies: it has no mixture of "
+    assert [record.message.startswith(want) for record in caplog.records].count(True) == 1
+
+
 # -- checkpoints
 
 
