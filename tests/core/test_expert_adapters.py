@@ -47,10 +47,11 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.numerics
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
 @every_family
-def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family):
+def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks):
     it = mixture(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
     want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
     assert told(driver, want) == want
     assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
