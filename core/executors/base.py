@@ -180,7 +180,7 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
-    has_experts = False
+    has_experts = True
     """Whether steps can compute a mixture of experts."""
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:

@@ -58,8 +58,6 @@ A = TypeVar("A", bound=RowPlan)
 class CpuExecutor(ModelExecutor):
     """Runs steps on the CPU. Any one thread at a time may use it."""
 
-    has_experts = True
-
     start = None  # it computes on the host's processors, so no processor is free to plan the next step meanwhile
 
     def __init__(self, config: EngineConfig, rank_context: RankContext | None = None) -> None:

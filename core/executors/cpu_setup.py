@@ -10,6 +10,7 @@ import logging
 import torch
 
 from ...memory.pages.layout import PageLayout
+from ...ops import native_library
 from ..config import EngineConfig
 from ..cpus import available_cpus, has_fast_products
 from ..model.config import ModelConfig, UnsupportedModel
@@ -20,6 +21,8 @@ from .base import ModelExecutor
 from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
 
 logger = logging.getLogger(__name__)
+
+_SLOW = "many times as slow as the native decoder"
 
 
 def cpu_threads(config: EngineConfig) -> int:
@@ -47,7 +50,9 @@ def use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
         return True
     if config.cpu_kernels == "native":
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; use 'auto' or 'torch' instead")
-    logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
+    by_library = model.num_experts and native_library.available(dtype)
+    how = "but for experts, which the native library multiplies" if by_library else _SLOW
+    logger.warning("steps run on torch's operators, %s: %s", how, reason)
     return False
 
 

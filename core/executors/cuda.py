@@ -79,6 +79,7 @@ class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
     state_slots = 3
+    has_experts = False
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""

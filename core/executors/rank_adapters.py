@@ -161,7 +161,7 @@ def _cut(
         if from_place.first_elem[layer] < 0:
             continue
         source, target = (
-            data.view(-1)[place.first_elem[layer] :][: place.layer_elems].view(part.rank, -1)
+            data.view(-1)[place.first_elem[layer] :][: place.layer_elems].view(part.num_rows, -1)
             for place, (_, data) in ((from_place, whole), (to_place, share))
         )
         for name in part.targets:

@@ -96,8 +96,8 @@ class RanksExecutorBase(ExecutorBase, Generic[First]):
             return
         by_formula = weights_of_rank(self.shapes.whole, self._size) * self.layout.itemsize
         logger.info(
-            "%d ranks: weights of %s MiB (V·h + h + 2·L·h + P/N + V·h/N of untied embeddings, with P weights of "
-            "projections: %.2f)",
+            "%d ranks: weights of %s MiB (V·h + h + 2·L·h + P/N + R + V·h/N of untied embeddings, with P weights of "
+            "projections and R of routers: %.2f)",
             self._size,
             " + ".join(f"{each / _MIB:.2f}" for each in weights),
             by_formula / _MIB,
@@ -133,7 +133,9 @@ def weights_of_rank(whole: ModelConfig, size: int) -> int:
     hidden = whole.hidden_size
     embeddings = whole.vocab_size * hidden
     head = 0 if whole.tie_word_embeddings else embeddings // size
-    return embeddings + head + hidden + whole.num_layers * 2 * hidden + whole.projections.num_weights // size
+    every = (each for layer in whole.projections.layers for each in layer)
+    projections = sum(each.num_weights // (1 if each.is_replicated else size) for each in every)
+    return embeddings + head + hidden + whole.num_layers * 2 * hidden + projections
 
 
 class RanksExecutor(RanksExecutorBase[CpuExecutor]):

@@ -80,7 +80,7 @@ class Layer:
         lora: StepLora | None = None,
         ranks: Collectives | None = None,
     ) -> None:
-        """lora: None when no row uses an adapter. ranks: have shares of o's and down's inputs each."""
+        """lora: None when no row uses an adapter. ranks: have shares of the inputs of o, and of all downs, each."""
         self._weights, self._spec, self._index = weights, spec, index
         self._backends, self._lora, self._ranks = backends, lora, ranks
 
@@ -108,7 +108,8 @@ class Layer:
             return self.down(self._gate_up(rows))
         spec = self._spec.experts
         assert spec is not None, "the weights are of the spec"
-        return mix_experts(rows, experts, spec, None if self._lora is None else self._lora.mixture(self._index))
+        y = mix_experts(rows, experts, spec, None if self._lora is None else self._lora.mixture(self._index))
+        return self._summed(y)
 
     def qkv(self, x: Residual) -> torch.Tensor:
         """The mixer's input: attention's `[tokens, q + 2·kv]`, or Gated DeltaNet's `[tokens, qkv + z + b + a]`."""
@@ -117,8 +118,7 @@ class Layer:
 
     def o(self, attended: torch.Tensor) -> torch.Tensor:
         """attended: `[tokens, out]` of the mixer."""
-        y = self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias)
-        return y if self._ranks is None else self._ranks.add_up(y)
+        return self._summed(self._gemm(ATTN_O, attended, self._weights.o, self._weights.o_bias))
 
     def gate_up(self, x: Residual) -> torch.Tensor:
         """`activation(gate) · up`: `[tokens, ffn]`."""
@@ -132,7 +132,10 @@ class Layer:
 
     def down(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: `[tokens, ffn]`."""
-        y = self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias)
+        return self._summed(self._gemm(DOWN, hidden, self._weights.down, self._weights.down_bias))
+
+    def _summed(self, y: torch.Tensor) -> torch.Tensor:
+        """All ranks' shares of a product, added up."""
         return y if self._ranks is None else self._ranks.add_up(y)
 
     def _output(self, y: torch.Tensor, norm: NormSpec, weight: torch.Tensor | None) -> torch.Tensor:

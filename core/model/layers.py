@@ -323,8 +323,8 @@ class Experts:
         return mixture_projections(hidden, self.count, self.size, self.shared_size, shared_gate=self.shared_gate)
 
     def share(self, size: int) -> Experts:
-        """ValueError: ranks don't share experts."""
-        raise ValueError(f"experts are not shared among {size} ranks")
+        """One of `size` ranks' share: of all experts some columns."""
+        return replace(self, size=self.size // size, shared_size=self.shared_size // size)
 
 
 @dataclass(frozen=True, slots=True)

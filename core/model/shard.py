@@ -2,12 +2,14 @@
 
 Ranks share a layer by heads and by columns of the MLP. Of q, k, v, gate and up a rank has rows of the weight, of o and
 down columns: the ranks add up the outputs of o and down. Where one norm is of all heads at once, they also add up the
-heads' squares. Of Gated DeltaNet a rank has some heads of keys, each with the heads of values that it serves. Of the
-output projection each rank has rows.
+heads' squares. Of Gated DeltaNet a rank has some heads of keys, each with the heads of values that it serves. Of every
+expert a rank has columns, as of an MLP; the router is whole on each, so that all choose the same experts. Of the output
+projection each rank has rows.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ...memory.pages.projections import share_of
@@ -22,6 +24,9 @@ _WHOLE: tuple[Part, ...] = ((),)
 
 #: Tensors of Gated DeltaNet that ranks share as they share the outputs of a projection, by the ends of their names.
 _SHARED_AS = {"conv1d.weight": "in_proj_qkv", "dt_bias": "in_proj_b", "A_log": "in_proj_a"}
+
+#: The name of a projection in a layer, and what of it a tensor is.
+_PROJECTION = re.compile(r"\.layers\.\d+\.\w+\.(.+)\.(weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +60,16 @@ class Shard:
         """
         if self.size == 1:
             return _WHOLE
-        path, _, kind = name.rpartition(".")
+        projections, path = whole.projections, name.rpartition(".")[0]
         module = path.rpartition(".")[2]
         if module == "lm_head":
             return ((self.of_vocab(whole),),)
-        if module in whole.projections.names:
-            inputs, outputs = whole.projections[module].share(self.rank, self.size)
-            return tuple((each,) if kind == "bias" else (each, inputs) for each in outputs)
+        if (match := _PROJECTION.search(name)) and (of_all := projections.name_of_all(match[1])) in projections:
+            inputs, outputs = projections[of_all].share(self.rank, self.size)
+            return tuple((each,) if match[2] == "bias" else (each, inputs) for each in outputs)
+        if name.endswith(".sinks"):
+            heads = whole.num_heads
+            return ((share_of(heads, heads, self.rank, self.size),),)
         if like := next((each for end, each in _SHARED_AS.items() if name.endswith(f".{end}")), None):
             return tuple((each,) for each in whole.projections[like].share(self.rank, self.size)[1])
         if module in ("q_norm", "k_norm"):
@@ -78,14 +86,16 @@ class Shard:
 
 def _why_not(size: int, whole: ModelConfig) -> str | None:
     """Why `size` ranks can't have equal shares."""
-    if size > 1 and whole.experts is not None:
-        return f"{whole.experts.count} experts are not shared among ranks"
-    kv_heads, shared = whole.num_kv_heads, {"num_attention_heads": whole.num_heads}
+    kv_heads, counts = whole.num_kv_heads, {"num_attention_heads {}": whole.num_heads}
     if whole.delta is not None:
-        shared["linear_num_key_heads"] = whole.delta.num_k_heads
-    for name, count in {**shared, "intermediate_size": whole.intermediate_size}.items():
+        counts["linear_num_key_heads {}"] = whole.delta.num_k_heads
+    if whole.experts is not None:
+        counts["width of experts, {},"] = whole.experts.size
+        counts["width of the shared expert, {},"] = whole.experts.shared_size
+    counts["intermediate_size {}"] = whole.intermediate_size
+    for what, count in counts.items():
         if count % size:
-            return f"{name} {count} is no multiple of it"
+            return f"{what.format(count)} is no multiple of it"
     if kv_heads % size and size % kv_heads:
         return f"num_key_value_heads {kv_heads} neither divides it nor is a multiple of it"
     return None

@@ -61,7 +61,7 @@ class TensorNames:
     """A stacked tensor of weights is `[experts, in, out]`, unless it is packed (gpt-oss)."""
 
     adapter_names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """A part of a layer → a further name under which adapters may have it: that in transformers' memory."""
+    """A part of a layer → a further name under which adapters may have it: of transformers in memory, or Tinker's."""
 
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors that text does not need, such as a vision tower's."""

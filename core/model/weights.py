@@ -172,13 +172,15 @@ class Weights(ABC):
         )
 
     def _experts(self, at: str, spec: Experts) -> ExpertWeights:
-        """A layer's experts, not packed; what chooses among them is float32 whatever the model's dtype."""
+        """A layer's experts, not packed; what chooses among them is float32 whatever the model's dtype. See `_layer`
+        for biases of down.
+        """
 
         def matrix(path: str, *names: str) -> Any:
             return self._projection([f"{at}{path}.{name}.weight" for name in names], None)
 
-        def biases(*names: str) -> list[torch.Tensor] | None:
-            if not spec.biased:
+        def biases(*names: str, first_rank: bool = False) -> list[torch.Tensor] | None:
+            if not spec.biased or (first_rank and self._shard.rank):
                 return None
             return [self._read(*(f"{at}{path}.{name}.bias" for name in names)) for path in paths]
 
@@ -193,7 +195,7 @@ class Weights(ABC):
             shared_gate=self._read(f"{at}{SHARED_GATE}.weight", dtype=torch.float32) if spec.shared_gate else None,
             router_bias=self._read(f"{at}{ROUTER}.bias", dtype=torch.float32) if spec.routing.bias else None,
             gate_up_bias=biases("gate_proj", "up_proj"),
-            down_bias=biases("down_proj"),
+            down_bias=biases("down_proj", first_rank=True),
         )
 
     def _projection(self, names: Sequence[str], pack: Pack | None) -> Any:

@@ -301,6 +301,8 @@ class AdapterWeights(RowsFile):
         self.modules = self.modules.as_given(self._paths)
         if self.modules.experts is ExpertForm.STACKED:
             listed = self._of_projections(listed)
+        elif self.modules.experts is ExpertForm.TOGETHER:
+            listed = self._of_each_expert(listed)
         for name, info in listed.items():
             if name.startswith(left_out):
                 self.num_left_out += 1
@@ -309,9 +311,7 @@ class AdapterWeights(RowsFile):
                 continue
             for own_name, own in self._shares(name, info):
                 if own_name in found:
-                    raise AdapterFormatError(
-                        f"{self.path}: tensor {shown(name)} holds {own_name}, which is there a second time; keep one"
-                    )
+                    raise _twice(self.path, name, own_name)
                 found[own_name] = own
         return found
 
@@ -342,6 +342,28 @@ class AdapterWeights(RowsFile):
             for own, first in self._stacked_in(name, stacked, a, b):
                 rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
                 self.add(found, f"{layer}.{own.path}.{kind}", rows)
+        return found
+
+    def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, those of all experts as of each one; what they share is of each, too."""
+        found: dict[str, TensorInfo] = {}
+        for name, info in listed.items():
+            match = _IN_LAYER.fullmatch(name)
+            own = None if match is None else self.modules.together.get(match[2])
+            if match is None or own is None or not match[3].startswith("lora_"):
+                found[name] = info
+                continue
+            if len(info.shape) != 3 or info.shape[0] not in (1, own.experts):
+                raise AdapterFormatError(
+                    f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, three dimensions are "
+                    f"needed, the first 1 or {own.experts} of the experts; serve it with the base model that it was "
+                    "trained on"
+                )
+            for expert in range(own.experts):
+                each = f"{match[1]}.{own.of_expert(expert).path}.{match[3]}"
+                if each in found:
+                    raise _twice(self.path, name, each)
+                found[each] = info.matrix(min(expert, info.shape[0] - 1))
         return found
 
     def _rows(self, b: TensorInfo, own: Projection, first: int) -> TensorInfo:
@@ -466,6 +488,10 @@ def open_weights(path: Path, modules: ModulePaths) -> AdapterWeights:
         return AdapterWeights(directory, _form(path, directory), modules)
 
 
+def _twice(path: Path, name: str, own_name: str) -> AdapterFormatError:
+    return AdapterFormatError(f"{path}: tensor {shown(name)} holds {own_name}, which is there a second time; keep one")
+
+
 def _dim(info: TensorInfo | None, at: int) -> int:
     """A dimension of a matrix; 0 if it is none."""
     return info.shape[at] if info is not None and len(info.shape) == 2 else 0
@@ -536,7 +562,8 @@ def _targets(
             is_of_model = modules.projections[parts[0]].is_of_model
             if is_of_model and _is_passed_over(name, head_names, all_linear=config.targets_all_linear):
                 continue
-            targets |= {(layer, module): rank_and_scale for module in parts}
+            for module in parts:  # of several paths to a projection the first is the adapter's own
+                targets.setdefault((layer, module), rank_and_scale)
         elif not config.targets_all_linear:
             raise AdapterFormatError(
                 f"{file}: target_modules matches {name}; only {modules.names} are served: "
@@ -690,9 +717,9 @@ def parts_of(targets: dict[tuple[int, str], tuple[int, float]], projections: Pro
 def matrices_of(
     part: AdapterPart, layer: int, target: str, modules: ModulePaths
 ) -> Iterator[tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]]:
-    """Name and shape of A and of B of a part's target in a layer; of each expert, if the file has them one by one."""
+    """Name and shape of A and of B of a part's target in a layer; of each expert, unless the file has them stacked."""
     projection = modules.projections[target]
-    if part.experts and modules.experts is ExpertForm.EACH:
+    if part.experts and modules.experts is not ExpertForm.STACKED:
         return (tensor_shapes(layer, projection.of_expert(expert), part.rank) for expert in part.experts)
     return iter((tensor_shapes(layer, projection, part.rank),))
 

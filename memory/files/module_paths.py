@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 from ..pages.projections import Projection, Projections
@@ -18,6 +19,9 @@ from .base_tokens import BaseTokens
 from .whole_copies import BaseRows
 
 _NESTED = ".base_layer"
+
+#: Names that projections of experts have in some models, and in all of Tinker's adapters.
+_LETTERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 #: Paths that several projections share in some models, each with the names of these in the order of rows.
 _STACKED = {
@@ -31,6 +35,10 @@ class ExpertForm(StrEnum):
 
     EACH = "each"
     """Tensors of each expert."""
+
+    TOGETHER = "together"
+    """As Tinker has those of a projection of all experts: A `[experts, rank, in]` and B `[experts, out, rank]`, either
+    with one expert's where all share it."""
 
     STACKED = "stacked"
     """As PEFT has those of a parameter of all experts: A `[experts · rank, in]`, and B `[out, rank · experts]`."""
@@ -52,7 +60,7 @@ class ModulePaths:
     """Beginnings of names in the base model that text does not need, such as a vision tower's."""
 
     further: tuple[tuple[str, str], ...] = ()
-    """A projection of `absent`, and another path that it has in a version of the model."""
+    """A projection, and another path that it has in a version of the model, or in a trainer's."""
 
     vocab_size: int | None = None
     """None: not known."""
@@ -72,6 +80,9 @@ class ModulePaths:
 
     experts: ExpertForm | None = None
     """How an adapter has them; None: it has none."""
+
+    given_together: tuple[str, ...] = ()
+    """Paths at which an adapter has tensors of all experts together."""
 
     absent: frozenset[str] = frozenset()
     """Projections that an adapter without tensors of them does not have, whatever its configuration says: a model has
@@ -108,7 +119,9 @@ class ModulePaths:
         return found
 
     def in_layer(self, layer: int) -> dict[str, tuple[str, ...]]:
-        """`by_path` of the projections that a layer has, and of each expert's that an adapter has one by one."""
+        """`by_path` of the projections that a layer has, and of experts' those that an adapter has: each one's, or all
+        of a projection by the adapter's own path and then by other paths that its configuration may have.
+        """
         names = {projection.name for projection in self.projections.layers[layer]}
         found = {path: parts for path, parts in self.by_path.items() if names.issuperset(parts)}
         if self.experts is ExpertForm.EACH:
@@ -117,6 +130,26 @@ class ModulePaths:
                 for path, own in self.each_expert.items()
                 if self.projections.name_of_all(own.name) in names
             }
+        elif self.experts is ExpertForm.TOGETHER:
+            own = [self.together[path] for path in self.given_together]
+            others = (path for path, projection in self.together.items() if projection in own)
+            for path in dict.fromkeys((*self.given_together, *others)):
+                projection = self.together[path]
+                if projection.name in names:
+                    found[path] = tuple(projection.of_expert(number).name for number in range(projection.experts))
+        return found
+
+    @cached_property
+    def together(self) -> dict[str, Projection]:
+        """The projections of experts by the paths at which an adapter may have tensors of all of them."""
+        experts = [each for each in self.projections if each.experts]
+        around = [each.path for each in experts]
+        around += [path.replace(".{}.", ".") for _, path in self.expert_names]
+        around += [path for path, _ in self.stacked_experts]
+        found = {}
+        for module, each in product(dict.fromkeys(path.rpartition(".")[0] for path in around), experts):
+            name = each.name.rpartition(".")[2]
+            found |= {f"{module}.{last}": each for last in (name, _LETTERS[name])}
         return found
 
     @cached_property
@@ -185,8 +218,9 @@ def _as_given(modules: ModulePaths, paths: frozenset[str]) -> ModulePaths:
     for path, names in _STACKED.items():
         if path in paths and path not in fused and all(name in own for name in names):
             fused[path] = tuple((name, own[name].outputs) for name in names)
-    places = [*modules.renamed, *((name, own[name].path) for name in modules.absent), *modules.further]
-    given = dict(reversed([(name, path) for name, path in places if name in modules.absent and path in paths]))
+    places = [*modules.renamed, *((name, own[name].path) for name in modules.absent)]
+    places = [(name, path) for name, path in places if name in modules.absent] + [*modules.further]
+    given = dict(reversed([(name, path) for name, path in places if path in paths]))
     renamed = {**dict(modules.renamed), **given}
     return replace(
         modules,
@@ -202,6 +236,8 @@ def _experts_as_given(modules: ModulePaths, paths: frozenset[str]) -> dict[str, 
     named = not paths.isdisjoint(path for path, own in modules.each_expert.items() if path != own.path)
     if named or not paths.isdisjoint(own.path for own in modules.each_expert.values()):
         return {"experts": ExpertForm.EACH, "expert_names": modules.expert_names if named else ()}
+    if given := tuple(path for path in modules.together if path in paths):
+        return {"experts": ExpertForm.TOGETHER, "given_together": given}
     if not modules.stacked_modules.keys().isdisjoint(map(without_nesting, paths)):
         return {"experts": ExpertForm.STACKED}
     return {}

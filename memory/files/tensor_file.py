@@ -79,6 +79,11 @@ class TensorInfo:
         row_bytes = self.num_bytes // self.shape[0]
         return replace(self, shape=shape, offset=self.offset + first * row_bytes, num_bytes=count * row_bytes)
 
+    def matrix(self, index: int) -> TensorInfo:
+        """One of the matrices of a tensor with three dimensions."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+
 
 class FileIdentity(NamedTuple):
     """Identity of a file, which differs for a replaced or overwritten one, even of equal size and time."""

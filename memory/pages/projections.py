@@ -113,7 +113,17 @@ class Projection:
     @property
     def is_row_parallel(self) -> bool:
         """True if TP ranks share its inputs and add up their outputs."""
-        return self.group in (Group.MIXER_OUT, Group.DOWN)
+        return self.group in (Group.MIXER_OUT, Group.DOWN, Group.SHARED_DOWN, Group.EXPERT_DOWN)
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every TP rank has all of it: of what chooses among experts, so that all choose the same."""
+        return self.group in (Group.EMBEDDING, Group.ROUTER, Group.SHARED_GATE) or self.is_rows
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of it, or of all experts'."""
+        return self.inputs * self.outputs * max(1, self.experts)
 
     @property
     def is_of_model(self) -> bool:
@@ -132,7 +142,7 @@ class Projection:
 
     def share(self, rank: int, size: int) -> tuple[slice, tuple[slice, ...]]:
         """Inputs, and parts of the outputs, of one of `size` ranks."""
-        if self.group is Group.EMBEDDING or self.is_rows:
+        if self.is_replicated:
             return slice(None), (slice(None),)
         if self.group is Group.HEAD:
             return slice(None), (slice(rank * self.outputs // size, (rank + 1) * self.outputs // size),)
@@ -391,17 +401,17 @@ def mixture_projections(
     found = [Projection("mlp.gate", Group.ROUTER, hidden, count, 1)]
     if shared_size:
         found += [
-            Projection("mlp.shared_expert.gate_proj", Group.SHARED_GATE_UP, hidden, shared_size, 1),
-            Projection("mlp.shared_expert.up_proj", Group.SHARED_GATE_UP, hidden, shared_size, 1),
-            Projection("mlp.shared_expert.down_proj", Group.SHARED_DOWN, shared_size, hidden, 1),
+            Projection("mlp.shared_expert.gate_proj", Group.SHARED_GATE_UP, hidden, shared_size, shared_size),
+            Projection("mlp.shared_expert.up_proj", Group.SHARED_GATE_UP, hidden, shared_size, shared_size),
+            Projection("mlp.shared_expert.down_proj", Group.SHARED_DOWN, shared_size, hidden, shared_size),
         ]
     if shared_gate:
         found.append(Projection("mlp.shared_expert_gate", Group.SHARED_GATE, hidden, 1, 1))
     return (
         *found,
-        Projection("mlp.experts.gate_proj", Group.EXPERT_GATE_UP, hidden, size, 1, experts=count),
-        Projection("mlp.experts.up_proj", Group.EXPERT_GATE_UP, hidden, size, 1, experts=count),
-        Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, 1, experts=count),
+        Projection("mlp.experts.gate_proj", Group.EXPERT_GATE_UP, hidden, size, size, experts=count),
+        Projection("mlp.experts.up_proj", Group.EXPERT_GATE_UP, hidden, size, size, experts=count),
+        Projection("mlp.experts.down_proj", Group.EXPERT_DOWN, size, hidden, size, experts=count),
     )
 
 

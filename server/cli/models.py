@@ -58,6 +58,7 @@ def _form(directory: Path, model: ModelConfig) -> str | None:
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.families import FAMILIES
+    from ...core.model.families.reading import EXPERTS_NOTE
     from ...core.model.read_config import read_model_config
 
     model = read_model_config(directory)
@@ -78,7 +79,7 @@ def described(directory: Path) -> list[str]:
         shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
         lines.append(
             f"{count} layers have {experts.count} experts of {experts.size}, {experts.routing.per_token} for each token"
-            f"{shared}; they are served on CPUs, by PyTorch's operators"
+            f"{shared}; they are served {EXPERTS_NOTE}"
         )
     for (window, rope), count in kinds.items():
         seen = "all tokens" if window is None else f"the last {window:,} tokens"

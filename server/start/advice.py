@@ -45,7 +45,7 @@ INSTEAD = {
     "send chat_template_kwargs",
     "--distributed-executor-backend": "use --tensor-parallel-size, or `chorus cluster up --ray`",
     "--download-dir": "nothing is downloaded; give the directory as MODEL, or set HF_HOME to the Hub's cache",
-    "--enable-expert-parallel": "leave it out: one process has all experts of a layer, on CPUs",
+    "--enable-expert-parallel": "leave it out: -tp shares every expert among ranks by its columns",
     "--hf-overrides": "change config.json in a copy of the model's directory, and give that as MODEL",
     "--kv-cache-dtype": "KV has the model's dtype; use --memory-bytes for more pages",
     "--kv-cache-memory-bytes": "use --memory-bytes, which holds KV and adapters",

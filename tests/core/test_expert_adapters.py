@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -14,7 +15,8 @@ from chorus.core.executors.adapters import open_rows
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.adapters.image import ImageForm, read_image
-from chorus.memory.files.format import inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter, matrices_of, open_weights
 from chorus.memory.files.module_paths import ExpertForm
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.images import ThreadReads
@@ -22,7 +24,7 @@ from chorus.memory.pages.adapter_layout import AdapterLayout
 
 from .test_experts import CHUNKS, QUICK, WITHOUT_STATES, families, few_families
 from .test_family_paths import answers, told
-from .tiny_mixtures import ADAPTERS, make_mixture, one_by_one
+from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
 
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -47,10 +49,11 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.numerics
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.native)])
 @families([*QUICK, "glm-4-moe"])
-def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family):
+def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks):
     it = mixture(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=ranks)
     want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
     assert told(driver, want) == want
     assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
@@ -77,6 +80,20 @@ def test_files_of_each_expert_give_the_same_tokens(mixture, drive, tmp_path, fam
     own = one_by_one(source, tmp_path / "each", config.experts.count, names, config.tensors.alternates)
     driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
     assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.EACH
+    want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))
+    assert told(driver, want) == want
+
+
+@few_families
+def test_a_tensor_for_all_experts_gives_the_same_tokens(mixture, drive, tmp_path, family):
+    """Tinker's form, under the names that it has for experts, and for the attention of gpt-oss."""
+    it = mixture(family)
+    config = read_model_config(it.model)
+    alternates = config.tensors.alternates
+    each = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count, alternate=alternates)
+    own = together(each, tmp_path / "own", LETTERS, "attn" if family.startswith("gpt-oss") else "self_attn")
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, adapters={**it.adapters, "r2-experts": own})
+    assert driver.engine.store.get("r2-experts").manifest.modules.experts is ExpertForm.TOGETHER
     want = answers(it, driver, 6, seed=1, adapters=("r2-experts", None, "r4-router"))
     assert told(driver, want) == want
 
@@ -204,6 +221,119 @@ def test_both_forms_are_the_same_values_in_pages(mixture, tmp_path, family, read
     assert stacked.parts == each.parts
     assert torch.equal(found, want)
     assert found.any()
+
+
+OWN_NAMES = {name: name for name in LETTERS}
+
+
+def change_config(path, **fields):
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("reader", [None, pytest.param(open_rows, marks=pytest.mark.native)])
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3-moe-mixed", LETTERS),
+        ("qwen3-moe-mixed", OWN_NAMES),
+        ("mixtral", {**LETTERS, "mlp": "block_sparse_moe"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "targets", [None, r".*(attn\.q_proj|experts\.(gate|up|down)_proj)"], ids=["own names", "usual names"]
+)
+def test_what_experts_share_is_in_the_file_once(mixture, tmp_path, family, names, targets, reader):
+    """As Tinker shares A of gate and up, and B of down: each expert's pages have it."""
+    it, config = mixture(family), read_model_config(mixture(family).model)
+    each = one_by_one(it.adapters["r2-experts"], tmp_path / "each", config.experts.count)
+    tensors = load_file(each / "adapter_model.safetensors")
+    for name in [name for name in tensors if re.search(r"gate_proj.lora_A|up_proj.lora_A|down_proj.lora_B", name)]:
+        tensors[name] = tensors[re.sub(r"experts\.[0-9]+", "experts.0", name)].clone()
+    save_file(tensors, each / "adapter_model.safetensors")
+    own = together(each, tmp_path / "own", names)
+    shared = load_file(own / "adapter_model.safetensors")
+    assert {tensor.shape[0] for tensor in shared.values() if tensor.ndim == 3} == {1, config.experts.count}
+    if targets is not None:
+        change_config(own, target_modules=targets, rank_pattern={r".*experts\.(gate|up)_proj": 3})
+    (one, want), (other, found) = values_of(each, config, None), values_of(own, config, reader)
+    assert (one.parts, other.modules.experts) == (other.parts, ExpertForm.TOGETHER)
+    assert torch.equal(found, want)
+    assert found.any()
+
+
+def tinkers(path, config, spoil=lambda tensors: None, **fields):
+    """An adapter on every linear module but the router, as Tinker writes it; it says so of all modules."""
+    generator, tensors, hidden, size = torch.Generator().manual_seed(0), {}, config.hidden_size, config.experts.size
+
+    def put(at, *shapes):
+        for side, shape in zip("AB", shapes, strict=True):
+            tensors[f"base_model.model.{at}.lora_{side}.weight"] = torch.randn(shape, generator=generator)
+
+    for layer, projection in itertools.product(range(config.num_layers), config.projections.layers[0]):
+        at = f"model.layers.{layer}."
+        if projection.path.startswith("self_attn."):
+            put(at + projection.path, (2, projection.inputs), (projection.outputs, 2))
+    for layer in range(config.num_layers):
+        at, count = f"model.layers.{layer}.mlp.experts.", config.experts.count
+        put(f"{at}w1", (1, 2, hidden), (count, size, 2))
+        put(f"{at}w3", (1, 2, hidden), (count, size, 2))
+        put(f"{at}w2", (count, 2, size), (1, hidden, 2))
+    put("model.unembed_tokens", (2, hidden), (config.vocab_size, 2))
+    spoil(tensors)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    written = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": "all-linear", **fields}
+    (path / "adapter_config.json").write_text(json.dumps(written))
+    return path
+
+
+def test_files_as_tinker_writes_them(mixture, tmp_path):
+    """Every expert's pages have the tensors' values, and what experts share."""
+    config = read_model_config(mixture("qwen3-moe").model)
+    path = tinkers(tmp_path / "own", config)
+    manifest, _ = values_of(path, config, None)
+    experts = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    assert set(manifest.targets) == {"q_proj", "k_proj", "v_proj", "o_proj", *experts, "lm_head"}
+    with open_weights(path, config.module_paths) as file:
+        tensors, buffer = load_file(path / "adapter_model.safetensors"), torch.empty(1 << 16, dtype=torch.uint8)
+        part = next(part for part in manifest.parts if part.experts)
+        assert part.experts == tuple(range(config.experts.count))
+        for target, letter in zip(experts, ("w1", "w3", "w2"), strict=True):
+            for expert, pair in enumerate(matrices_of(part, 1, target, file.modules)):
+                for side, (name, shape) in zip("AB", pair, strict=True):
+                    whole = tensors[f"base_model.model.model.layers.1.mlp.experts.{letter}.lora_{side}.weight"]
+                    assert torch.equal(file.matrix(name, shape, buffer), whole[expert if len(whole) > 1 else 0])
+
+
+def with_shape(end, *shape):
+    def spoil(tensors):
+        (name,) = [name for name in tensors if name.endswith(end)]
+        tensors[name] = torch.zeros(shape)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (with_shape("1.mlp.experts.w1.lora_A.weight", 5, 2, 64), r"w1\.lora_A.* has shape \[5, 2, 64\], .*1 or 16 of"),
+        (with_shape("1.mlp.experts.w2.lora_B.weight", 64, 2), r"w2\.lora_B.* shape \[64, 2\], three dimensions are"),
+        (with_shape("1.mlp.experts.w3.lora_B.weight", 16, 41, 2), r"0\.up_proj\.lora_B.* \[41, 2\], \[40, 2\] is"),
+        (with_shape("0.mlp.experts.w3.lora_A.weight", 1, 3, 64), r"0\.up_proj\.lora_A.* its rank is 3, by"),
+        (lambda tensors: tensors.pop(next(n for n in tensors if "w2.lora_A" in n)), r"0\.down_proj.* is missing"),
+        (
+            lambda tensors: tensors.update({
+                "base_model.model.model.layers.0.mlp.experts.gate_proj.lora_A.weight": torch.zeros(1, 2, 64)
+            }),
+            r"experts\.0\.gate_proj.* a second time",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_tensors_of_all_experts_are_named(mixture, tmp_path, spoil, why):
+    config = read_model_config(mixture("qwen3-moe").model)
+    with pytest.raises(AdapterFormatError, match=why):
+        inspect_adapter(tinkers(tmp_path / "own", config, spoil), config.module_paths)
 
 
 def test_experts_may_have_ranks_of_their_own_and_be_left_out(mixture, drive, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from chorus.core.config import EngineConfig
-from chorus.core.executors.base import ModelExecutor
+from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model import experts as mixture
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.model.open_weights import open_weights
@@ -27,7 +27,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native_library
-from chorus.ops.expert_products import Panels
+from chorus.ops.expert_products import Panels, unpack
 
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
@@ -79,6 +79,20 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
     assert max(plan.num_adapters for plan in driver.plans) == 3
     chunks = [row for plan in driver.plans for row in plan.sequences if row.start > 0 and len(row.tokens) > 1]
     assert chunks, "no prompt was cut"
+
+
+@pytest.mark.numerics
+@pytest.mark.native
+@few_families
+def test_two_ranks_share_every_expert(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=2)
+    want = answers(it, driver, 8, seed=1)
+    assert told(driver, want) == want
+    weights, whole = driver.executor.rank.decoder.layers[-2].experts, read_model_config(it.model).experts
+    if weights is not None:
+        assert len(weights.gate_up) == len(weights.router.to_dense()) == whole.count
+        assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
 
 
 @pytest.mark.parametrize(("family", "chunk"), CHUNKS)
@@ -214,6 +228,14 @@ def test_experts_are_packed_for_the_kernels_that_are_asked_for(tmp_path, cpu_ker
     assert {isinstance(matrix, Panels) for matrix in packed} == {by_library}
 
 
+@pytest.mark.native
+def test_what_multiplies_experts_is_said(tiny, caplog):
+    with caplog.at_level("WARNING", logger="chorus"):
+        executor_of(tiny("qwen3-moe").model, cpu_kernels="auto")
+    want = "steps run on torch's operators, but for experts, which the native library multiplies: it has no mixture of "
+    assert [record.message.startswith(want) for record in caplog.records].count(True) == 1
+
+
 # -- checkpoints
 
 
@@ -287,14 +309,24 @@ def test_settings_that_experts_are_not_served_with(tiny, changes, message):
         executor_of(tiny("qwen3-moe").model, **changes)
 
 
-def test_ranks_do_not_share_experts(tiny):
-    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size is 2, and the model's 16 experts .*one of 1"):
-        Shard(0, 2).config(read_model_config(tiny("qwen3-moe").model))
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"moe_intermediate_size": 42}, "width of experts, 42, is no multiple of it; set it to one of 1, 2$"),
+        ({"shared_expert_intermediate_size": 22}, "width of the shared expert, 22, is no multiple of it; .* 1, 2$"),
+    ],
+)
+def test_ranks_that_can_not_have_equal_shares_of_experts_are_refused(tmp_path, changes, why):
+    save_family("qwen3.5-moe", tmp_path, **changes, linear_num_key_heads=4)
+    config = read_model_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match=rf"tensor_parallel_size is 4, and the model's {why}"):
+        Shard(0, 4).config(config)
+    assert Shard(0, 2).config(config).experts.size == config.experts.size // 2
 
 
 def test_gpus_refuse_experts(tiny):
     with pytest.raises(UnsupportedModel, match=r"device is 'cuda:0', and the model has 16 experts, .*CPUs alone"):
-        ModelExecutor(settings(tiny("qwen3-moe").model, device="cuda:0"))
+        CudaShapes(settings(tiny("qwen3-moe").model, device="cuda:0"), device=None)  # pyright: ignore[reportArgumentType]
 
 
 def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> Path:

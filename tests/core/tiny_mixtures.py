@@ -119,3 +119,32 @@ def one_by_one(
     config["rank_pattern"] = {rf".*experts\.[0-9]+\.({each['gate_proj']}|{each['up_proj']})": 3}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path
+
+
+LETTERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def together(source: Path, path: Path, names: dict[str, str], attention: str = "self_attn") -> Path:
+    """Write an adapter of `one_by_one` with a tensor for all experts' A, and one for B, as Tinker does. What all have
+    alike is there once. names: of the matrices, and of the module around them as `mlp`. attention: that module's name.
+    """
+    sides: dict[str, dict[int, torch.Tensor]] = {}
+    tensors = {}
+    for name, tensor in load_file(source / "adapter_model.safetensors").items():
+        match = re.fullmatch(r"(.+)\.\w+\.experts\.(\d+)\.(\w+)\.(.+)", name)
+        if match is None:
+            tensors[name.replace("self_attn", attention)] = tensor
+            continue
+        begin, expert, matrix, kind = match.groups()
+        at = f"{begin}.{names.get('mlp', 'mlp')}.experts.{names[matrix]}.{kind}"
+        sides.setdefault(at, {})[int(expert)] = tensor
+    for name, numbered in sides.items():
+        parts = [numbered[expert] for expert in range(len(numbered))]
+        tensors[name] = torch.stack(parts[:1] if all(torch.equal(part, parts[0]) for part in parts) else parts)
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    config["target_modules"] = rf".*(attn\.q_proj|experts\.({'|'.join(map(names.get, LETTERS))}))"
+    config["rank_pattern"] = {rf".*experts\.({names['gate_proj']}|{names['up_proj']})": 3}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path

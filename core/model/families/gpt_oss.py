@@ -65,6 +65,11 @@ GPT_OSS = Family(
         "swiglu_limit": 7.0,
         "attention_bias": True,
     },
-    TensorNames(names={**LLAMA_NORMS, "mlp.gate": "mlp.router"}, alternates=True, transposed=True),
+    TensorNames(
+        names={**LLAMA_NORMS, "mlp.gate": "mlp.router"},
+        alternates=True,
+        transposed=True,
+        adapter_names={f"self_attn.{name}": f"attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+    ),
     notes=reading.EXPERTS_NOTE,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import subprocess
@@ -14,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.fit import FitError, fit
-from chorus.core.costs.models import CostModel, DiskCost, Kernel, OverheadCost, StepCost, StepWork, TransferCost
+from chorus.core.costs.models import (
+    CostModel,
+    DiskCost,
+    Kernel,
+    OverheadCost,
+    StepCost,
+    StepWork,
+    TransferCost,
+    share_of_experts,
+)
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
 from chorus.core.costs.work import STEP_TERMS, step_work, term_values
 from chorus.core.requests.request_params import RequestParams
@@ -141,6 +151,28 @@ def test_products_take_the_longer_of_reading_and_multiplying():
     assert [step.seconds(StepWork(16, rows)) for rows in (1, 2, 3)] == [11.0, 11.0, 12.0]
 
 
+@pytest.mark.parametrize(("count", "each"), [(4, 1), (5, 2), (6, 3), (4, 4)])
+def test_experts_of_a_step_are_those_that_its_tokens_choose_on_average(count, each):
+    """Over all choices of all tokens, each as likely as any other."""
+    choices = [frozenset(chosen) for chosen in itertools.combinations(range(count), each)]
+    for tokens in range(1, 4):
+        unions = [len(frozenset().union(*chosen)) for chosen in itertools.product(choices, repeat=tokens)]
+        assert share_of_experts(each / count, tokens) == pytest.approx(sum(unions) / len(unions) / count)
+
+
+@given(share=st.floats(0.001, 1.0), tokens=st.integers(0, 500), more=st.integers(1, 500), rows=st.integers(0, 64))
+def test_tokens_read_ever_fewer_further_experts(share, tokens, more, rows):
+    """The first as many as it chooses, all together no more than there are."""
+    step = StepCost(base=1.0, experts=8.0, expert_share=share)
+    seconds = [step.seconds(StepWork(count, 1)) for count in (tokens, tokens + more, tokens + 2 * more)]
+    first, second = (after - before for before, after in itertools.pairwise(seconds))
+    assert first >= second - 1e-12 >= -2e-12
+    assert step.seconds(StepWork(1, 1)) == pytest.approx(1.0 + 8.0 * share)
+    assert seconds[-1] <= 9.0
+    with_prompt = step.with_prompt(tokens, rows, more)
+    assert with_prompt == pytest.approx((seconds[0], seconds[1]))
+
+
 def test_overhead_counts_prompts():
     overhead = OverheadCost(base=1.0, per_row=0.1, per_prompt=0.5)
     assert overhead.seconds(4) == pytest.approx(1.4)
@@ -224,7 +256,7 @@ def test_terms_are_what_seconds_sums(values, knee):
 RANKS = (8, 16, 32, 64)
 positive = st.floats(0.0, 1.0)
 steps = st.one_of(
-    st.sampled_from([load_profile(name).costs().step for name in PAPERS]), st.builds(StepCost, *[positive] * 15)
+    st.sampled_from([load_profile(name).costs().step for name in PAPERS]), st.builds(StepCost, *[positive] * 17)
 )
 chunk = st.tuples(st.integers(-1, 3), st.integers(0, 2000), st.integers(2, 300))
 decode_row = st.tuples(st.integers(-1, 3), st.integers(1, 2000), st.just(1))

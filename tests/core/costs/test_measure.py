@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -218,6 +219,19 @@ def test_a_machine_is_measured_into_a_profile(gqa, tmp_path):
     assert costs.decode_seconds([8] * 4, 100) >= 0
     assert costs.overhead.seconds(4) > 0
     assert 0 <= costs.disk.contention < 1
+
+
+def test_a_mixture_is_measured_with_the_share_of_experts_that_a_token_goes_to(tiny, tmp_path):
+    it = tiny("qwen3-moe")
+    profile = measure_machine(config(it, adapters=it.model.parent), batches=16, rounds=1).profile
+    profile.save(tmp_path / "here.json")
+    found = load_profile(tmp_path / "here.json")
+    step, table = found.costs().step, found.geometry.projections
+    assert step.expert_share == 4 / 16
+    assert step.experts >= 0
+    assert table["experts.up_proj"].experts == 16
+    without = step.seconds(StepWork(8, 8)) - StepCost(**{**asdict(step), "experts": 0.0}).seconds(StepWork(8, 8))
+    assert without == pytest.approx(step.experts * (1 - 0.75**8))
 
 
 def test_what_cannot_be_measured(gqa, executor, tmp_path):

@@ -1,7 +1,8 @@
-"""Ranks read their shares of Gated DeltaNet: heads of keys, with the heads of values that they serve."""
+"""Ranks read their shares of Gated DeltaNet, heads of keys with the heads of values that they serve, and of experts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.executors.ranks import weights_of_rank
 from chorus.core.model.dummy_weights import DummyWeights
 from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.layers import GatedDeltaSpec
@@ -17,7 +19,11 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import WHOLE, Shard
 from chorus.core.model.tensor_parts import num_weights
 
-from ..tiny_families import save_family
+from ..tiny_families import EXPERTS, save_family
+from .quantization.test_forms import with_experts
+from .quantization.test_mxfp4 import write_mxfp4
+from .quantization.twins import weights as every_tensor
+from .quantization.twins import write_twins
 
 
 def quantise(path: Path) -> None:
@@ -82,3 +88,67 @@ def test_dummy_weights_are_shared_alike(tmp_path):
     assert torch.equal(joined([each[1].delta.conv for each in shares], channels, 1), whole[1].delta.conv)
     kept = DummyWeights(config, torch.float32, shard=Shard(1, 2)).num_bytes_kept
     assert kept == 4 * num_weights(config, Shard(1, 2))
+
+
+def halves(parts: list[torch.Tensor]) -> torch.Tensor:
+    """All ranks' shares of gate and up, or of their biases: first all of gate, then all of up."""
+    return torch.cat([part.chunk(2)[half] for half in range(2) for part in parts])
+
+
+def form_of(root: Path, form: str) -> Path:
+    """A checkpoint of a mixture of this form: a family's own, quantised, or MXFP4."""
+    if form == "mxfp4":
+        return write_mxfp4(root)[0]
+    if form in EXPERTS:
+        save_family(form, root)
+        return root
+    return write_twins(root, with_experts(form, "Qwen3MoeForCausalLM"), "Qwen3MoeForCausalLM")[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        ("qwen3.5-moe", 2),  # it has two heads of keys
+        *itertools.product(("glm-4-moe", "granite-moe", "gpt-oss", "mxfp4", "fp8 blocks", "bnb nf4"), (2, 4)),
+    ],
+)
+def test_every_column_of_an_expert_is_on_one_rank(tmp_path, form, size):
+    """Also where ranks share a block of numbers with one scale. Each rank has the router, the first has down's bias."""
+    path = form_of(tmp_path, form)
+    config = read_model_config(path)
+
+    def read(shard: Shard) -> LayerWeights:
+        with open_weights(path, config, torch.float32, shard=shard) as weights:
+            return list(weights.layers())[-1]
+
+    layer, *shares = (read(shard) for shard in (WHOLE, *(Shard(rank, size) for rank in range(size))))
+    whole, parts = layer.experts, [share.experts for share in shares]
+    for expert in range(config.num_experts):
+        assert torch.equal(halves([part.gate_up[expert] for part in parts]), whole.gate_up[expert])
+        assert torch.equal(torch.cat([part.down[expert] for part in parts], 1), whole.down[expert])
+        if whole.gate_up_bias is not None:
+            assert torch.equal(halves([part.gate_up_bias[expert] for part in parts]), whole.gate_up_bias[expert])
+            assert torch.equal(parts[0].down_bias[expert], whole.down_bias[expert])
+    assert {part.down_bias is None for part in parts[1:]} == {True}
+    assert all(torch.equal(part.router.to_dense(), whole.router.to_dense()) for part in parts)
+    if whole.shared_gate_up is not None:
+        assert torch.equal(halves([part.shared_gate_up for part in parts]), whole.shared_gate_up)
+        assert torch.equal(torch.cat([part.shared_down for part in parts], 1), whole.shared_down)
+    if layer.sinks is not None:
+        assert torch.equal(torch.cat([share.sinks for share in shares]), layer.sinks)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_weights_of_ranks_are_those_that_are_read(tmp_path, family):
+    """Counted before they are read, and by the formula of docs/explanation/memory.md but for biases and norms."""
+    save_family(family, tmp_path)
+    config = read_model_config(tmp_path)
+    embeddings = config.vocab_size * config.hidden_size
+    for size in (1, 2):
+        counted = [num_weights(config, Shard(rank, size)) for rank in range(size)]
+        for rank, count in enumerate(counted):
+            *layers, head = every_tensor(tmp_path, torch.float32, shard=Shard(rank, size))
+            read = sum(each.numel() for each in layers if each is not None)
+            head_weights = 0 if config.tie_word_embeddings or head is None else head.numel()
+            assert count == read + embeddings + config.hidden_size + head_weights
+        assert weights_of_rank(config, size) == pytest.approx(counted[0], rel=0.04)
