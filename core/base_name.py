@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..memory.files.error import AdapterFormatError, shown
-from ..memory.files.format import AdapterManifest
+from ..memory.files.manifest import AdapterManifest
 
 _FORMAT = re.compile(
     r"[-_.](?:unsloth|bnb|nf4|nvfp4|mxfp4|fp[48]|fp16|bf16|f16|f32|fp32|[2-8]-?bit|int[2348]|w[0-9]+a[0-9]+|awq|gptq|gguf"

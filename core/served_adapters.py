@@ -11,8 +11,8 @@ from ..memory.adapters.composition import Composition, InvalidComposition, read_
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.files.error import AdapterFormatError, LoadFailure
-from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
+from ..memory.files.manifest import AdapterManifest
 from ..memory.host.image import HostImage
 from .base_name import names_of, with_base
 from .config import EngineConfig

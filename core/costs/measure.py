@@ -19,7 +19,7 @@ from statistics import mean, median, median_low
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
-from ...memory.files.format import WEIGHTS_FILE
+from ...memory.files.form import WEIGHTS_FILE
 from ...memory.host.image import HostImage
 from ...memory.host.images import ThreadReads
 from ...memory.pages.pool import PageKind, PagePool

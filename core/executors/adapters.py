@@ -16,7 +16,8 @@ import torch
 from ...memory.adapters.image import ImageForm, RowJobs, read_image
 from ...memory.adapters.vectors import BaseWeights
 from ...memory.files.composed import inspect as inspect_adapter
-from ...memory.files.format import AdapterFormatError, AdapterManifest
+from ...memory.files.error import AdapterFormatError
+from ...memory.files.manifest import AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...memory.files.format import AdapterManifest
+from ...memory.files.manifest import AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena

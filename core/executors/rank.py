@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.files.format import AdapterManifest
+from ...memory.files.manifest import AdapterManifest
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.layout import PageLayout
 from ...memory.transfers.host_copies import CompleteTransfer

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...memory.adapters.vectors import BaseWeights
-from ...memory.files.format import AdapterManifest
+from ...memory.files.manifest import AdapterManifest
 from ...memory.host.buffers import Buffers
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout, vector_elems

@@ -16,7 +16,7 @@ from .types import FinishReason, SamplerState, TokenLogprobs
 
 if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.files.score_head import ScoreHead
     from ...memory.pages.block_table import BlockTable
     from ...memory.pages.prefix import Block

@@ -12,7 +12,7 @@ from ..files.error import AdapterFormatError, shown
 from .composition import is_composition
 
 if TYPE_CHECKING:
-    from ..files.format import AdapterManifest
+    from ..files.manifest import AdapterManifest
     from ..host.image import HostImage
     from ..pages.adapter_layout import AdapterLayout
     from ..transfers.transfer import Transfer

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from ..files.adapter_weights import matrices_of
 from ..files.composed import ComposedWeights
 from ..files.error import AdapterFormatError
-from ..files.format import AdapterManifest, matrices_of, tensor_shapes
 from ..files.identity import Weights, open_unchanged
+from ..files.manifest import AdapterManifest
 from ..files.module_paths import ModulePaths
+from ..files.peft_names import tensor_shapes
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
 from ..files.trained_rows import module_of, row_runs
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
@@ -30,7 +32,7 @@ from .vectors import BaseWeights, VectorReader
 if TYPE_CHECKING:
     import torch
 
-    from ..files.format import AdapterWeights
+    from ..files.adapter_weights import AdapterWeights
     from ..host.buffers import Buffers
     from ..host.image import HostImage
 

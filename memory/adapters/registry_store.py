@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..files.directory import MAX_PATH_BYTES
 from ..files.error import AdapterFormatError
-from ..files.format import AdapterManifest
+from ..files.manifest import AdapterManifest
 from .adapter import check_name
 from .versions import LABEL, VersionNames, number_of, split_version, versioned
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from pathlib import Path
 
 from ..files.composed import composed
-from ..files.format import AdapterFormatError, AdapterManifest
+from ..files.error import AdapterFormatError
+from ..files.manifest import AdapterManifest
 from ..host.image import HostImage
 from ..host.images import HostImages
 from ..pages.adapter_layout import AdapterLayout

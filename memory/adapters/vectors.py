@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ..files.adapter_weights import AdapterWeights
 from ..files.error import AdapterFormatError
-from ..files.format import AdapterManifest, AdapterWeights, tensor_names, vector_names
+from ..files.manifest import AdapterManifest
+from ..files.peft_names import tensor_names, vector_names
 from ..files.vectors import BIAS, LORA_BIAS, MAGNITUDE
 from ..pages.adapter_layout import AdapterLayout, VectorTarget, vector_elems
 from ..pages.projections import Projections

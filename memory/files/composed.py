@@ -17,9 +17,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from .adapter_weights import AdapterWeights
 from .error import AdapterChanged, AdapterFormatError
-from .format import AdapterManifest, AdapterWeights, inspect_adapter, parts_of, tensor_shapes
+from .format import inspect_adapter
+from .manifest import AdapterManifest
 from .module_paths import ModulePaths
+from .peft_names import tensor_shapes
+from .targets import parts_of
 
 if TYPE_CHECKING:
     import torch

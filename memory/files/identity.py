@@ -11,9 +11,12 @@ import numpy as np
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.projections import Projection
+from .adapter_weights import AdapterWeights, matrices_of
 from .composed import ComposedWeights, composed
-from .format import AdapterManifest, AdapterWeights, matrices_of, open_weights, vector_names
+from .format import open_weights
+from .manifest import AdapterManifest
 from .module_paths import ModulePaths
+from .peft_names import vector_names
 from .score_head import TENSORS
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
 from .trained_rows import module_of

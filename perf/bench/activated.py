@@ -25,7 +25,7 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.request_params import RequestParams
-from ...memory.files.format import CONFIG_FILE
+from ...memory.files.config import CONFIG_FILE
 from ..inline_reads import InlineReads
 from ..report.command import judge, parser
 from ..report.table import Goal, Table

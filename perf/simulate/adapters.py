@@ -11,7 +11,8 @@ from typing import Any
 
 from ...core.costs.models import CostModel
 from ...core.costs.profile import Geometry
-from ...memory.files.format import AdapterFormatError, AdapterManifest
+from ...memory.files.error import AdapterFormatError
+from ...memory.files.manifest import AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.reads import Reads
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart, uniform_parts

@@ -22,7 +22,8 @@ from ...memory.adapters.store import UnknownAdapter
 from ...memory.adapters.versions import LABEL, MARK, number_of, split_version
 from ...memory.files.directory import MAX_PATH_BYTES
 from ...memory.files.error import AdapterFormatError, shown
-from ...memory.files.format import STEM, is_one_file
+from ...memory.files.format import is_one_file
+from ...memory.files.peft_names import STEM
 from ..access.grants import NOWHERE
 from ..engine.adapter_loader import AdapterLoader
 from ..engine.backend import Backend

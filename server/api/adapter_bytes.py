@@ -15,8 +15,9 @@ from pydantic import RootModel
 from starlette.requests import Request
 
 from ...memory.files.added_tokens import TEXT_FILES
+from ...memory.files.config import CONFIG_FILE
 from ...memory.files.content_store import StoreFull, TooLarge
-from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ...memory.files.form import WEIGHTS_FILE
 from ..access.limits import check_json
 from ..engine.adapter_loader import LoadTimedOut
 from ..errors import ApiError, validated

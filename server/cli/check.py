@@ -12,8 +12,10 @@ from typing import TextIO
 
 from ...core.base_name import names_of, with_base
 from ...memory.files.error import AdapterFormatError, shown
-from ...memory.files.format import AdapterManifest, inspect_adapter, open_weights, tensor_names
+from ...memory.files.format import inspect_adapter, open_weights
+from ...memory.files.manifest import AdapterManifest
 from ...memory.files.module_paths import ModulePaths
+from ...memory.files.peft_names import tensor_names
 from ...memory.pages.projections import (
     Projection,
     Projections,

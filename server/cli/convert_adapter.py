@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ...memory.files.config import CONFIG_FILE
+from ...memory.files.form import WEIGHTS_FILE
 from ...memory.files.unserved import PICKLE_FILE
 from .adapters import CommandError
 

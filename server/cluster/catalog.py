@@ -29,7 +29,7 @@ from .in_flight_table import AND
 
 if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.host.image import HostImage
     from .dispatcher import Dispatcher
     from .fleet import Fleet

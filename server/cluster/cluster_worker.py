@@ -22,8 +22,9 @@ from ...core.requests.request_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import check_bounds
 from ...memory.files.error import AdapterFormatError, LoadFailure
-from ...memory.files.format import AdapterManifest, inspect_adapter
+from ...memory.files.format import inspect_adapter
 from ...memory.files.identity import with_content
+from ...memory.files.manifest import AdapterManifest
 from ..engine.backend import SHUTTING_DOWN, OnOutput
 from ..engine.backend_adapters import done
 from ..engine.engine_view import EngineView, Picture

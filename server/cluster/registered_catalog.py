@@ -29,7 +29,7 @@ from .registry import EXISTS, TAKEN, UNKNOWN
 from .registry_client import RegistryClient, RegistryRefusal
 
 if TYPE_CHECKING:
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.host.image import HostImage
 
 log = logging.getLogger(__name__)

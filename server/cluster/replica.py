@@ -36,7 +36,7 @@ from .wire import Frame, Malformed, WireError
 
 if TYPE_CHECKING:
     from ...core.engine import Engine
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ..engine.worker import EngineWorker
 
 log = logging.getLogger(__name__)

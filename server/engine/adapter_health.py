@@ -28,7 +28,7 @@ from .engine_adapters import MOST_OVERFLOWS
 from .engine_view import AdapterState
 
 if TYPE_CHECKING:
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("chorus.audit")

@@ -31,7 +31,7 @@ from .name_changes import NameChanges, Removed
 
 if TYPE_CHECKING:
     from ...memory.files.content_store import StagedUpload
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from .adapter_tokenizers import AdapterTokenizers
     from .loaded_adapters import LoadedAdapters
 

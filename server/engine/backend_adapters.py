@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...core.engine_stats import EngineStats
     from ...core.quarantine import Quarantined
     from ...memory.adapters.registry_store import Entry
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.host.image import HostImage
 
 T = TypeVar("T")

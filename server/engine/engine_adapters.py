@@ -22,7 +22,7 @@ from .engine_view import AdapterState
 if TYPE_CHECKING:
     from ...core.engine import Engine
     from ...core.quarantine import Quarantined
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.host.image import HostImage
 
 log = logging.getLogger(__name__)

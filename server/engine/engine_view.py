@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...core.quarantine import Quarantined
     from ...memory.adapters.adapter import Adapter
     from ...memory.adapters.store import AdapterStore
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
 
 
 MAX_TIER_SERIES = 1000

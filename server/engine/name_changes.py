@@ -22,7 +22,7 @@ from ...memory.host.daemon_pool import DaemonPool, PoolFull
 from ..errors import ApiError
 
 if TYPE_CHECKING:
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.host.image import HostImage
     from .backend_adapters import BackendAdapters
     from .engine_view import AdapterState

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...core.executors.base import ModelInfo
     from ...core.kv_events import KvEvents
     from ...core.requests.request import Request
-    from ...memory.files.format import AdapterManifest
+    from ...memory.files.manifest import AdapterManifest
     from ...memory.host.image import HostImage
 
 log = logging.getLogger(__name__)

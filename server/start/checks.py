@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...core.model.config_json import UnsupportedModel
 from ...core.model.pooling_config import PoolingConfig
-from ...memory.files.format import CONFIG_FILE, is_adapter_dir
+from ...memory.files.config import CONFIG_FILE
+from ...memory.files.format import is_adapter_dir
 from ..access.hosts import is_loopback
 from ..access.keys import InvalidKey
 from ..checkpoints.pull import PullError, resolve_model

@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from ...memory.files.added_tokens import TEXT_FILES
+from ...memory.files.config import CONFIG_FILE
 from ...memory.files.content_store import ContentStore, StagedUpload, TooLarge
-from ...memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from ...memory.files.form import WEIGHTS_FILE
 from .allowed import Allowed
 from .archive import SUFFIXES, Archive
 from .deadline import Deadline

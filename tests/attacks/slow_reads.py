@@ -24,7 +24,7 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import RequestOutput
-from chorus.memory.files.format import AdapterManifest
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.perf.report.command import judge, parser

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import httpx
 
-from chorus.memory.files.format import CONFIG_FILE, WEIGHTS_FILE
+from chorus.memory.files.config import CONFIG_FILE
+from chorus.memory.files.form import WEIGHTS_FILE
 from chorus.perf.report.command import judge, parser, say
 from chorus.perf.report.table import Goal, Table, spread
 from chorus.perf.serving.server_process import LaunchedServer, launched

@@ -322,3 +322,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
         return make_tiny(name, tmp_path_factory.mktemp(name))
 
     return make
+
+
+@pytest.fixture
+def drive_crowded(drive: Callable[..., Driver], crowded: None) -> Callable[..., Driver]:
+    """`drive_crowded(subject, **config)`: an engine with pages for all adapters and 80 tokens, which swaps requests."""
+
+    def make(subject: Any, **config: Any) -> Driver:
+        limits = {"block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+        limits |= {"preemption": "swap", "prefix_cache": False, **config}
+        probe = drive(subject, **limits).engine
+        adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
+        return drive(subject, num_pages=adapters + probe.executor.layout.pages_for_tokens(80, chunk=64), **limits)
+
+    return make

@@ -195,18 +195,10 @@ def test_cached_prefixes(tied, drive):
             assert all(driver.answers[name].num_cached_tokens for name in want if name.startswith("1"))
 
 
-@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("kernels", ["native"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_preempted_requests_swap_and_go_on(tied, drive, ranks):
-    limits = {
-        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
-        "prefix_cache": False, "max_model_len": 128, "tensor_parallel_size": ranks,
-    }  # fmt: skip
-    probe = drive(tied, **limits).engine
-    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
-    few = adapters + probe.executor.layout.pages_for_tokens(80, chunk=64)
-    driver = drive(tied, num_pages=few, **limits)
+def test_preempted_requests_swap_and_go_on(tied, drive_crowded, ranks):
+    driver = drive_crowded(tied, tensor_parallel_size=ranks)
     want = ask_all(tied, driver, tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0

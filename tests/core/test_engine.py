@@ -14,7 +14,8 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import InvalidRequest, RequestParams, Seeds
 from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.files.format import WEIGHTS_FILE, AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.form import WEIGHTS_FILE
 from chorus.memory.pages.pool import IntegrityError, PageKind
 from chorus.memory.transfers.transfer import ExecutorLost
 

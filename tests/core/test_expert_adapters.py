@@ -15,8 +15,9 @@ from chorus.core.executors.adapters import open_rows
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.adapters.image import ImageForm, read_image
+from chorus.memory.files.adapter_weights import matrices_of
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.files.format import inspect_adapter, matrices_of, open_weights
+from chorus.memory.files.format import inspect_adapter, open_weights
 from chorus.memory.files.module_paths import ExpertForm
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.images import ThreadReads
@@ -118,17 +119,10 @@ def test_prefixes_from_the_cache(mixture, drive, family):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("crowded")
 @few_families
-def test_preempted_requests_swap_and_go_on(mixture, drive, family):
+def test_preempted_requests_swap_and_go_on(mixture, drive_crowded, family):
     it = mixture(family)
-    limits = {
-        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
-        "prefix_cache": False, "max_model_len": 128,
-    }  # fmt: skip
-    probe = drive(it, **limits).engine
-    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
-    driver = drive(it, num_pages=adapters + probe.executor.layout.pages_for_tokens(80, chunk=64), **limits)
+    driver = drive_crowded(it)
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60, adapters=(None, *ADAPTERS))
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0

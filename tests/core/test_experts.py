@@ -115,17 +115,10 @@ def test_prefixes_from_the_cache(tiny, drive, family):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("crowded")
 @few_families
-def test_preempted_requests_swap_and_go_on(tiny, drive, family):
+def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
     it = tiny(family)
-    limits = {
-        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
-        "prefix_cache": False, "max_model_len": 128,
-    }  # fmt: skip
-    probe = drive(it, **limits).engine
-    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
-    driver = drive(it, num_pages=adapters + probe.executor.layout.pages_for_tokens(80, chunk=64), **limits)
+    driver = drive_crowded(it)
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0

@@ -99,19 +99,11 @@ def test_two_ranks(forms, drive, family):
     assert told(driver, want) == want
 
 
-@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("kernels", ["native"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_preempted_requests_swap_and_go_on(forms, drive, ranks):
+def test_preempted_requests_swap_and_go_on(forms, drive_crowded, ranks):
     it = forms("llama3")
-    limits = {
-        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
-        "prefix_cache": False, "max_model_len": 128, "tensor_parallel_size": ranks,
-    }  # fmt: skip
-    probe = drive(it, **limits).engine
-    adapters = sum(adapter.num_pages for _, adapter in probe.store.registered())
-    few = adapters + probe.executor.layout.pages_for_tokens(80, chunk=64)
-    driver = drive(it, num_pages=few, **limits)
+    driver = drive_crowded(it, tensor_parallel_size=ranks)
     want = ask_all(it, driver, seed=6, lengths=(5, 20), tokens=60, times=2)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0

@@ -17,7 +17,8 @@ from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.load_ahead import LoadPolicy
 from chorus.memory.adapters import image as adapter_image
 from chorus.memory.adapters.adapter import Adapter, Tier
-from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.eviction import RestoreCosts

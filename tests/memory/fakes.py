@@ -8,7 +8,8 @@ from pathlib import Path
 
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.store import AdapterStore
-from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 

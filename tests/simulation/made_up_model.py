@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from chorus.core.requests.types import FinishReason, StepPlan, TokenLogprobs
 from chorus.memory.adapters.adapter import Adapter
-from chorus.memory.files.format import AdapterManifest
+from chorus.memory.files.manifest import AdapterManifest
 
 from .asked import Asked, Told
 

@@ -35,7 +35,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import StepPlan, StepResult
 from chorus.memory.adapters.adapter import Adapter, Tier
-from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
 from chorus.perf.report.command import conclude, parser
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import BASE, SKILLS, prompt, sample_inputs

@@ -31,7 +31,7 @@ from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import ScheduledSequence, StepPlan
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
-from chorus.memory.files.format import AdapterManifest
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.projections import Projections, attention_projections, gated_projections, mixture_projections
 

@@ -35,7 +35,7 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.types import FinishReason
 from chorus.graphs.runner import StepMode
-from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.transfers.transfer import ExecutorLost

@@ -10,7 +10,7 @@ import pytest
 from chorus.core.merging.merging import RETRY_SECONDS, Merging
 from chorus.core.requests.types import CannotMerge
 from chorus.memory.adapters.reclaimer import Reclaimer
-from chorus.memory.files.format import AdapterManifest
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache

@@ -11,7 +11,7 @@ import pytest
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.reclaimer import Reclaimer
 from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
-from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages
 from chorus.memory.pages.adapter_layout import AdapterLayout

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from chorus.memory.adapters.image import ImageForm, read_image, row_jobs
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.tensor_file import ITEM_BYTES, TensorInfo, TensorPlaces
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.memory.adapters.image import ImageForm, read_image
-from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.tensor_file import FileIdentity, TensorFile
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage

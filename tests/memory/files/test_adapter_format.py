@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.memory.files import config as config_module
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.host.image import HostImage

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from chorus.memory.adapters.image import ImageForm, read_image
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter, is_adapter_dir, weights_path
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter, is_adapter_dir, weights_path
 from chorus.memory.files.identity import with_content, with_effect
 from chorus.memory.files.module_paths import ModulePaths
 from chorus.memory.host.buffers import HostBuffers

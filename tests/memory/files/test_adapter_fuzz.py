@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
-from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
 
 from ..fakes import acquire_whole
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content
 from chorus.memory.files.tensor_file import TensorFile
 

@@ -10,8 +10,9 @@ import torch
 
 from chorus.memory.files.composed import composed, inspect, paths_of
 from chorus.memory.files.error import AdapterChanged, AdapterFormatError
-from chorus.memory.files.format import AdapterManifest, inspect_adapter
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import open_unchanged, with_content, with_effect
+from chorus.memory.files.manifest import AdapterManifest
 from chorus.memory.pages.adapter_layout import AdapterPart
 
 from ...tables import TINY_PATHS

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 from chorus.memory.files.score_head import BIAS, MAX_LABELS, WEIGHT, ScoreHead
 

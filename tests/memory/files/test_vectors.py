@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content, with_effect
 from chorus.memory.pages.adapter_layout import VectorTarget
 

@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.format import inspect_adapter
 
 from ...tables import TINY_PATHS
 from ..fakes import acquire_whole

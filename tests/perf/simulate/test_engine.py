@@ -19,7 +19,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.engine import MODEL, SimEngine, SimExecutor, StepPrice, simulated_engine
 from chorus.perf.simulate.link import VirtualClock

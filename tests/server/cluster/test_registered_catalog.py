@@ -11,8 +11,9 @@ import pytest
 from chorus.core.requests.request_params import AdapterPaused, InvalidRequest, NotServed
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.adapters.store import UnknownAdapter
-from chorus.memory.files.error import LoadFailure
-from chorus.memory.files.format import AdapterFormatError, AdapterManifest, AdapterPart
+from chorus.memory.files.error import AdapterFormatError, LoadFailure
+from chorus.memory.files.manifest import AdapterManifest
+from chorus.memory.pages.adapter_layout import AdapterPart
 from chorus.server.cluster.address import UnixSocket
 from chorus.server.cluster.catalog import Cluster, done, failed
 from chorus.server.cluster.registered_catalog import RegisteredCatalog

@@ -1,0 +1,287 @@
+"""The weights file of an adapter, opened: its tensors under Llama's names for them.
+
+Tests: tests/memory/files/test_adapter_format.py, tests/core/test_expert_adapters.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..pages.adapter_layout import AdapterPart
+from ..pages.projections import Projection
+from .directory import AdapterDirectory
+from .error import AdapterFormatError, shown
+from .form import AdapterForm
+from .module_paths import ExpertForm, ModulePaths, without_nesting
+from .peft_names import HEAD, PREFIX, STEM, UNEMBED, tensor_shapes
+from .tensor_file import Arrangement, TensorInfo
+from .trained_rows import module_of
+from .vectors import ENDS, PATTERN
+from .whole_copies import RowsFile
+
+if TYPE_CHECKING:
+    import torch
+
+_TENSORS_PER_MATRIX = 4  # A, B, and vectors; what is left is room for modules of the model
+
+_WRAPPED = re.compile(
+    r"(?:base_model\.model\.)?((?:(?:model|language_model|text_model)\.){0,4})"
+    r"(?=layers\.[0-9]|embed_tokens\.|unembed_tokens\.)"
+)
+#: What trainers leave in names: modules around PEFT's, and the adapter's own name.
+_AROUND = re.compile(r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module)\.)*")
+_ADAPTER_NAME = re.compile(
+    r"\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?!(?:weight|bias)$)([^.]+)(?=\.weight$|\.bias$|$)"
+)
+_IN_LAYER = re.compile(rf"(base_model\.model\.model\.layers\.[0-9]+)\.(.+?)\.(lora_[AB]\.weight|{PATTERN})")
+
+
+class AdapterWeights(RowsFile):
+    """The tensors of an adapter under Llama's names for them, whatever model was around the base in training.
+
+    A tensor of several projections is there as one of each; those of `ModulePaths.left_out` are not there.
+    """
+
+    def __init__(self, directory: AdapterDirectory, form: AdapterForm, modules: ModulePaths) -> None:
+        name = form.weights_file
+        super().__init__(directory.path / name, directory.open(name, form.kind), self._plain)
+        self._form = form
+        self._stems: set[str] = set()
+        self._paths: set[str] = set()
+        self._adapters: set[str] = set()
+        self.given_modules: set[str] = set()
+        """Modules of layers that have tensors, by the names that the file gives them, where no configuration says so;
+        once `tensors` was read.
+        """
+        self.max_tensors = max(self.max_tensors, _TENSORS_PER_MATRIX * modules.num_matrices)
+        self.modules = modules
+        """Where the file has the base model's projections; once `tensors` was read."""
+        self.num_left_out = 0
+        """Tensors of `ModulePaths.left_out`, once `tensors` was read."""
+        self._head_names: set[str] = set()
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        found: dict[str, TensorInfo] = {}
+        left_out = tuple(f"{PREFIX}{name}" for name in self.modules.left_out)
+        listed = self._form.listed(self, self.modules.projections)
+        self._check_adapters()
+        self.modules = self.modules.as_given(self._paths)
+        if self.modules.experts is ExpertForm.STACKED:
+            listed = self._of_projections(listed)
+        elif self.modules.experts is ExpertForm.TOGETHER:
+            listed = self._of_each_expert(listed)
+        for name, info in listed.items():
+            if name.startswith(left_out):
+                self.num_left_out += 1
+                continue
+            if self._is_of_rows(name, info, compares=self.modules.base_rows is not None):
+                continue
+            for own_name, own in self._shares(name, info):
+                if own_name in found:
+                    raise _twice(self.path, name, own_name)
+                found[own_name] = own
+        return found
+
+    def _shares(self, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+        """A tensor, or the share in it of each projection that it is of."""
+        match = _IN_LAYER.fullmatch(name)
+        if match is None or match[2] not in self.modules.stacked:
+            yield name, info
+            return
+        layer, path, kind = match.groups()
+        for part, own in self._split(name, info, path, kind):
+            yield f"{layer}.{part}.{kind}", own
+
+    def _of_projections(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, those of a parameter of all experts as of each projection whose rows it has.
+
+        Which parameter of a module a tensor is of is told by the shapes of A and B, since its name doesn't tell.
+        """
+        found: dict[str, TensorInfo] = {}
+        for name, info in listed.items():
+            match = _IN_LAYER.fullmatch(name)
+            stacked = () if match is None else self.modules.stacked_modules.get(without_nesting(match[2]), ())
+            if match is None or not stacked or not match[3].startswith("lora_"):
+                found[name] = info
+                continue
+            layer, path, kind = match.groups()
+            a, b = (listed.get(f"{layer}.{path}.lora_{side}.weight") for side in "AB")
+            for own, first in self._stacked_in(name, stacked, a, b):
+                rows = info if kind == "lora_A.weight" else self._rows(info, own, first)
+                self.add(found, f"{layer}.{own.path}.{kind}", rows)
+        return found
+
+    def _of_each_expert(self, listed: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors, those of all experts as of each one; what they share is of each, too."""
+        found: dict[str, TensorInfo] = {}
+        for name, info in listed.items():
+            match = _IN_LAYER.fullmatch(name)
+            own = None if match is None else self.modules.together.get(match[2])
+            if match is None or own is None or not match[3].startswith("lora_"):
+                found[name] = info
+                continue
+            if len(info.shape) != 3 or info.shape[0] not in (1, own.experts):
+                raise AdapterFormatError(
+                    f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, three dimensions are "
+                    f"needed, the first 1 or {own.experts} of the experts; serve it with the base model that it was "
+                    "trained on"
+                )
+            for expert in range(own.experts):
+                each = f"{match[1]}.{own.of_expert(expert).path}.{match[3]}"
+                if each in found:
+                    raise _twice(self.path, name, each)
+                found[each] = info.matrix(min(expert, info.shape[0] - 1))
+        return found
+
+    def _rows(self, b: TensorInfo, own: Projection, first: int) -> TensorInfo:
+        """A projection's rows of the B of a parameter of experts."""
+        rows, columns = b.shape
+        if self.modules.stacked_alternate and rows > own.outputs:
+            b = replace(b, arrangement=Arrangement((rows, columns), interleaved_heads=1))
+        return b.rows(first, own.outputs)
+
+    def _stacked_in(
+        self,
+        name: str,
+        stacked: tuple[tuple[Projection, ...], ...],
+        a: TensorInfo | None,
+        b: TensorInfo | None,
+    ) -> list[tuple[Projection, int]]:
+        """The projections of the parameter that A and B are of, and the first row of each in B."""
+        dims = _dim(a, 1), _dim(b, 0)
+        for parts in stacked:
+            if dims == _dims_of(parts):
+                begins = accumulate((each.outputs for each in parts), initial=0)
+                return list(zip(parts, begins, strict=False))
+        wanted = " or ".join(
+            f"[experts · rank, {inputs}] and [{outputs}, rank · experts]" for inputs, outputs in map(_dims_of, stacked)
+        )
+        shapes = " and ".join("missing" if each is None else str(list(each.shape)) for each in (a, b))
+        raise AdapterFormatError(
+            f"{self.path}: tensor {shown(name)} is of experts whose A and B are {shapes}, {wanted} are needed; serve "
+            "it with the base model that it was trained on"
+        )
+
+    def _check_adapters(self) -> None:
+        if len(self._adapters) > 1:
+            found = ", ".join(shown(name) for name in sorted(self._adapters))
+            raise AdapterFormatError(f"{self.path}: has tensors of several adapters ({found}); save each on its own")
+
+    def _split(self, name: str, info: TensorInfo, path: str, kind: str) -> Iterator[tuple[str, TensorInfo]]:
+        """The share of each projection in a tensor of several: all of A, or its rows of B or of a vector."""
+        parts = self.modules.stacked[path]
+        if kind == "lora_A.weight":
+            yield from ((part, info) for part, _ in parts)
+            return
+        total = sum(rows for _, rows in parts)
+        if len(info.shape) != (2 if kind == "lora_B.weight" else 1) or info.shape[0] != total:
+            raise AdapterFormatError(
+                f"{self.path}: tensor {shown(name)} has shape {shown(list(info.shape))}, {total} rows are needed; "
+                "serve it with the base model that it was trained on"
+            )
+        first = 0
+        for part, rows in parts:
+            yield part, info.rows(first, rows)
+            first += rows
+
+    @property
+    def stem(self) -> str:
+        """Prefix under which the file has the model's layers; AdapterFormatError if in several places."""
+        if self.tensors and len(self._stems) > 1:
+            found = ", ".join(stem or "no module" for stem in sorted(self._stems))
+            raise AdapterFormatError(f"{self.path}: has layers in {found}; save it from one model")
+        return next(iter(self._stems), STEM)
+
+    @property
+    def head_names(self) -> set[str]:
+        """Names that the file has for the output projection."""
+        return self._head_names if self.tensors else set()
+
+    def tensor(self, name: str) -> TensorInfo:
+        """A tensor that was there when the adapter was registered; AdapterChanged if it is not now."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise self.changed()
+        return info
+
+    def matrix(self, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor `[rows, columns]` in the file's element type, which may be a view of `buffer`, bytes. Raises
+        AdapterChanged if it is not of this shape.
+        """
+        import torch
+
+        info = self.tensor(name)
+        if info.shape != shape:
+            raise self.changed()
+        if info.num_bytes > len(buffer):  # of a matrix that several projections share
+            buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
+        data = buffer[: info.num_bytes]
+        self.read_into(data.numpy().data, info.offset)
+        values = data.view({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype])
+        return values.view(shape) if info.arrangement is None else info.arrangement.of(values, shape[0])
+
+    def _plain(self, name: str) -> str:
+        name = self._form.peft_name(name)
+        if not name.startswith(PREFIX):
+            name = _AROUND.sub("", name, 1)
+        if not name.endswith((".lora_A.weight", ".lora_B.weight")) and (named := _ADAPTER_NAME.search(name)):
+            self._adapters.add(named[2])
+            name = f"{name[: named.end(1)]}{name[named.end() :]}"
+        found = _WRAPPED.match(name)
+        if found is None:
+            if "lora_" in name and not name.startswith(PREFIX):
+                name = f"{PREFIX}{name}"
+            if name.startswith(f"{PREFIX}{HEAD}."):
+                self._head_names.add(HEAD)
+            return name
+        rest = name[found.end() :]
+        if rest.startswith(f"{UNEMBED}."):
+            self._head_names.add(UNEMBED)
+            return f"{PREFIX}{HEAD}{rest.removeprefix(UNEMBED)}"
+        self._stems.add(found[1][:-1])
+        plain = f"{PREFIX}{STEM}.{rest}"
+        match = _IN_LAYER.fullmatch(plain)
+        if match is None:
+            return plain
+        self._paths.add(match[2])
+        if not self._form.is_plain:
+            self.given_modules.add(f"{found[1]}{name[found.end() :].removesuffix(f'.{match[3]}')}")
+        return f"{match[1]}.{self.modules.usual.get(match[2], match[2])}.{ENDS.get(match[3], match[3])}"
+
+
+def matrices_of(
+    part: AdapterPart, layer: int, target: str, modules: ModulePaths
+) -> Iterator[tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]]:
+    """Name and shape of A and of B of a part's target in a layer; of each expert, unless the file has them stacked."""
+    projection = modules.projections[target]
+    if part.experts and modules.experts is not ExpertForm.STACKED:
+        return (tensor_shapes(layer, projection.of_expert(expert), part.rank) for expert in part.experts)
+    return iter((tensor_shapes(layer, projection, part.rank),))
+
+
+def tensors_of(file: AdapterWeights, part: AdapterPart, layer: int, target: str) -> Iterator[TensorInfo]:
+    """A target's A and B, of each expert where they are so; of whole rows the tensor that has them, twice."""
+    if part.token_ids:
+        return iter((file.rows_tensor(module_of(part))[1],) * 2)
+    return (file.tensor(name) for pair in matrices_of(part, layer, target, file.modules) for name, _ in pair)
+
+
+def _twice(path: Path, name: str, own_name: str) -> AdapterFormatError:
+    return AdapterFormatError(f"{path}: tensor {shown(name)} holds {own_name}, which is there a second time; keep one")
+
+
+def _dim(info: TensorInfo | None, at: int) -> int:
+    """A dimension of a matrix; 0 if it is none."""
+    return info.shape[at] if info is not None and len(info.shape) == 2 else 0
+
+
+def _dims_of(parts: Sequence[Projection]) -> tuple[int, int]:
+    """Inputs and outputs of a parameter in which these projections' rows are stacked."""
+    return parts[0].inputs, sum(each.outputs for each in parts)

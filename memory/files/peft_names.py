@@ -1,0 +1,61 @@
+"""Names that PEFT gives an adapter's tensors, by the projections that they are of, and their shapes.
+
+Tests: tests/memory/files/test_adapter_format.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..pages.adapter_layout import VectorTarget
+from ..pages.projections import Group, Projection, Projections
+from .vectors import vector_names as names_of_vectors
+
+PREFIX = "base_model.model."
+LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
+"""Where a name has the number of its layer."""
+
+#: The base model's own name for its layers' parent. A model around it (one that sees, say) may have changed it, and a
+#: model without a head (`AutoModel`) has none.
+STEM = "model"
+HEAD = "lm_head"
+#: Other names of the output projection (Tinker's), among the modules of the model's parent and beside it.
+UNEMBED = "unembed_tokens"
+
+
+def tensor_names(layer: int, projection: Projection) -> Iterator[str]:
+    """Of a target's A and B."""
+    key = _module_key(layer, projection)
+    if projection.group is Group.EMBEDDING:
+        return (f"{key}.lora_embedding_{side}" for side in "AB")
+    return (f"{key}.lora_{side}.weight" for side in "AB")
+
+
+def tensor_shapes(
+    layer: int, projection: Projection, rank: int
+) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:
+    """Name and shape of a target's A `[rank, in]` and B `[out, rank]`; with all experts' ranks if it is of them all."""
+    rank *= max(1, projection.experts)
+    a, b = tensor_names(layer, projection)
+    return (a, (rank, projection.inputs)), (b, (projection.outputs, rank))
+
+
+def vector_names(target: VectorTarget, projections: Projections) -> Iterator[str]:
+    """Of a module's magnitudes, bias and bias of B, those that there are."""
+    return names_of_vectors(_module_key(target.layer, projections[target.module]), target)
+
+
+def _module_key(layer: int, projection: Projection) -> str:
+    """What the names of a module's tensors begin with."""
+    path = projection.path if projection.is_of_model else f"{STEM}.layers.{layer}.{projection.path}"
+    return f"{PREFIX}{path}"
+
+
+def module_keys(projections: Projections) -> dict[tuple[int, str], str]:
+    """`_module_key` of every module of every layer, in the order of layers and projections."""
+    return {
+        (layer, name): _module_key(layer, projections[name])
+        for layer in range(projections.num_layers)
+        for name in projections.names_in(layer)
+    }
