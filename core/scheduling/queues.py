@@ -263,7 +263,10 @@ def plan_step(
             else:
                 decodes.append(sequence)
             sequence.lora_index = lora_index
-    bucket = None if is_ragged else buckets.pick(len(decodes))
+    bucket = None
+    if not is_ragged:
+        drafted = sum([len(sequence.tokens) for sequence in prefills])
+        bucket = drafted + len(decodes) if drafted else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
     if unchanged:
         adapters = _leave_to_base(unchanged, prefills, decodes, adapters)

@@ -113,7 +113,8 @@ class CheckedExecutor(ExecutorBase):
         if any(row.is_ragged for row in rows):
             promise(plan.bucket is None, "a step with a prompt has a bucket")
         else:
-            is_right = plan.bucket in self._buckets and plan.bucket >= len(rows)
+            exact = plan.num_tokens if plan.num_drafts else min(each for each in self._buckets if each >= len(rows))
+            is_right = plan.bucket == exact
             promise(is_right, "bucket {}, {} rows", plan.bucket, len(rows))
         promise(len(set(map(id, plan.adapters))) == len(plan.adapters), "an adapter has two slots")
         used = {row.lora_index for row in rows} - {BASE_LORA_INDEX}

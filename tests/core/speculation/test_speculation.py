@@ -21,7 +21,9 @@ from chorus.core.requests.record import from_record, to_record
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.requests.types import FinishReason
 from chorus.graphs.device import DeviceError
+from chorus.graphs.runner import StepMode
 
+from ..merging.test_merged import merge
 from .stand_ins import Drawn, Free, Right, Wrong
 
 pytestmark = pytest.mark.numerics
@@ -191,6 +193,58 @@ def test_bits_in_bfloat16_are_those_without_speculation(subject, drive, known, k
         ask(driver, it, asked)
         same(driver.drain(), wanted, kernels)
         assert driver.engine.stats().num_accepted_tokens > 100
+
+
+def test_steps_with_drafts_are_captured_as_other_decode_steps(subject, drive, known, kernels, monkeypatch):
+    """Buckets count tokens: only steps with prompts are ragged, though sequences with and without drafts mix."""
+    it = subject("gqa")
+    asked = [(*each[:3], {**each[3], **way}) for way in WAYS[:3] for each in one_of_each(it, 40, seed=13)]
+    wanted = known(it, asked, max_num_seqs=6)
+    policies = Policies(proposer=Drawn(lambda each: wanted[each.id].tokens, random.Random(4)))
+    driver = drive(it, speculation="ngram", max_num_seqs=6, policies=policies)
+    steps, ragged = driver.executor.inner.steps, []
+    run_ragged = steps._ragged  # noqa: SLF001
+    monkeypatch.setattr(steps, "_ragged", lambda plan: (ragged.append(plan.step_id), run_ragged(plan))[1])
+    ask(driver, it, asked)
+    same(driver.drain(), wanted, kernels)
+    with_prompts = [plan for plan in driver.plans if any(len(row.tokens) - row.drafts > 1 for row in plan.sequences)]
+    assert ragged == [plan.step_id for plan in with_prompts]
+    decoded = [plan for plan in driver.plans if plan.num_drafts and plan not in with_prompts]
+    assert all(plan.bucket == plan.num_tokens for plan in decoded)
+    assert any(len({row.drafts for row in plan.sequences}) > 2 and plan.sequences[-1].drafts == 0 for plan in decoded)
+    assert {plan.bucket for plan in decoded} <= {bucket for bucket, _ in steps.graphs.keys}
+    assert max(plan.bucket for plan in decoded) > 6
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+def test_steps_with_drafts_use_merged_weights_as_other_decode_steps(subject, drive, kernels):
+    """So bits in bfloat16 are the same, too, though most tokens of a step may be those of other adapters."""
+    it, answers = subject("gqa"), {}
+    asked = one_of_each(it, 40, seed=15)
+    for speculation in ("off", "ngram"):
+        policies = Policies(proposer=Right(lambda each: answers["off"][each.id].tokens))
+        driver = drive(it, speculation=speculation, policies=policies, dtype="bfloat16")
+        merge(driver, "r33-all")
+        ask(driver, it, asked)
+        answers[speculation] = {name: answer for name, answer in driver.drain().items() if name.startswith("r")}
+    same(answers["ngram"], answers["off"], kernels)
+    decoded = [plan for plan in driver.plans if plan.num_drafts and plan.bucket]
+    assert decoded and {plan.mode for plan in decoded} == {StepMode.MERGED}
+
+
+def test_drafts_stop_where_a_step_has_many_tokens(subject, drive, known, monkeypatch):
+    """So that memory for logits and the number of captured sizes have a bound that many sequences don't raise."""
+    monkeypatch.setattr("chorus.core.requests.draft_length.MOST_DRAFTED", 11)
+    it = subject("gqa")
+    asked = [(None, prompt, "", {"max_tokens": 40}) for prompt in prompts(it, 5, 14)]
+    wanted = known(it, asked)
+    policies = Policies(proposer=Right(lambda each: wanted[each.id].tokens))
+    driver = drive(it, speculation="ngram", max_num_seqs=5, policies=policies)
+    ask(driver, it, asked)
+    assert {name: answer.tokens for name, answer in driver.drain().items()} == {
+        name: answer.tokens for name, answer in wanted.items()
+    }
+    assert max(len(plan.sequences) + plan.num_drafts for plan in driver.plans) == 11
 
 
 def test_wrong_proposals_cost_few_tokens(subject, drive, known, kernels):
@@ -374,7 +428,8 @@ def test_a_step_that_fails_is_repeated_row_by_row_with_its_drafts(subject, drive
     driver = drive(it, speculation="ngram", before=fail, policies=policies)
     ask(driver, it, asked)
     same(driver.drain(), wanted, kernels)
-    assert any(plan.num_drafts and len(plan.sequences) == 1 for plan in driver.plans)
+    alone = [plan for plan in driver.plans if plan.num_drafts and len(plan.sequences) == 1]
+    assert alone and all(plan.bucket == plan.num_tokens for plan in alone)
 
 
 @pytest.mark.parametrize("params", [*LOOKING_BACK, {"bad_words": ((6, 7),)}], ids=str)
