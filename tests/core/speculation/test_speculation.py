@@ -482,7 +482,7 @@ def test_a_recurrent_model_is_refused(tiny):
 
 @pytest.mark.parametrize(
     ("more", "why"),
-    [({"device": "cpu", "tensor_parallel_size": 2}, "tensor_parallel_size is 2"), ({"device": "cuda"}, "on a GPU")],
+    [({"device": "cpu", "tensor_parallel_size": 2}, "tensor_parallel_size is 2")],
 )
 def test_settings_that_do_not_compose_are_refused(subject, more, why):
     config = EngineConfig(model=subject("gqa").model, speculation="ngram", **more)
