@@ -62,11 +62,6 @@ def open_executor(config: EngineConfig) -> Executor:
             f"offload_workers is {workers} and tensor_parallel_size is {size}: use one of them; set the other to "
             "its default"
         )
-    if config.speculation != "off" and size > 1:
-        raise _refusal(
-            f"speculation is {config.speculation!r}, but tensor_parallel_size is {size}: it needs one rank; set it to "
-            "'off'"
-        )
     if on_gpu and size > 1:
         from .cuda_ranks import CudaRanksExecutor
 

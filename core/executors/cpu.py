@@ -45,7 +45,7 @@ from ..model.sampler import (
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
-from ..model.verification import accept_drafts, positions_of
+from ..model.verification import accept_drafts, rows_with_logits
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
@@ -183,7 +183,7 @@ class CpuExecutor(ModelExecutor):
 
 
 class SampleStep(Protocol):
-    """Samples the tokens of a step; see `sample_tokens`. rows: see `CpuSteps.rows`."""
+    """Samples the tokens of a step; see `sample_tokens`. rows: see `rows_with_logits`."""
 
     def __call__(
         self,
@@ -242,10 +242,6 @@ class CpuSteps(ABC, Generic[A]):
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits of a step's entries."""
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-
-    def rows(self, plan: StepPlan) -> list[ScheduledSequence]:
-        """Return the sequences that `forward` returns logits for, in order. Each draft is a sequence of its own."""
-        return positions_of(plan) if plan.num_drafts else plan.sequences
 
     def close(self) -> None:
         self.graphs.close()
@@ -328,7 +324,7 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         self._decoder, self.sampling = decoder, TorchSampling()
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
-        rows = self.rows(plan)
+        rows = rows_with_logits(plan)
         asking = asking_rows(plan, rows)
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
@@ -362,7 +358,7 @@ class NativeSteps(CpuSteps[NativeRows]):
             decoder.offload(offload)
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
-        rows = self.rows(plan)
+        rows = rows_with_logits(plan)
         asking, adapters = asking_rows(plan, rows), adding(plan, rows)
         plain = [index for index in asking if index not in adapters] if self._samples else []
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}

@@ -34,7 +34,7 @@ from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
-from ..model.verification import accept_drafts, positions_of
+from ..model.verification import accept_drafts, rows_with_logits
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory
@@ -173,7 +173,7 @@ class CudaExecutor(CudaShapes):
     def start(self, plan: StepPlan) -> _Started:
         """Launch a step. Work that depends on its tokens runs in order on the device, whatever the host does."""
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            rows, steps = _rows(plan), self.steps
+            rows, steps = rows_with_logits(plan), self.steps
             outputs = self._launch(plan, rows, steps.asks_logits(rows))
             sample = partial(steps.sample, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else sample()
@@ -188,7 +188,7 @@ class CudaExecutor(CudaShapes):
         asks_logits: an entry needs more than the largest of its logits.
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            self._launch(plan, _rows(plan), asks_logits)
+            self._launch(plan, rows_with_logits(plan), asks_logits)
             self.steps.join_prompt_logprobs(plan.sequences)
             return self.steps.lora.late_requests(plan.sequences) if plan.adapters else []
 
@@ -375,11 +375,6 @@ def check_offload(config: EngineConfig, dtype: torch.dtype) -> None:
         raise UnsupportedModel(
             f"offload_workers is {config.offload_workers}, but they need the native library: {reason}; or set it to 0"
         )
-
-
-def _rows(plan: StepPlan) -> list[ScheduledSequence]:
-    """The sequences that a step has logits for, in order. Each draft is a sequence of its own."""
-    return positions_of(plan) if plan.num_drafts else plan.sequences
 
 
 def _index(device: str) -> int:

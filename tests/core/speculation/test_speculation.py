@@ -20,7 +20,6 @@ from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.core.requests.record import from_record, to_record
 from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.requests.types import FinishReason
-from chorus.graphs.device import DeviceError
 from chorus.graphs.runner import StepMode
 
 from ..merging.test_merged import merge
@@ -202,7 +201,7 @@ def test_steps_with_drafts_are_captured_as_other_decode_steps(subject, drive, kn
     wanted = known(it, asked, max_num_seqs=6)
     policies = Policies(proposer=Drawn(lambda each: wanted[each.id].tokens, random.Random(4)))
     driver = drive(it, speculation="ngram", max_num_seqs=6, policies=policies)
-    steps, ragged = driver.executor.inner.steps, []
+    steps, ragged = driver.executor.rank.steps, []
     run_ragged = steps._ragged  # noqa: SLF001
     monkeypatch.setattr(steps, "_ragged", lambda plan: (ragged.append(plan.step_id), run_ragged(plan))[1])
     ask(driver, it, asked)
@@ -369,7 +368,8 @@ def test_accepted_tokens_are_cached_and_rejected_ones_are_not(subject, drive, kn
 def test_preemption_with_drafts_loses_no_token_and_no_page(subject, drive, known, kernels, preemption):
     it = subject("gqa")
     asked = [(ADAPTERS[i % 2], prompt, "", {"max_tokens": 40}) for i, prompt in enumerate(prompts(it, 16, 6))]
-    config = {"num_pages": 46, "max_num_batched_tokens": 64, "preemption": preemption}
+    used = {name: it.adapters[name] for name in ADAPTERS[:2] if name}
+    config = {"num_pages": 46, "max_num_batched_tokens": 64, "preemption": preemption, "adapters": used}
     wanted = known(it, asked, **config)
     for make in (Right, lambda answer: Drawn(answer, random.Random(2))):
         policies = Policies(proposer=make(lambda each: wanted[each.id].tokens))
@@ -477,16 +477,6 @@ def test_nothing_is_proposed_beyond_the_last_token(subject, drive, known):
 def test_a_recurrent_model_is_refused(tiny):
     config = EngineConfig(model=tiny("qwen3.5").model, device="cpu", dtype="float32", speculation="ngram")
     with pytest.raises(UnsupportedModel, match="speculation is 'ngram', but this model has recurrent states"):
-        open_executor(config)
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [({"device": "cpu", "tensor_parallel_size": 2}, "tensor_parallel_size is 2")],
-)
-def test_settings_that_do_not_compose_are_refused(subject, more, why):
-    config = EngineConfig(model=subject("gqa").model, speculation="ngram", **more)
-    with pytest.raises(DeviceError, match=f"speculation is 'ngram', but .*{why}"):
         open_executor(config)
 
 
