@@ -133,14 +133,18 @@ class DecodeBuffers:
         )
         padding = bucket - used
         tables = [*block_tables, *([()] * padding)]
-        num_pages, rows = [len(table) for table in tables], len(tables)
-        if num_pages != self._lengths[:rows] or tables != self._tables[:rows]:
-            for row, table in enumerate(tables):
-                if self._tables[row] is not table or self._lengths[row] != num_pages[row]:
-                    self._fill_row(row, table)
+        self._fill_table(tables)
         views.kv_lens[:] = [last + 1 for last in lasts] + [1] * padding
         views.tables[:] = tables
         return views
+
+    def _fill_table(self, tables: list[Sequence[int]]) -> None:
+        """Copy what is new of the block tables of the first entries, or sequences."""
+        lengths, rows = [len(table) for table in tables], len(tables)
+        if lengths != self._lengths[:rows] or tables != self._tables[:rows]:
+            for row, table in enumerate(tables):
+                if self._tables[row] is not table or self._lengths[row] != lengths[row]:
+                    self._fill_row(row, table)
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
         """Copy the new pages of an entry's block table, and reset leftovers of an earlier step to the dummy page.

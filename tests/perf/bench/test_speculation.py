@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class Clocked:
 def test_runs_with_and_without_alternate_by_steps():
     """By the tokens generated, so that both are at the same token when others have the processor."""
     log = []
-    runners = {"off": Clocked("off", 1, 9, 2.0, log), "ngram": Clocked("ngram", 3, 9, 2.5, log)}
+    runners: dict[str, Any] = {"off": Clocked("off", 1, 9, 2.0, log), "ngram": Clocked("ngram", 3, 9, 2.5, log)}
     assert speculation.run_together(runners, []) == {"off": 18.0, "ngram": 7.5}
     assert log == ["off", "ngram", "off", "off", *["off", "ngram", "off", "off"] * 2]
     log.clear()
