@@ -182,8 +182,7 @@ class EngineConfig(BaseModel):
     speculation: Literal["off", "ngram"] = Field(
         default="off",
         description="propose tokens and verify several per step; the output stays the same. ngram: what followed the "
-        "last tokens earlier in the prompt or the answer. Only on a CPU with one TP rank, for models without "
-        "linear attention",
+        "last tokens earlier in the prompt or the answer. Only for models without linear attention",
     )
     speculation_cache_tokens: int = Field(
         default=0,

@@ -271,7 +271,7 @@ class Engine:
             self.speculation.note_step(plan, seconds)
         if plan.bucket is None:
             self._measure_prefill(plan, seconds)
-        else:
+        elif not plan.num_drafts:
             self.last_decode = plan, seconds
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)

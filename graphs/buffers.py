@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ _ALIGN = 2
 
 @dataclass(slots=True)
 class DecodeViews:
-    """One bucket's slices of the static buffers; every entry is one token."""
+    """One bucket's slices of the static buffers; every entry is one token.
+
+    If sequences have several tokens, the first rows of `page_table` are the sequences'.
+    """
 
     token_ids: torch.Tensor
     """`[bucket]` int64, as are positions and offset."""
@@ -27,9 +31,9 @@ class DecodeViews:
     page_table: torch.Tensor
     """`[bucket, max_pages]` int64, block by block."""
     kv_lens: list[int]
-    """`[bucket]` integers on the host, updated in place by `fill`."""
+    """`[bucket]` integers on the host, updated in place by `fill`; of each sequence, if some have several tokens."""
     tables: list[Sequence[int]]
-    """The block table of each entry, updated in place by `fill`."""
+    """The block table of each entry, updated in place by `fill`; of each sequence, if some have several tokens."""
 
 
 def num_columns(groups: int) -> int:
@@ -69,21 +73,34 @@ class DecodeBuffers:
         self._table = self._page_table.numpy()
         self._tables: list[Sequence[int]] = [()] * largest  # of each entry, as in the page table
         self._lengths = [0] * largest  # the number of pages copied for each entry
-        self.views = {
-            size: DecodeViews(
-                *split_columns(self._vectors[:, :size]),
-                page_table=self._page_table[:size],
-                kv_lens=[1] * size,
-                tables=[()] * size,
+        self.views: dict[int, DecodeViews] = {}
+        for size in sizes:
+            self.view(size)
+
+    def view(self, bucket: int) -> DecodeViews:
+        """Return the views of any number of entries up to the largest bucket's."""
+        if (found := self.views.get(bucket)) is None:
+            found = self.views[bucket] = DecodeViews(
+                *split_columns(self._vectors[:, :bucket]),
+                page_table=self._page_table[:bucket],
+                kv_lens=[1] * bucket,
+                tables=[()] * bucket,
             )
-            for size in sizes
-        }
+        return found
 
     def fill(
-        self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+        self,
+        bucket: int,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        lengths: Sequence[int] | None = None,
     ) -> DecodeViews:
-        """Write a step's entries into `bucket`'s views, pad the rest, and return the views."""
-        return self.write(self.columns, bucket, token_ids, positions, block_tables)
+        """Write a step's entries into `bucket`'s views, pad the rest, and return the views.
+
+        block_tables: of the sequences. lengths: tokens of each; by default each has one.
+        """
+        return self.write(self.columns, bucket, token_ids, positions, block_tables, lengths)
 
     def write(
         self,
@@ -92,11 +109,16 @@ class DecodeBuffers:
         token_ids: Sequence[int],
         positions: Sequence[int],
         block_tables: Sequence[Sequence[int]],
+        lengths: Sequence[int] | None = None,
     ) -> DecodeViews:
         """Like `fill`, but write the per-token vectors into the rows of `columns`, int64 `[num_columns, bucket or
         more]`.
         """
-        views, block_tokens, used, groups = self.views[bucket], self._block_tokens, len(token_ids), self._groups
+        views, block_tokens, used, groups = self.view(bucket), self._block_tokens, len(token_ids), self._groups
+        of_tokens, lasts = block_tables, positions
+        if lengths is not None:
+            of_tokens = [table for table, length in zip(block_tables, lengths, strict=True) for _ in range(length)]
+            lasts = [positions[end - 1] for end in accumulate(lengths)]
         if used < bucket:
             columns[:, used:bucket] = self._padding
         firsts = [position // block_tokens * groups for position in positions]
@@ -105,20 +127,24 @@ class DecodeBuffers:
             positions,
             [position % block_tokens for position in positions],
             *(
-                [table[first + group] for table, first in zip(block_tables, firsts, strict=True)]
+                [table[first + group] for table, first in zip(of_tokens, firsts, strict=True)]
                 for group in range(groups)
             ),
         )
         padding = bucket - used
         tables = [*block_tables, *([()] * padding)]
-        lengths = [len(table) for table in tables]
-        if lengths != self._lengths[:bucket] or tables != self._tables[:bucket]:
+        self._fill_table(tables)
+        views.kv_lens[:] = [last + 1 for last in lasts] + [1] * padding
+        views.tables[:] = tables
+        return views
+
+    def _fill_table(self, tables: list[Sequence[int]]) -> None:
+        """Copy what is new of the block tables of the first entries, or sequences."""
+        lengths, rows = [len(table) for table in tables], len(tables)
+        if lengths != self._lengths[:rows] or tables != self._tables[:rows]:
             for row, table in enumerate(tables):
                 if self._tables[row] is not table or self._lengths[row] != lengths[row]:
                     self._fill_row(row, table)
-        views.kv_lens[:] = [position + 1 for position in positions] + [1] * padding
-        views.tables[:] = tables
-        return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
         """Copy the new pages of an entry's block table, and reset leftovers of an earlier step to the dummy page.

@@ -25,14 +25,15 @@ class DecodeBuckets:
     the number of graphs, with their time and memory, grows logarithmically.
     """
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, most_tokens: int = 0) -> None:
+        """most_tokens: of a step with drafts; if there may be more than `max_num_seqs`, the sizes go on to it."""
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; at least 1 is needed")
-        ladder, size = [1, 2, 4], 8
-        while size < max_num_seqs:
+        ladder, size, most = [1, 2, 4], 8, max(max_num_seqs, most_tokens)
+        while size < most:
             ladder.append(size)
             size += max(8, 1 << size.bit_length() - 4)
-        self.sizes = tuple(sorted({size for size in [*ladder, max_num_seqs] if size <= max_num_seqs}))
+        self.sizes = tuple(sorted({size for size in [*ladder, max_num_seqs, most] if size <= most}))
 
     def pick(self, num_rows: int) -> int:
         """Return the smallest bucket that holds `num_rows` sequences. Raises ValueError above the largest."""

@@ -38,7 +38,7 @@ def _of_sequences(plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
         if rank := ranks[sequence.lora_index]:
             using += 1
             row_ranks += rank
-    if plan.bucket is not None:
+    if plan.bucket is not None and not plan.num_drafts:
         work = kernel.rank_work(using, row_ranks, max(ranks)) if using else 0
         return StepWork(plan.bucket, tokens, kv_tokens, longest, work, token_ranks=work, adapter_ranks=adapter_ranks)
     pairs, more_using, token_ranks = 0.0, 0, row_ranks

@@ -20,7 +20,7 @@ def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
     merged = StepResult()
     for row in plan.sequences:
         adapters = [] if row.lora_index < 0 else [plan.adapters[row.lora_index]]
-        bucket = None if row.is_ragged else 1
+        bucket = None if row.is_ragged else len(row.tokens)
         alone = StepPlan(plan.step_id, [replace(row, lora_index=min(row.lora_index, 0))], adapters, bucket, plan.merged)
         try:
             result = executor.execute(alone)

@@ -62,11 +62,6 @@ def open_executor(config: EngineConfig) -> Executor:
             f"offload_workers is {workers} and tensor_parallel_size is {size}: use one of them; set the other to "
             "its default"
         )
-    if config.speculation != "off" and (on_gpu or size > 1):
-        where = "the model runs on a GPU" if on_gpu else f"tensor_parallel_size is {size}"
-        raise _refusal(
-            f"speculation is {config.speculation!r}, but {where}: it needs a CPU and one rank; set it to 'off'"
-        )
     if on_gpu and size > 1:
         from .cuda_ranks import CudaRanksExecutor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -44,7 +45,8 @@ from ..model.sampler import (
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
-from ..model.verification import accept_drafts, positions_of
+from ..model.verification import accept_drafts, rows_with_logits
+from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
 from .base import ModelExecutor
@@ -92,7 +94,8 @@ class CpuExecutor(ModelExecutor):
         )
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
-        setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
+        sizes = DecodeBuckets(config.max_num_seqs, most_logits(config)).sizes
+        setup = self._lora, self.layout, sizes, max_model_len
         self.steps: CpuSteps
         with open_weights(
             config.model, self.whole, dtype, load_format=config.load_format, shard=shard, quantiser=self.quantiser
@@ -178,7 +181,7 @@ class CpuExecutor(ModelExecutor):
 
 
 class SampleStep(Protocol):
-    """Samples the tokens of a step; see `sample_tokens`. rows: see `CpuSteps.rows`."""
+    """Samples the tokens of a step; see `sample_tokens`. rows: see `rows_with_logits`."""
 
     def __call__(
         self,
@@ -201,14 +204,17 @@ class _Decoder(Protocol[A]):
 
 
 class CpuSteps(ABC, Generic[A]):
-    """Computes the steps of a decoder: ragged steps directly, decode steps in the static buffers of their bucket."""
+    """Computes the steps of a decoder: ragged steps directly, decode steps in the static buffers of their bucket.
+
+    A step with drafts has a bucket of exactly its tokens: capturing one costs nothing here, and padding would.
+    """
 
     sampling: Sampling
 
     def __init__(
         self, decoder: _Decoder[A], lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
     ) -> None:
-        """sizes: of the buckets."""
+        """sizes: of the buckets, of which the largest holds any decode step."""
         self._computing = decoder
         self._lora = lora
         self._layout = layout
@@ -217,7 +223,7 @@ class CpuSteps(ABC, Generic[A]):
             sizes, layout.table_width(max_model_len), layout.block_tokens, PagePool.DUMMY, layout.pages_per_block
         )
         self._states = decoder.new_states()
-        self._bucket_attention = {size: decoder.new_attention() for size in sizes}
+        self._bucket_attention: dict[int, A] = {}
         self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     @abstractmethod
@@ -234,10 +240,6 @@ class CpuSteps(ABC, Generic[A]):
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits of a step's entries."""
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-
-    def rows(self, plan: StepPlan) -> list[ScheduledSequence]:
-        """Return the sequences that `forward` returns logits for, in order. Each draft is a sequence of its own."""
-        return positions_of(plan) if plan.num_drafts else plan.sequences
 
     def close(self) -> None:
         self.graphs.close()
@@ -261,25 +263,47 @@ class CpuSteps(ABC, Generic[A]):
     def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
         """Fill the bucket's static buffers, then replay its captured step."""
         rows = plan.sequences
-        views = self._buffers.fill(
-            bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
-        )
-        self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
-        if self._states is not None:
-            self._states.set_step(rows, range(bucket + 1))
+        if plan.num_drafts:
+            self._fill_drafted(bucket, rows)
+        else:
+            views = self._buffers.fill(
+                bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
+            )
+            self._attention_of(bucket).plan(range(bucket + 1), views.page_table, views.kv_lens)
+            if self._states is not None:
+                self._states.set_step(rows, range(bucket + 1))
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepForm(StepMode.BASE))
-        self._lora.set_step(plan.adapters, [row.lora_index for row in rows], [1] * len(rows), plan.merged)
+        runs = adapter_runs(rows) if plan.num_drafts else ([row.lora_index for row in rows], [1] * len(rows))
+        self._lora.set_step(plan.adapters, *runs, plan.merged)
         return self.graphs.replay(bucket, StepForm(plan.mode))
 
+    def _fill_drafted(self, bucket: int, rows: Sequence[ScheduledSequence]) -> None:
+        """Fill a bucket with sequences of which some have drafts. Attention takes the tokens of a sequence together."""
+        lengths = [len(row.tokens) for row in rows]
+        views = self._buffers.fill(
+            bucket,
+            [token for row in rows for token in row.tokens],
+            [position for row in rows for position in range(row.start, row.kv_len)],
+            [row.pages for row in rows],
+            lengths,
+        )
+        qo_indptr = [0, *accumulate(lengths), *range(sum(lengths) + 1, bucket + 1)]
+        self._attention_of(bucket).plan(qo_indptr, views.page_table[: len(views.kv_lens)], views.kv_lens)
+
+    def _attention_of(self, bucket: int) -> A:
+        if (found := self._bucket_attention.get(bucket)) is None:
+            found = self._bucket_attention[bucket] = self._computing.new_attention()
+        return found
+
     def _capture(self, bucket: int, form: StepForm) -> Callable[[], torch.Tensor]:
-        views = self._buffers.views[bucket]
+        views = self._buffers.view(bucket)
         batch = StepBatch(
             token_ids=views.token_ids,
             positions=views.positions,
             page=views.page,
             offset=views.offset,
-            attention=self._bucket_attention[bucket],
+            attention=self._attention_of(bucket),
             lora=None if form.mode is StepMode.BASE else self._lora,
             merged=form.mode is StepMode.MERGED,
             states=self._states,
@@ -298,7 +322,7 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         self._decoder, self.sampling = decoder, TorchSampling()
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
-        rows = self.rows(plan)
+        rows = rows_with_logits(plan)
         asking = asking_rows(plan, rows)
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
@@ -332,7 +356,7 @@ class NativeSteps(CpuSteps[NativeRows]):
             decoder.offload(offload)
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
-        rows = self.rows(plan)
+        rows = rows_with_logits(plan)
         asking, adapters = asking_rows(plan, rows), adding(plan, rows)
         plain = [index for index in asking if index not in adapters] if self._samples else []
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}

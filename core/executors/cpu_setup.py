@@ -36,8 +36,7 @@ def cpu_pages(config: EngineConfig, shapes: ModelExecutor, layout: PageLayout, w
     if config.num_pages is not None:
         return config.num_pages
     if (num_bytes := config.memory_bytes) is None:
-        rows = config.max_num_seqs if config.speculation == "off" else most_logits(config.max_num_seqs)
-        logits = rows * shapes.model.vocab_size
+        logits = most_logits(config) * shapes.model.vocab_size
         num_bytes = default_arena_bytes(layout, shapes.model.max_model_len, weight_bytes, logits)
         logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
     return max(2, num_bytes // layout.page_bytes)

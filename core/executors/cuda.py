@@ -34,7 +34,9 @@ from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
-from ..requests.types import StepPlan, StepResult
+from ..model.verification import accept_drafts, rows_with_logits
+from ..requests.draft_length import most_logits
+from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor
@@ -172,13 +174,14 @@ class CudaExecutor(CudaShapes):
     def start(self, plan: StepPlan) -> _Started:
         """Launch a step. Work that depends on its tokens runs in order on the device, whatever the host does."""
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            rows, steps = plan.sequences, self.steps
-            outputs = self._launch(plan, steps.asks_logits(rows))
+            rows, steps = rows_with_logits(plan), self.steps
+            outputs = self._launch(plan, rows, steps.asks_logits(rows))
             sample = partial(steps.sample, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else sample()
-            late = steps.lora.late_requests(rows) if plan.adapters else []
+            accept = partial(accept_drafts, plan, rows) if plan.num_drafts else None
+            late = steps.lora.late_requests(plan.sequences) if plan.adapters else []
             end = partial(self._offload.end, plan) if self._offload is not None and plan.bucket is None else None
-            return _Started(self._device, late, sample, read, end)
+            return _Started(self._device, late, sample, read, accept, end)
 
     def follow(self, plan: StepPlan, asks_logits: bool) -> list[str]:
         """Launch a step as a rank other than the first, which samples; return the requests with void entries.
@@ -186,7 +189,7 @@ class CudaExecutor(CudaShapes):
         asks_logits: an entry needs more than the largest of its logits.
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            self._launch(plan, asks_logits)
+            self._launch(plan, rows_with_logits(plan), asks_logits)
             self.steps.join_prompt_logprobs(plan.sequences)
             return self.steps.lora.late_requests(plan.sequences) if plan.adapters else []
 
@@ -207,14 +210,16 @@ class CudaExecutor(CudaShapes):
         del self._decoder, self.steps, self.arena, self.adapters, self.swaps, self.shadow
         self._device.release()
 
-    def _launch(self, plan: StepPlan, asks_logits: bool) -> Outputs:
+    def _launch(self, plan: StepPlan, rows: list[ScheduledSequence], asks_logits: bool) -> Outputs:
         self.adapters.dma.copies.advance()
         if plan.merged is not None:
             self.shadow.check(plan.merged)
         if plan.bucket is None:
             logits, chosen = self._ragged(plan)
         else:
-            logits, chosen = self.steps.decode(plan.bucket, plan.sequences, plan.adapters, plan.sources, plan.merged)
+            logits, chosen = self.steps.decode(
+                plan.bucket, rows, plan.adapters, plan.sources, plan.merged, has_drafts=plan.num_drafts > 0
+            )
         return self.steps.whole(logits) if asks_logits else logits, chosen
 
     def _ragged(self, plan: StepPlan) -> Outputs:
@@ -280,7 +285,7 @@ class CudaExecutor(CudaShapes):
             decoder.heads,
             self._dtype,
             device.torch_device,
-            max_rows=config.max_num_seqs,
+            max_rows=most_logits(config),
             max_pages_per_row=layout.blocks_for_tokens(limit),
         )
         groups, rivals = [], []
@@ -343,6 +348,8 @@ class _Started:
     """Launches the sampling, and returns the function that waits for the tokens."""
     _read: Callable[[], StepResult] | None
     """Waits for the tokens; None before the sampling is launched."""
+    _accept: Callable[[StepResult], None] | None
+    """See `accept_drafts`; None for a step without drafts."""
     _end: Callable[[], list[str]] | None
     """See `CudaLoraOffload.end`; None without offload workers."""
 
@@ -356,6 +363,8 @@ class _Started:
             raise RuntimeError("sample() must be called before result()")
         with watched(self._device):
             result = self._read()
+        if self._accept is not None:
+            self._accept(result)
         for request_id in self._late if self._end is None else [*self._late, *self._end()]:
             result.retract(request_id)
         return result

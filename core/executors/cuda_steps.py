@@ -51,6 +51,7 @@ from ..model.sampler import (
     prompt_logprob_slices,
     sample_tokens,
 )
+from ..requests.draft_length import most_logits
 from ..requests.grammars import grammars_of
 from ..requests.request_params import MAX_ALLOWED_TOKENS, RequestParams
 from ..requests.types import BASE_LORA_INDEX, ScheduledSequence, StepResult, adapter_runs
@@ -132,9 +133,10 @@ class CudaSteps:
         self._device = device
         self._max_model_len = max_model_len
         self._layout = layout = arena.layout
-        rows, tokens, where = config.max_num_seqs, config.max_num_batched_tokens, device.torch_device
+        rows, tokens, where = most_logits(config), config.max_num_batched_tokens, device.torch_device
         self._most_padded = padded = min(config.mixed_graph_tokens, tokens)
-        self._sizes = sizes = DecodeBuckets(rows).sizes
+        self._most_rows, self._buckets = rows, DecodeBuckets(config.max_num_seqs, rows)
+        self._sizes = sizes = self._buckets.sizes
         self._ragged_attention = attention.ragged()
         self._attention = {size: attention.decode(size) for size in sizes}
         self._rivals = {} if rival is None else {size: rival.decode(size) for size in sizes}
@@ -160,11 +162,12 @@ class CudaSteps:
             (num_columns(layout.pages_per_block) + 2) * (tokens + 1), dtype=torch.long, device=where
         )
         self._upload = DeviceUpload(device, self._inputs.numel() * self._inputs.itemsize)
+        adapters = min(config.max_num_seqs, config.max_adapters_per_step or config.max_num_seqs)
         self.lora = CudaLoraState(
             model.config,
             arena.pages,
             layout,
-            StepLimits(config.max_lora_rank, min(rows, config.max_adapters_per_step or rows), rows, tokens, padded),
+            StepLimits(config.max_lora_rank, adapters, rows, tokens, padded),
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(DeviceUpload, device),
         )
@@ -190,7 +193,7 @@ class CudaSteps:
         self._grammars = grammars_of(config.tokenizer_dir, model.config.vocab_size, model.config.eos_token_ids)
         # for the last list of rows
         self._last_asks: tuple[Sequence[ScheduledSequence], _Asks] = (), _Asks(False, False, False, False)
-        self._states = model.new_states(config.max_num_seqs)
+        self._states = model.new_states(rows)
         can_capture = attention.captures or where.type == "cpu"
         self._captures = config.graph_capture != "off" and can_capture
         # TP ranks make merged weights at their own pace, but must capture together: in a step that all of them have
@@ -201,7 +204,7 @@ class CudaSteps:
     def use_arena(self, arena: Arena) -> None:
         """Use another arena of the same layout from now on; nothing may have been captured yet."""
         self.decoder.use_arena(arena)
-        self._states = self.decoder.new_states(self._config.max_num_seqs)
+        self._states = self.decoder.new_states(self._most_rows)
         self.lora.use_arena(arena.pages)
         if self._config.graph_capture != "off":
             self.mixed.allow_captures()
@@ -221,8 +224,9 @@ class CudaSteps:
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
     ) -> Outputs:
-        """Run a step with sequences of any length. sources: as in `decode`. merged: the adapter added to its
-        weights.
+        """Run a step with sequences of any length; there are logits of each one's last known token, and of its drafts.
+
+        sources: as in `decode`. merged: the adapter added to its weights.
         """
         lora, is_merged = None, merged is not None
         lora_indices, lengths = adapter_runs(rows)
@@ -247,15 +251,15 @@ class CudaSteps:
             merged=is_merged,
             states=self._states,
         )
+        assert host.logit_tokens is not None
         if sources is not None:
             places = torch.tensor(sources)
-            assert host.logit_tokens is not None
             sampled = places >= 0
             host.token_ids.add_(len(self._chosen))[host.logit_tokens[sampled]] = places[sampled]
         batch = self._to_device(host, bucket or num_tokens)
         if sources is not None:
             self._take_sampled(batch.token_ids)
-        logits, chosen = self._outputs(len(rows))
+        logits, chosen = self._outputs(len(host.logit_tokens))
         if bucket is None:
             self.decoder.forward(batch, logits)
         else:
@@ -272,14 +276,20 @@ class CudaSteps:
         adapters: Sequence[Adapter],
         sources: Sequence[int] | None = None,
         merged: Adapter | None = None,
+        *,
+        has_drafts: bool = False,
     ) -> Outputs:
         """Run a step with one token per sequence in the bucket's static buffers, captured if steps are.
 
+        has_drafts: rows are of `positions_of`, and each has its last token only. Those of one sequence have the same
+        pages: a layer writes K and V of all tokens before any attends. Their number is padded to the next bucket.
         sources: for each entry the index in the last step of the sequence that sampled its token, or -1 if the entry
         has its own token; None if all have. Until the tokens are gathered, the token-id buffer holds indices into
         `_samplable`. merged: as in `ragged`.
         """
-        self._fill(bucket, rows, self._places(rows, sources))
+        if has_drafts:
+            bucket = self._buckets.pick(bucket)
+        self._fill(bucket, rows, self._places(rows, sources), has_drafts=has_drafts)
         if sources is not None:
             self._take_sampled(self._buffers.views[bucket].token_ids)
         mode, launches, graphs = StepMode.BASE, None, self.graphs
@@ -393,9 +403,17 @@ class CudaSteps:
             ranks.lead(self._chosen)
         token_ids.copy_(self._samplable.index_select(0, token_ids))
 
-    def _fill(self, bucket: int, rows: list[ScheduledSequence], places: Sequence[int] | None = None) -> None:
-        tokens = [row.tokens[0] for row in rows] if places is None else places
-        views = self._buffers.fill(bucket, tokens, [row.start for row in rows], [row.pages for row in rows])
+    def _fill(
+        self,
+        bucket: int,
+        rows: list[ScheduledSequence],
+        places: Sequence[int] | None = None,
+        *,
+        has_drafts: bool = False,
+    ) -> None:
+        tokens = [row.tokens[-1] for row in rows] if places is None else places
+        positions = [row.kv_len - 1 for row in rows] if has_drafts else [row.start for row in rows]
+        views = self._buffers.fill(bucket, tokens, positions, [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
         if self._states is not None:
             self._states.set_step(rows, range(bucket + 1))
@@ -606,9 +624,9 @@ class CudaSteps:
         params = RequestParams(
             top_k=max(1, vocab // 2), top_p=0.9, min_p=0.1, prompt_logprobs=1, allowed_token_ids=allowed
         )
-        decoding = [1] * (config.max_num_seqs > 1)
+        decoding = [1] * (self._most_rows > 1)
         lengths, left = [], config.max_num_batched_tokens - len(decoding)
-        while left and len(lengths) < config.max_num_seqs - len(decoding):
+        while left and len(lengths) < self._most_rows - len(decoding):
             lengths.append(min(left, self._max_model_len))
             left -= lengths[-1]
         rows = []

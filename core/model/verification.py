@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from ..requests.types import ScheduledSequence, StepPlan, StepResult
 
 
+def rows_with_logits(plan: StepPlan) -> list[ScheduledSequence]:
+    """The sequences that a step has logits for, in order. Each draft is a sequence of its own."""
+    return positions_of(plan) if plan.num_drafts else plan.sequences
+
+
 def positions_of(plan: StepPlan) -> list[ScheduledSequence]:
     """The sequences of a step with drafts, with each position that has logits as a sequence of its own.
 

@@ -5,8 +5,17 @@ Tests: tests/core/requests/test_draft_length.py.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+
 MOST_DRAFTS = 8
 """The most tokens proposed for a sequence in a step."""
+
+MOST_DRAFTED = 128
+"""Tokens with logits from which on a step gets no drafts: with so many, products take a good part of the time on any
+device. It bounds the memory for logits and the number of captured sizes."""
 
 LONGEST_PAUSE = 64
 """The most steps without a proposal, after which one token is tried."""
@@ -22,9 +31,12 @@ _PRIOR = 1.0
 """Weight of the prior, in tokens."""
 
 
-def most_logits(max_num_seqs: int) -> int:
-    """The most tokens of a step that have logits."""
-    return max_num_seqs * (1 + MOST_DRAFTS)
+def most_logits(config: EngineConfig) -> int:
+    """The most tokens of a step that have logits: one of each sequence, and drafts."""
+    rows = config.max_num_seqs
+    if config.speculation != "off":
+        rows = max(rows, min(rows * (1 + MOST_DRAFTS), MOST_DRAFTED))
+    return min(rows, config.max_num_batched_tokens)
 
 
 class Chance:

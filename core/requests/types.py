@@ -134,8 +134,8 @@ class ScheduledSequence:
 
     @property
     def is_ragged(self) -> bool:
-        """True if no captured step can compute it: it has several tokens, asks for prompt logprobs, or is pooled."""
-        return len(self.tokens) != 1 or self.wants_states
+        """True if no captured step can compute it: it has several known tokens, wants prompt logprobs, or is pooled."""
+        return len(self.tokens) - self.drafts != 1 or self.wants_states
 
 
 def looks_back(params: RequestParams) -> bool:
@@ -178,7 +178,8 @@ class StepPlan:
     reused; `Scheduler.update` advances them to the next step."""
     adapters: list[Adapter]
     bucket: int | None = None
-    """The captured batch size to pad to; None if a sequence is ragged: then the step runs unpadded."""
+    """The captured batch size to pad to; None if a sequence is ragged: then the step runs unpadded. With drafts it is
+    the number of tokens; a GPU pads that to a size that it captures."""
     merged: Adapter | None = None
     """The adapter merged into the weights of this step; it may have no sequences."""
     sources: Sequence[int] | None = None
@@ -191,7 +192,7 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         sequences = self.sequences
-        if self.bucket is not None:
+        if self.bucket is not None and not (sequences and sequences[0].drafts):  # those with drafts come first
             self.num_tokens = len(sequences)
             return
         self.num_tokens = sum([len(sequence.tokens) for sequence in sequences])

@@ -263,11 +263,18 @@ def plan_step(
             else:
                 decodes.append(sequence)
             sequence.lora_index = lora_index
-    bucket = None if is_ragged else buckets.pick(len(decodes))
+    bucket = None if is_ragged else _bucket_of(prefills, decodes, buckets)
     adapters = [adapter for adapter in groups if adapter is not None]
     if unchanged:
         adapters = _leave_to_base(unchanged, prefills, decodes, adapters)
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
+
+
+def _bucket_of(drafted: list[ScheduledSequence], decodes: list[ScheduledSequence], buckets: DecodeBuckets) -> int:
+    """The bucket of a step without prompts; see `StepPlan.bucket`."""
+    if not drafted:
+        return buckets.pick(len(decodes))
+    return sum([len(sequence.tokens) for sequence in drafted]) + len(decodes)
 
 
 def _leave_to_base(

@@ -22,6 +22,7 @@ from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
 from ..engine_stats import STEP_SIZES
+from ..requests.draft_length import most_logits
 from ..requests.pooling import to_bytes
 from ..requests.request import Request, RequestState
 from ..requests.request_params import InvalidRequest
@@ -65,6 +66,7 @@ class Scheduler:
         self._store = store
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
+        self._most_logits = most_logits(limits)
         self._load_ahead = LoadAhead(limits, store, memory)
         self.waiting = WaitingQueue()
         self.running = Running()
@@ -264,7 +266,8 @@ class Scheduler:
         assert self._speculation is not None
         requests = self.running if all_decode else [*counts]
         num_tokens = sum(counts.values()) + len(requests) - len(counts)
-        return self._speculation.drafts(requests, self._max_tokens - num_tokens, self._memory.grow)
+        left = min(self._max_tokens - num_tokens, self._most_logits - len(requests))  # each has logits for one token
+        return self._speculation.drafts(requests, left, self._memory.grow)
 
     def _find(self, sequence: ScheduledSequence) -> Request | None:
         """Return the request of a sequence; None if it has ended, or was preempted, since the plan was made."""

@@ -1,15 +1,18 @@
 r"""Speculation by n-grams: steps per token and accepted proposals, on texts that are copied and on free answers.
 
-Requests of mixed adapters, `--rows` at once, run without and with speculation in alternating order. Both must give the
-same tokens. The counts say what speculation saves; the ratio of times is what that is worth on this machine.
+Requests of mixed adapters, `--rows` at once, run without and with speculation, in one process whose steps alternate
+between both, so that noise takes time from both alike. Both must give the same tokens. The counts say what speculation
+saves; the ratio of times is what that is worth on this machine.
 
 With `--free`, proposals are as long as if verified tokens cost nothing: then the counts don't depend on the machine.
 
 The load `copying` is a prompt with its text twice, the second time cut: a model that copies goes on with the rest. The
 load `free` has the text once, and `chats` are the prompts of `--chats`. With the built-in model, which repeats its
-input, each text is one of its inputs. With another model the ratios of times have bars.
+input, each text is one of its inputs. With another model the ratios of times have bars; `--data` names a folder with
+the texts of the judged loads, which run in float32 and bfloat16.
 
     python -m chorus.perf.bench.speculation
+    python -m chorus.perf.bench.speculation --model DIR --adapters DIR --data DIR
     python -m chorus.perf.bench.speculation --model DIR --adapters DIR --prompts dolly.jsonl gsm8k.jsonl \
         --chats sharegpt.jsonl --dtype float32 bfloat16
 
@@ -20,9 +23,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,15 @@ from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..inline_reads import InlineReads
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
-from .timer import in_turns, ratio
+from .timer import ratio
 
 FIELDS = ("context", "question", "prompt", "instruction")
 """Fields of a line of `--prompts` whose text is used, the first that is there."""
 
 LOADS = ("copying", "free")
+
+JUDGED_PROMPTS, JUDGED_CHATS = ("dolly6400.jsonl", "gsm8k_test.jsonl"), "sharegpt_aibrix_5s.jsonl"
+"""Files in the folder `prompts` of `--data`."""
 
 FASTER_ALONE, FASTER_TOGETHER, LEAST_FREE = 1.5, 1.25, 0.98
 """Bars of the time without over the time with speculation: of the load `copying` for one row and for several, and of
@@ -85,27 +90,49 @@ class Runner:
         """The tokens of each prompt's answer, the same in each round."""
         self._max_tokens, self._ids = max_tokens, count()
 
-    def seconds(self, prompts: Sequence[Prompt]) -> float:
-        """Seconds of all answers."""
-        engine, before, answers = self.engine, self.engine.stats(), dict[str, list[int]]()
+        self.num_tokens, self.spent = 0, 0.0
+        """Tokens generated, and seconds of the steps, since `begin`."""
+        self._generated: dict[str, list[int]] = {}
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Add requests of all prompts."""
         params = RequestParams(max_tokens=self._max_tokens, temperature=0.0)
-        first = next(self._ids)
-        began = time.perf_counter()
+        first, self._generated = next(self._ids), {}
+        self.num_tokens, self.spent = 0, 0.0
         for index, (adapter, tokens) in enumerate(prompts):
             name = f"{first}-{index}"
-            answers[name] = []
-            engine.add_request(Request(name, list(tokens), params, adapter))
-        while engine.has_work():
-            for output in engine.step():
-                answers[output.request_id] += output.token_ids
-        seconds = time.perf_counter() - began
-        self.answers = dict(enumerate(answers.values()))
-        after, counts = engine.stats(), self.counts
+            self._generated[name] = []
+            self.engine.add_request(Request(name, list(tokens), params, adapter))
+
+    def has_work(self) -> bool:
+        return self.engine.has_work()
+
+    def step(self) -> None:
+        before, began = self.engine.stats(), time.perf_counter()
+        outputs = self.engine.step()
+        self.spent += time.perf_counter() - began
+        for output in outputs:
+            self._generated[output.request_id] += output.token_ids
+            self.num_tokens += len(output.token_ids)
+        after, counts = self.engine.stats(), self.counts
         counts.steps += after.num_steps - before.num_steps
         counts.tokens += after.num_generated_tokens - before.num_generated_tokens
         counts.proposed += after.num_proposed_tokens - before.num_proposed_tokens
         counts.accepted += after.num_accepted_tokens - before.num_accepted_tokens
-        return seconds
+        self.answers = dict(enumerate(self._generated.values()))
+
+
+def run_together(runners: Mapping[str, Runner], prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Seconds that each runner's steps take for all answers.
+
+    Their steps alternate: the next one is of a runner with the fewest tokens, of several the first. So whatever else
+    the machine does takes time from all of them alike.
+    """
+    for runner in runners.values():
+        runner.begin(prompts)
+    while working := [runner for runner in runners.values() if runner.has_work()]:
+        min(working, key=lambda runner: runner.num_tokens).step()
+    return {name: runner.spent for name, runner in runners.items()}
 
 
 def built_in_prompts(count: int, encode: Callable[[str], list[int]]) -> list[Prompt]:
@@ -168,17 +195,22 @@ def main(argv: list[str] | None = None) -> int:
     add("--adapters", type=Path, help="a directory of adapters; default: the built-in model's")
     add("--prompts", type=Path, nargs="+", help="files of JSON lines; needed with --model")
     add("--chats", type=Path, help="a file of JSON lines with requests, for the load chats")
+    add("--data", type=Path, help=f"a folder with prompts/{{{','.join((*JUDGED_PROMPTS, JUDGED_CHATS))}}}")
     add("--rows", type=int, nargs="+", default=[1, 8], help="requests at once")
     add("--requests", type=int, default=32, help="requests of a load")
     add("--max-tokens", type=int, default=96)
     add("--prompt-tokens", type=int, default=192, help="most tokens of a text")
-    add("--dtype", nargs="+", default=["float32"])
+    add("--dtype", nargs="+", help="default: float32; with --data bfloat16, too")
     add("--rounds", type=int, default=4, help="pairs of runs, after one that is not timed")
     add("--free", action="store_true", help="don't weigh what a verified token costs here")
     add("--threads", type=int, default=torch.get_num_threads())
     arguments = command.parse_args(argv)
+    if (data := arguments.data) is not None:
+        arguments.prompts = arguments.prompts or [data / "prompts" / name for name in JUDGED_PROMPTS]
+        arguments.chats = arguments.chats or data / "prompts" / JUDGED_CHATS
+    arguments.dtype = arguments.dtype or ["float32", *(["bfloat16"] if data is not None else [])]
     if arguments.prompts is None and arguments.model != BUILTIN_MODEL:
-        command.error("--model needs --prompts: texts that its requests are made of")
+        command.error("--model needs --prompts or --data: texts that its requests are made of")
     return _run(arguments)
 
 
@@ -235,10 +267,14 @@ def _bar(result: dict[str, Any]) -> Goal:
 
 
 def _compare(runners: dict[str, Runner], prompts: Sequence[Prompt], rounds: int) -> dict[str, Any]:
-    for runner in runners.values():  # loads the adapters
-        runner.seconds(prompts)
+    run_together(runners, prompts)  # loads the adapters
+    for runner in runners.values():
         runner.counts = Counts()
-    seconds = in_turns({name: partial(runner.seconds, prompts) for name, runner in runners.items()}, rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for index in range(rounds):
+        order = [*runners][:: -1 if index % 2 else 1]
+        for name, spent in run_together({name: runners[name] for name in order}, prompts).items():
+            seconds[name].append(spent)
     off, on = (runners[name].counts for name in ("off", "ngram"))
     return {
         "off": off.tokens / off.steps,

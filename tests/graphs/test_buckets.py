@@ -36,6 +36,12 @@ def test_known_ladders():
     assert DecodeBuckets(300).sizes[-5:] == (224, 240, 256, 288, 300)
 
 
+def test_sizes_for_drafts_go_on_to_the_most_tokens():
+    assert DecodeBuckets(6, 54).sizes == (1, 2, 4, 6, 8, 16, 24, 32, 40, 48, 54)
+    assert DecodeBuckets(1, 9).sizes == (1, 2, 4, 8, 9)
+    assert DecodeBuckets(200, 128).sizes == DecodeBuckets(200).sizes
+
+
 def test_graphs_of_many_rows_are_few():
     """Two of each are captured before the first request."""
     assert len(DecodeBuckets(256).sizes) == 27

@@ -52,6 +52,29 @@ def test_views_show_the_last_step_and_padding_only(sequence):
         assert views.page_table.tolist() == want + [[DUMMY] * MAX_PAGES] * padding
 
 
+def test_sequences_of_several_tokens_have_a_row_of_the_table_each():
+    """After a step of five sequences, nothing of it is left; another step in the same bucket is as it was."""
+    buffers, first, second = make_buffers(), [7, 8], [3]
+    five = [(5, 3, [11]), (6, 4, [12, 13]), (7, 0, [14]), (8, 1, [15]), (9, 2, [16])]
+    fill(buffers, 8, five)
+    views = buffers.fill(4, [31, 32, 33, 41], [3, 4, 5, 2], [first, second], [3, 1])
+    assert views.token_ids.tolist() == [31, 32, 33, 41] and views.positions.tolist() == [3, 4, 5, 2]
+    assert views.page.tolist() == [[7, 8, 8, 3]] and views.offset.tolist() == [3, 0, 1, 2]
+    assert views.kv_lens == [6, 3] and views.tables == [first, second]
+    assert views.page_table[:2].tolist() == [[7, 8, DUMMY, DUMMY, DUMMY], [3, DUMMY, DUMMY, DUMMY, DUMMY]]
+    padded = buffers.fill(8, [31, 32], [3, 4], [first], [2])
+    assert padded.kv_lens == [5, *[1] * 6] and padded.page.tolist() == [[7, 8, *[DUMMY] * 6]]
+    assert padded.page_table[:7].tolist() == [[7, 8, DUMMY, DUMMY, DUMMY], *[[DUMMY] * 5] * 6]
+    again = fill(buffers, 8, five)
+    assert again.page_table[:5, 0].tolist() == [11, 12, 14, 15, 16] and again.kv_lens == [4, 5, 1, 2, 3, 1, 1, 1]
+
+
+def test_any_number_of_entries_up_to_the_largest_bucket_has_views():
+    buffers = make_buffers()
+    assert buffers.view(5) is buffers.view(5) is buffers.fill(5, [1], [0], [[2]])
+    assert buffers.view(5).token_ids.data_ptr() == buffers.view(8).token_ids.data_ptr()
+
+
 def addresses(buffers):
     """Addresses of everything that a captured step reads."""
     return {

@@ -21,6 +21,7 @@ from .asked import Asked, Violation, promise
 from .checked_adapters import CheckedAdapters
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
+from .made_up_grammar import allowed, made_up_grammars, sees
 from .made_up_model import EOS, MAX_MODEL_LEN, VOCAB, Memory, content_of, kv_of, next_token, seconds_of
 from .virtual_reads import VirtualClock
 
@@ -51,7 +52,7 @@ class CheckedExecutor(ExecutorBase):
         super().__init__()
         assert config.num_pages is not None
         self.config = config
-        self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
+        self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS, grammars=made_up_grammars())
         self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows)
         if state_pages:
             floats = self.layout.page_elems
@@ -113,7 +114,8 @@ class CheckedExecutor(ExecutorBase):
         if any(row.is_ragged for row in rows):
             promise(plan.bucket is None, "a step with a prompt has a bucket")
         else:
-            is_right = plan.bucket in self._buckets and plan.bucket >= len(rows)
+            exact = plan.num_tokens if plan.num_drafts else min(each for each in self._buckets if each >= len(rows))
+            is_right = plan.bucket == exact
             promise(is_right, "bucket {}, {} rows", plan.bucket, len(rows))
         promise(len(set(map(id, plan.adapters))) == len(plan.adapters), "an adapter has two slots")
         used = {row.lora_index for row in rows} - {BASE_LORA_INDEX}
@@ -287,7 +289,8 @@ class CheckedExecutor(ExecutorBase):
             result.errors[row.request_id] = "not finite"
             return
         seed = row.seed if row.params.temperature else None
-        token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed, row.lora_from)
+        sees(row)
+        token = result.tokens[row.request_id] = _next_of(row, content, row.token_ids, seed)
         if row.params.logprobs is not None:
             result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
         self._answer_drafts(row, content, seed, result)
@@ -296,17 +299,35 @@ class CheckedExecutor(ExecutorBase):
         drafts = known_and_drafts(row)[len(row.token_ids) :]
         token = result.tokens[row.request_id]
         self._reached["drafts"] += len(drafts)
+        if drafts and row.params.grammar is not None:
+            self._check_grammar(row, drafts)
         for index, draft in enumerate(drafts):
             if token != draft:
                 return
             self._reached["accepted draft"] += 1
+            self._reached["accepted draft of a grammar"] += row.params.grammar is not None
             if index == len(result.after_drafts):
                 result.after_drafts.append(StepResult())
             after = result.after_drafts[index]
-            token = next_token(content, row.token_ids + drafts[: index + 1], seed, row.lora_from)
+            token = _next_of(row, content, row.token_ids + drafts[: index + 1], seed)
             after.tokens[row.request_id] = token
             if row.params.logprobs is not None:
                 after.logprobs[row.request_id] = TokenLogprobs(token, -1.0)
+
+    def _check_grammar(self, row: ScheduledSequence, drafts: Sequence[int]) -> None:
+        """Check that a grammar allows each draft after those before it."""
+        assert row.params.grammar is not None
+        answer = row.token_ids[row.num_prompt_tokens :]
+        for draft in drafts:
+            may = allowed(row.params.grammar, answer)
+            promise(draft in may, "draft {} of {} violates its grammar", draft, row.request_id)
+            self._reached["forced draft"] += len(may) == 1
+            answer.append(draft)
+
+
+def _next_of(row: ScheduledSequence, content: int, tokens: list[int], seed: int | None) -> int:
+    """The token of a row's request that follows `tokens`."""
+    return next_token(content, tokens, seed, row.lora_from, row.params.grammar, row.num_prompt_tokens)
 
 
 def known_and_drafts(row: ScheduledSequence) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from .checked_swaps import CheckedSwaps
 from .engine_run import EngineRun
 from .invariants import Invariants
 from .late_results import late_results
+from .made_up_grammar import made_up
 from .made_up_model import MAX_MODEL_LEN, VOCAB, answer_alone, branched, content_of, empty_memory, kv_before, kv_behind
 from .virtual_reads import VirtualClock, VirtualReads
 
@@ -89,6 +91,8 @@ class CheckedRun(EngineRun):
         self.engine = Engine(config, late_results(self.executor, rng), self.clock, reads, policies)
         proposer.use(self.engine)
         self.predict = lambda: proposer.predict(VOCAB)
+        self._grammars = random.Random(repr(apart.getstate())) if config.speculation != "off" else None
+        """What draws grammars: a source of its own, too."""
         if self.engine.speculation is not None and apart.random() < 0.8:
             self.engine.speculation.cost = cast(Any, Free())
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
@@ -186,6 +190,8 @@ class CheckedRun(EngineRun):
             seed=rng.choice([None, 7]),
             presence_penalty=rng.choice([0.0, 0.0, 0.0, 0.5]),
         )
+        if (source := self._grammars) is not None and source.random() < 0.4:
+            params = replace(params, grammar=made_up(source.randint(0, 4), VOCAB))
         for _ in range(count):
             if not is_one_prompt:
                 own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]

@@ -22,6 +22,7 @@ from chorus.core.scheduling.scheduler import Scheduler
 from chorus.core.scheduling.service import Turns
 from chorus.core.scheduling.step_builder import StepBuilder
 from chorus.core.served_adapters import ServedAdapters
+from chorus.core.speculation.grammar_drafts import GrammarDrafts
 from chorus.core.speculation.speculation import Speculation
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages
@@ -316,6 +317,11 @@ def drafts_without_pages(patch):
     )
 
 
+def drafts_against_the_grammar(patch):
+    """Proposals are not cut where a request's grammar forbids them."""
+    patch.setattr(GrammarDrafts, "allowed", lambda self, request, proposal: proposal)
+
+
 def drafts_beyond_the_budget(patch):
     """Proposed tokens are added to a step that has no tokens left for them."""
     drafts = Speculation.drafts
@@ -352,6 +358,7 @@ FAULTS: tuple[Fault, ...] = (
     turns_forgotten,
     rejected_drafts_computed,
     drafts_without_pages,
+    drafts_against_the_grammar,
     drafts_beyond_the_budget,
 )
 

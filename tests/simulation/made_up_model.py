@@ -7,11 +7,13 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
+from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.types import FinishReason, StepPlan, TokenLogprobs
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.files.manifest import AdapterManifest
 
 from .asked import Asked, Told
+from .made_up_grammar import allowed
 
 VOCAB = 48
 EOS = (0, 1)
@@ -40,10 +42,22 @@ def content_in(manifest: AdapterManifest) -> int:
     return FIRST_COMPOSED + zlib.crc32(repr(parts).encode())
 
 
-def next_token(content: int, tokens: Sequence[int], seed: int | None, changed_from: int = 0) -> int:
-    """Return the token that follows `tokens` with the adapter content. seed: only where the token is sampled."""
+def next_token(
+    content: int,
+    tokens: Sequence[int],
+    seed: int | None,
+    changed_from: int = 0,
+    grammar: Grammar | None = None,
+    prompt: int = 0,
+) -> int:
+    """Return the token that follows `tokens` with the adapter content, among those that a grammar allows.
+
+    seed: only where the token is sampled. prompt: number of tokens before the answer.
+    """
     kv = (content, changed_from) if changed_from else content
-    return zlib.crc32(repr((kv, list(tokens), seed)).encode()) % VOCAB
+    drawn = zlib.crc32(repr((kv, list(tokens), seed)).encode())
+    may = range(VOCAB) if grammar is None else allowed(grammar, tokens[prompt:])
+    return may[drawn % len(may)]
 
 
 def kv_of(content: int, tokens: Sequence[int], changed_from: int = 0) -> list[int]:
@@ -83,9 +97,10 @@ def answer_alone(asked: Asked) -> Told:
     params, prompt, told, content = asked.request.params, asked.prompt, Told(), content_of(asked.adapter)
     seed = asked.request.seed if params.temperature else None
     while told.reason is None:
-        token = next_token(content, prompt + told.tokens, seed, asked.changed_from)
+        token = next_token(content, prompt + told.tokens, seed, asked.changed_from, params.grammar, len(prompt))
         told.tokens.append(token)
-        if token in params.stop_token_ids or (token in EOS and not params.ignore_eos):
+        ends = token in EOS and (not params.ignore_eos or params.grammar is not None)  # nothing goes on after a grammar
+        if token in params.stop_token_ids or ends:
             told.reason = FinishReason.STOP
         elif len(told.tokens) == params.max_tokens or len(prompt) + len(told.tokens) == MAX_MODEL_LEN:
             told.reason = FinishReason.LENGTH

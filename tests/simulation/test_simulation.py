@@ -63,6 +63,8 @@ EVERYWHERE = {
     "answered from the prefix cache",
     "drafts",
     "accepted draft",
+    "forced draft",
+    "accepted draft of a grammar",
     *(f"state {state}" for state in RequestState if state is not RequestState.DONE),
 }
 """Events that the runs must reach, or they check little."""

@@ -32,6 +32,7 @@ from chorus.core.executors.cuda_rank_copies import RankCopies, RankTransfer, TpW
 from chorus.core.executors.cuda_rank_memory import RankDevices
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
 from chorus.core.model.decoder import DecoderModel
+from chorus.core.policies import Policies
 from chorus.core.requests.pooling import from_bytes
 from chorus.core.requests.types import FinishReason
 from chorus.graphs.runner import StepMode
@@ -48,6 +49,7 @@ from ...conftest import Subject
 from ...graphs.late_device import LateDevice
 from ..conftest import Driver, RecordingExecutor, ticking
 from .test_cuda_interpreted import RECIPES, SPEC, ask, check, make_config, merge, saved, tiny  # noqa: F401 - a fixture
+from .test_cuda_speculation_interpreted import PartlyRight
 from .thread_ranks import ThreadProcess
 
 pytestmark = pytest.mark.skipif(not native_library.available(torch.float32), reason="ranks meet by the native library")
@@ -112,10 +114,10 @@ def drive(tiny):  # noqa: F811
     """`drive(adapters=[…], **config)`: an engine on two late devices with those adapters registered."""
     engines = []
 
-    def make(adapters=tuple(RECIPES), reads=None, patience=60.0, it=tiny, **config) -> Driver:
+    def make(adapters=tuple(RECIPES), reads=None, patience=60.0, it=tiny, policies=None, **config) -> Driver:
         settings = config_of(it, **config)
         executor = RecordingExecutor(CudaRanksExecutor(settings, DEVICES, patience))
-        engine = Engine(settings, executor, ticking(), reads or InlineReads())
+        engine = Engine(settings, executor, ticking(), reads or InlineReads(), policies or Policies())
         engines.append(engine)
         for name in adapters:
             engine.store.register(name, it.adapters[name])
@@ -144,6 +146,33 @@ def test_pieces_of_mixed_steps_and_captured_steps(drive, tiny, setting):  # noqa
     check(driver, ask(driver, tiny, ("r17-all", 14, 3), (None, 5, 4), ("r1-qv", 4, 3)))
     first = driver.executor.inner.first
     assert bool(first.captured) == (setting != "off")
+
+
+@pytest.mark.slow
+def test_drafts_are_rows_on_all_ranks(drive, tiny):  # noqa: F811
+    """Greedy and drawn tokens of sequences with and without adapters are those without drafts."""
+    requests = {
+        "r0": ("r17-all", tiny.prompt("r17-all", 4, 8, seed=1), {}),
+        "r1": (None, tiny.prompt(None, 6, 8, seed=2), {"temperature": 1.0, "logprobs": 1}),
+    }
+    found = {}
+    for proposer in (None, PartlyRight(lambda request: found[None][request.id].tokens, 3)):
+        driver = drive(
+            ["r17-all"],
+            policies=Policies(proposer=proposer),
+            speculation="off" if proposer is None else "ngram",
+            max_num_seqs=2,
+            graph_capture="lazy",
+        )
+        for key, (name, prompt, more) in requests.items():
+            driver.add(key, name, prompt, max_tokens=8, seed=4, **more)
+        found[proposer] = driver.drain()
+    assert {key: answer.tokens for key, answer in found[proposer].items()} == {
+        key: answer.tokens for key, answer in found[None].items()
+    }
+    stats = driver.engine.stats()
+    assert 2 < stats.num_accepted_tokens < stats.num_proposed_tokens
+    assert any(plan.num_drafts and plan.bucket for plan in driver.plans)
 
 
 @pytest.mark.slow

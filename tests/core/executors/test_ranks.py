@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -27,6 +29,7 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.model.shard import Shard
 from chorus.core.model.tensor_parts import num_weights
 from chorus.core.model.weights import Weights
+from chorus.core.policies import Policies
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.graphs.runner import StepMode
@@ -38,6 +41,7 @@ from chorus.server.engine.worker import EngineWorker
 
 from ...conftest import ATTENTION, MLP, Subject, save_adapter
 from ...processes import run_python, runs
+from ..speculation.stand_ins import Drawn
 from ..test_parity import add_all, arrive, check, make_cases, make_families
 from ..tiny_families import save_family
 from .thread_ranks import ThreadProcess
@@ -146,6 +150,28 @@ def test_draws_and_scores_are_those_of_one_rank(subject, drive, kernels):
         assert got.tokens == want.tokens
         for ours, theirs in ((got.logprobs, want.logprobs), (got.prompt_logprobs or (), want.prompt_logprobs or ())):
             assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_compute_proposed_tokens(subject, drive, kernels, size):
+    """Of mixed adapters, greedy and drawn, some with log-probabilities: the first rank wants those of drafts, too."""
+    it, answers = subject("tied" if size == 2 else "gqa"), {}
+    ways = ({}, {"temperature": 0.7}, {"logprobs": 2}, {"temperature": 1.0, "logprobs": 0, "prompt_logprobs": 1})
+    for speculation in ("off", "ngram"):
+        policies = Policies(proposer=Drawn(lambda each: answers["off"][each.id].tokens, random.Random(3)))
+        more = {"speculation": speculation, "policies": policies, "max_num_batched_tokens": 40}
+        driver = drive(it, tensor_parallel_size=size, memory_bytes=16 << 20, **more)
+        for index, (way, name) in enumerate(product(ways, (None, "r8-attention", "r33-all"))):
+            prompt = it.prompt(name, 12, 1, seed=index)
+            driver.add(f"r{index}", name, prompt, max_tokens=24, seed=index, **way)
+        answers[speculation] = driver.drain()
+    for name, want in answers["off"].items():
+        got = answers["ngram"][name]
+        assert got.tokens == want.tokens
+        assert [one.logprob for one in got.logprobs] == pytest.approx([one.logprob for one in want.logprobs], abs=1e-4)
+    stats = driver.engine.stats()
+    assert 10 < stats.num_accepted_tokens < stats.num_proposed_tokens
+    assert any(plan.num_drafts and plan.bucket for plan in driver.plans)
 
 
 @pytest.mark.parametrize(("model", "is_async"), [("gqa", False), ("tied", True)])

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.requests.draft_length import LONGEST_PAUSE, MOST_DRAFTS, Chance, DraftLength, most_logits
+from chorus.core.config import EngineConfig
+from chorus.core.requests.draft_length import (
+    LONGEST_PAUSE,
+    MOST_DRAFTED,
+    MOST_DRAFTS,
+    Chance,
+    DraftLength,
+    most_logits,
+)
 
 
 def test_accepted_proposals_become_longer_up_to_a_limit():
@@ -76,8 +85,14 @@ def test_a_length_is_within_its_bounds(share, seed):
     assert steps
 
 
-def test_a_step_of_drafts_has_more_logits():
-    assert most_logits(4) == 4 * (1 + MOST_DRAFTS)
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "most"),
+    [(4, 512, 4 * (1 + MOST_DRAFTS)), (4, 20, 20), (4, 4, 4), (100, 512, MOST_DRAFTED), (300, 512, 300)],
+)
+def test_a_step_of_drafts_has_more_logits(seqs, tokens, most):
+    config = EngineConfig(model=Path("x"), max_num_seqs=seqs, max_num_batched_tokens=tokens, speculation="ngram")
+    assert most_logits(config) == most
+    assert most_logits(config.model_copy(update={"speculation": "off"})) == seqs
 
 
 def test_a_request_begins_with_what_others_had_accepted():

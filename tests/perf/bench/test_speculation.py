@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,34 @@ def test_a_load_that_is_copied_takes_fewer_steps(capsys):
         assert found["on"] > found["off"] and 0 < found["accepted"] <= found["proposed"]
         assert found["share"] == found["accepted"] / found["proposed"]
     assert one["off"] == 1
+
+
+class Clocked:
+    """A stand-in of a runner that generates `each` tokens a step, of `total`; each step takes `seconds`."""
+
+    def __init__(self, name, each, total, seconds, log):
+        self.name, self.each, self.total, self.seconds, self.log = name, each, total, seconds, log
+
+    def begin(self, prompts):
+        self.num_tokens, self.spent = 0, 0.0
+
+    def has_work(self):
+        return self.num_tokens < self.total
+
+    def step(self):
+        self.log.append(self.name)
+        self.num_tokens, self.spent = self.num_tokens + self.each, self.spent + self.seconds
+
+
+def test_runs_with_and_without_alternate_by_steps():
+    """By the tokens generated, so that both are at the same token when others have the processor."""
+    log = []
+    runners: dict[str, Any] = {"off": Clocked("off", 1, 9, 2.0, log), "ngram": Clocked("ngram", 3, 9, 2.5, log)}
+    assert speculation.run_together(runners, []) == {"off": 18.0, "ngram": 7.5}
+    assert log == ["off", "ngram", "off", "off", *["off", "ngram", "off", "off"] * 2]
+    log.clear()
+    speculation.run_together(dict(reversed(runners.items())), [])
+    assert log[:3] == ["ngram", "off", "off"]
 
 
 def test_answers_that_differ_miss_the_bar(capsys, monkeypatch):
@@ -55,7 +86,7 @@ def test_texts_of_a_file_are_copied_and_free(capsys, tmp_path):
 def test_a_model_needs_texts(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path)])
-    assert "--model needs --prompts" in capsys.readouterr().err
+    assert "--model needs --prompts or --data" in capsys.readouterr().err
 
 
 def test_without_proposals_nothing_is_shared(capsys, monkeypatch):
@@ -79,6 +110,37 @@ def test_loads_are_parts_of_all_files_and_chats_are_prompts(tmp_path):
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_chats(chats, 2, [None, "n"], 40, encode)
     assert [(name, bytes(tokens).decode()) for name, tokens in found] == [(None, "x" * 30), ("n", "y" * 40)]
+
+
+def test_one_command_runs_all_judged_loads(capsys, tmp_path):
+    """In both dtypes, of one row and of several; each ratio is beside its bar."""
+    (tmp_path / "prompts").mkdir()
+    for name in speculation.JUDGED_PROMPTS:
+        (tmp_path / "prompts" / name).write_text((json.dumps({"question": "abcdefgh" * 5}) + "\n") * 3)
+    chat = json.dumps({"requests": [{"prompt": "how are you today? " * 3}]})
+    (tmp_path / "prompts" / speculation.JUDGED_CHATS).write_text((chat + "\n") * 6)
+    model = tmp_path / "model"
+    shutil.copytree(BUILTIN_MODEL, model)
+    main(
+        [
+            *FLAGS,
+            "--model",
+            str(model),
+            "--adapters",
+            str(BUILTIN_ADAPTERS),
+            "--data",
+            str(tmp_path),
+            "--max-tokens",
+            "8",
+        ]
+    )
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])["results"]
+    judged = list(product(("float32", "bfloat16"), ("copying", "free", "chats"), (1, 3)))
+    assert [(each["dtype"], each["load"], each["rows"]) for each in found] == judged
+    assert all(each["same"] for each in found if "same" in each)
+    for dtype, load, rows in judged:
+        assert f"{dtype}, {load}, {rows} rows: time off over on" in out
 
 
 def test_copying_alone_has_the_highest_bar():
