@@ -20,7 +20,7 @@ from .launch_triton import KernelLauncher
 
 @triton.jit
 def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_stride, C: tl.constexpr):
-    """y[p, n] = Σ_k x[p // per_row, k] · weight[e, n, k] + bias[e, n], rounded, for the pairs p of each tile's expert e.
+    """y[p, n] = Σ_k x[p // per_row, k] · weight[e, n, k] + bias[e, n], rounded, for pairs p of each tile's expert e.
 
     Grid (tiles, blocks of columns). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride apart.
     weight: [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see `ExpertTiles`, as for the others. C:
