@@ -180,9 +180,6 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
-    has_module_tables = False
-    """Whether steps of every model have tables of its projections; else those of mixtures have none."""
-
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -195,8 +192,8 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model, config.tokenizer), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
-        names = [each.name for each in model.projections]
-        if (model.experts is None or self.has_module_tables) and len(names) > MAX_MODULES:
+        names = [each.name for each in model.projections if not each.is_of_mixture]  # of others there are no tables
+        if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
                 f"them, so the model can't be served: {', '.join(names)}"

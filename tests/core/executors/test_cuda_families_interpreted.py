@@ -35,8 +35,15 @@ EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
 
 #: Multipliers, and layers side by side; scale, norms around, a partial and interleaved rope, a soft cap.
 DENSE = ["granite", "cohere-2", *(["glm-4", "gemma-2", "olmo-2"] if EVERY else [])]
-#: Mixtures of experts: a plain one, one with dense layers between, and one with biases, sinks and windows.
-MIXTURES = ["mixtral", "qwen3-moe-mixed", "gpt-oss", *(["olmoe", "granite-moe"] if EVERY else [])]
+#: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
+#: states.
+MIXTURES = [
+    "mixtral",
+    "qwen3-moe-mixed",
+    "gpt-oss",
+    "qwen3.5-moe",
+    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
+]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
 #: With one launch for a step's pieces, and with captured ones.
