@@ -239,8 +239,8 @@ class SgmvTables:
     def _entries(self, rows: AdapterRows) -> tuple[np.ndarray, ...]:
         """An adapter's rows of `first_elem`, `offsets`, `places` and `pages`."""
         offsets = np.full(OFFSETS_WIDTH, -1, np.int32)
-        offsets[: len(rows.a_offset)] = rows.a_offset
-        offsets[OFFSETS_B : OFFSETS_B + len(rows.b_offset)] = rows.b_offset
+        for begin, of_modules in ((0, rows.a_offset[:MAX_MODULES]), (OFFSETS_B, rows.b_offset[:MAX_MODULES])):
+            offsets[begin : begin + len(of_modules)] = of_modules
         pages = np.array(rows.pages, dtype=np.int32)
         return np.array(rows.first_elem, dtype=np.int64), offsets, self._places(rows, pages), pages
 
@@ -252,8 +252,8 @@ class SgmvTables:
         return np.concatenate([np.where(begin < 0, -1, at)[:, :, None], near], axis=2).astype(np.int32)
 
     def _check(self, rows: AdapterRows) -> None:
-        if len(rows.a_offset) > MAX_MODULES:
-            raise ValueError(f"an adapter has {len(rows.a_offset)} modules, but the tables hold {MAX_MODULES}")
+        if any(offset >= 0 for offset in rows.a_offset[MAX_MODULES:]):
+            raise ValueError(f"an adapter changes a module beyond the {MAX_MODULES} that the tables hold")
         if rows.rank > self.max_rank:
             raise ValueError(f"rank {rows.rank} is above the tables' {self.max_rank}")
         if len(rows.pages) > self.pages.shape[1]:

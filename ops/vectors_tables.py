@@ -96,6 +96,6 @@ class VectorTables:
         """An adapter's rows of `first` and `pages`."""
         assert rows.vectors is not None
         first = np.full(self.first.shape[1:], -1, np.int64)
-        places = np.array(rows.vectors, np.int64)
+        places = np.array(rows.vectors, np.int64)[:, :MAX_MODULES]  # those behind are of experts, without vectors
         first[:, : places.shape[1]] = np.where(places < 0, -1, places // self._per_value)
         return first, np.array(rows.pages, np.int32)

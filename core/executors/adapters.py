@@ -142,6 +142,11 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
             f"{path}: adds tokens beyond the base model's vocabulary, which a GPU does not serve; set device to 'cpu', "
             "or resize the base model's vocabulary and serve that"
         )
+    if targets := manifest.mixture_targets:
+        raise AdapterFormatError(
+            f"{path}: changes {', '.join(targets)}, parts of a mixture of experts, which a GPU serves alone; "
+            "set device to 'cpu', or train attention and dense layers alone"
+        )
     if manifest.rank > max_rank:
         raise AdapterFormatError(
             f"{path}: has rank {manifest.rank}, above max_lora_rank {max_rank}; raise max_lora_rank"

@@ -180,9 +180,6 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
-    has_experts = True
-    """Whether steps can compute a mixture of experts."""
-
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -195,16 +192,11 @@ class ModelExecutor(ExecutorBase):
         self.whole, self.shard = read_model_config(config.model, config.tokenizer), shard
         """Shapes of the share; `whole` has those of the whole model."""
         self.config = model = shard.config(self.whole)
-        names = [each.name for each in model.projections]
-        if model.experts is None and len(names) > MAX_MODULES:  # torch, which computes experts, has no such tables
+        names = [each.name for each in model.projections if not each.is_of_mixture]  # of others there are no tables
+        if len(names) > MAX_MODULES:
             raise UnsupportedModel(
                 f"adapters could change {len(names)} projections of {config.model}, but tables hold {MAX_MODULES} of "
                 f"them, so the model can't be served: {', '.join(names)}"
-            )
-        if model.experts is not None and not self.has_experts:
-            raise UnsupportedModel(
-                f"device is {config.device!r}, and the model has {model.experts.count} experts, which are served on "
-                "CPUs alone; set device to 'cpu'"
             )
         stored = self.whole.weight_format
         self.quantiser = quantiser_of(config.quantization, config.quantize_lm_head, stored, model.num_experts)

@@ -28,6 +28,7 @@ from ..model.added_tokens import StepLogits, part_runs, prompt_runs, sample_with
 from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, capped
+from ..model.experts import ExpertKernels
 from ..model.native_decoder import NativeDecoderModel
 from ..model.open_weights import open_weights
 from ..model.paged_states import PagedStates
@@ -113,7 +114,7 @@ class CpuExecutor(ModelExecutor):
                 self.warn_if_dequantised("PyTorch's operators multiply")
                 self.decoder = decoder = DecoderModel(
                     self.config, weights, self.arena, max_model_len=max_model_len, dtype=products, ranks=ranks,
-                    native_products=config.cpu_kernels != "torch",
+                    expert_kernels=ExpertKernels.TORCH if config.cpu_kernels == "torch" else ExpertKernels.NATIVE,
                 )  # fmt: skip
                 self.steps = TorchSteps(decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)

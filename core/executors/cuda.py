@@ -30,6 +30,7 @@ from ...ops.attention_backend import (
 from ..config import EngineConfig
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, scores_of, stays_narrow
+from ..model.experts import ExpertKernels
 from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
@@ -81,12 +82,22 @@ class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
     state_slots = 3
-    has_experts = False
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""
         self._device = device
         super().__init__(config, shard)
+        if not (experts := self.config.num_experts):
+            return
+        for name, value, plain in (
+            ("tensor_parallel_size", shard.size, 1),
+            ("offload_workers", config.offload_workers, 0),
+        ):
+            if value != plain:
+                raise UnsupportedModel(
+                    f"{name} is {value}, and the model has {experts} experts, which GPUs serve with {plain} only; "
+                    f"set it to {plain}, or device to 'cpu'"
+                )
 
     def _within_window(self, config: EngineConfig) -> bool:
         """Where FlashInfer can't serve: beyond a window, prompts attend by PyTorch's operators, slowly."""
@@ -274,7 +285,9 @@ class CudaExecutor(CudaShapes):
         ) as weights:
             weights.keeps = stays_narrow if self._keeps_narrow else None
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
-            return DecoderModel(self.config, weights, arena, self.model.max_model_len)
+            return DecoderModel(
+                self.config, weights, arena, self.model.max_model_len, expert_kernels=ExpertKernels.TILES
+            )
 
     def _make_steps(self, decoder: DecoderModel) -> CudaSteps:
         """Make the static buffers, and choose the attention backend."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
 
@@ -15,7 +15,6 @@ from ...memory.pages.arena import Arena
 from ...ops import expert_products
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
-from ...ops.expert_products import Matrix, Panels
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
@@ -25,7 +24,7 @@ from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, HeadLora, StepBatch, StepLora, StepStates, lora_groups
 from .config import ModelConfig
-from .experts import ExpertWeights
+from .experts import ExpertKernels, ExpertWeights, kept_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -82,15 +81,14 @@ class DecoderModel:
         dtype: torch.dtype | None = None,
         ranks: Collectives | None = None,
         *,
-        native_products: bool = True,
+        expert_kernels: ExpertKernels = ExpertKernels.NATIVE,
     ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens. Projections stay narrow if `weights.keeps` any.
 
         dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
         as they are. None: they compute in the weights' own dtype and layout. ranks: the ranks that compute a layer's
-        shares with this one; `config` is of a share. Each has its columns of the logits. native_products: experts are
-        multiplied by the native library where it is there; False: by torch's operators.
+        shares with this one; `config` is of a share. Each has its columns of the logits.
         """
         self.config = config
         self._ranks = ranks
@@ -108,8 +106,10 @@ class DecoderModel:
             self._lm_head = self._embed
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        pack_expert = partial(expert_products.pack, take=hugepages.Pieces().take) if native_products else pack
-        self.layers = [_moved(layer, config.norm, device, dtype, pack_expert) for layer in weights.layers(kept)]
+        by_library = expert_kernels is ExpertKernels.NATIVE
+        pack_expert = partial(expert_products.pack, take=hugepages.Pieces().take) if by_library else pack
+        keep_experts = partial(kept_experts, dtype=dtype, device=device, kernels=expert_kernels, pack=pack_expert)
+        self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
         self._norm = _moved_norm(weights.norm(), config.norm, device, dtype)
@@ -492,7 +492,11 @@ def scores_of(mixer: AttentionSpec | None, max_model_len: int) -> Scores:
 
 
 def _moved(
-    layer: LayerWeights, norm: NormSpec, device: torch.device, dtype: torch.dtype, pack_expert: expert_products.Pack
+    layer: LayerWeights,
+    norm: NormSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    keep_experts: Callable[[ExpertWeights], ExpertWeights],
 ) -> LayerWeights:
     """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
@@ -500,7 +504,7 @@ def _moved(
         if isinstance(part, DeltaWeights):
             layer.delta = _moved_delta(part, device)
         elif isinstance(part, ExpertWeights):
-            layer.experts = _moved_experts(part, dtype, pack_expert)
+            layer.experts = keep_experts(part)
         elif part is not None and not isinstance(part, NarrowWeight) and not part.is_mkldnn:
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
@@ -509,28 +513,6 @@ def _moved(
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:
     return DeltaWeights(*(getattr(delta, field.name).to(device) for field in fields(delta)))
-
-
-def _moved_experts(experts: ExpertWeights, dtype: torch.dtype, pack_expert: expert_products.Pack) -> ExpertWeights:
-    """What chooses among experts stays float32. Matrices are packed, one by one, so that memory has no two forms of a
-    layer's.
-    """
-
-    def packed(weight: Matrix) -> Matrix:
-        if isinstance(weight, Panels):
-            raise TypeError("a layer's experts are packed already")
-        return pack_expert(weight.to(dtype))
-
-    for matrices in (experts.gate_up, experts.down):
-        for index, weight in enumerate(matrices):
-            matrices[index] = packed(weight)
-    biases = ("gate_up_bias", "down_bias")
-    return replace(
-        experts,
-        shared_gate_up=None if experts.shared_gate_up is None else packed(experts.shared_gate_up),
-        shared_down=None if experts.shared_down is None else packed(experts.shared_down),
-        **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
-    )
 
 
 def _moved_norm(weight: torch.Tensor, norm: NormSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

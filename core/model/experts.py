@@ -7,15 +7,18 @@ from the best to the worst.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from ...memory.pages.projections import Group
+from ...ops import expert_products, expert_tiles, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
-from ...ops.expert_products import Matrix, multiply_each
+from ...ops.expert_products import Matrix, Panels, multiply_each
+from ...ops.expert_tiles import ExpertTiles, Stack
 from .layers import Activation, ClampedSwiglu, Experts, Routing, Scoring
 from .mixture_lora import MixtureLora
 
@@ -32,10 +35,10 @@ class ExpertWeights:
     router: torch.Tensor
     """`[experts, hidden]`, float32."""
 
-    gate_up: list[Matrix]
-    """Of each expert `[2·size, hidden]`."""
+    gate_up: list[Matrix] | Stack
+    """Of each expert `[2·size, hidden]`; a stack has the biases, too."""
 
-    down: list[Matrix]
+    down: list[Matrix] | Stack
     """Of each expert `[hidden, size]`."""
 
     correction: torch.Tensor | None = None
@@ -58,6 +61,60 @@ class ExpertWeights:
 
     down_bias: Sequence[torch.Tensor] | None = None
     """Of each expert `[hidden]`."""
+
+
+class ExpertKernels(StrEnum):
+    """What multiplies experts."""
+
+    NATIVE = "native"
+    """The native library, where it is there."""
+
+    TORCH = "torch"
+    """oneDNN, or torch where it has none."""
+
+    TILES = "tiles"
+    """A kernel that multiplies all experts of a layer in one launch, on a GPU."""
+
+
+def kept_experts(
+    experts: ExpertWeights, dtype: torch.dtype, device: torch.device, kernels: ExpertKernels, pack: expert_products.Pack
+) -> ExpertWeights:
+    """A layer's experts, as they are read from a checkpoint, in the form that kernels take. What chooses among them
+    stays float32. pack: packs a matrix for kernels on a CPU.
+
+    Matrices are converted one by one, so that memory has no two forms of a layer's.
+    """
+    found = {
+        "router": experts.router.to(device) if kernels is ExpertKernels.TILES else packed_gemm.pack(experts.router),
+        **{name: each.to(device) for name in _CHOOSING if (each := getattr(experts, name)) is not None},
+    }
+    for name, biases in (("gate_up", experts.gate_up_bias), ("down", experts.down_bias)):
+        matrices = getattr(experts, name)
+        if not isinstance(matrices, list) or any(isinstance(each, Panels) for each in matrices):
+            raise TypeError("a layer's experts are packed already")
+        if kernels is ExpertKernels.TILES:
+            found |= {name: _stacked(matrices, biases, dtype, device), f"{name}_bias": None}
+            continue
+        for index, weight in enumerate(matrices):
+            matrices[index] = pack(weight.to(dtype))
+        found[f"{name}_bias"] = None if biases is None else [each.to(dtype) for each in biases]
+    for name in ("shared_gate_up", "shared_down"):
+        if (shared := getattr(experts, name)) is not None:
+            found[name] = shared.to(device, dtype) if kernels is ExpertKernels.TILES else pack(shared.to(dtype))
+    return replace(experts, **found)
+
+
+#: Parts that choose among experts, but for the router.
+_CHOOSING = "correction", "shared_gate", "router_bias"
+
+
+def _stacked(
+    matrices: list[torch.Tensor], biases: Sequence[torch.Tensor] | None, dtype: torch.dtype, device: torch.device
+) -> Stack:
+    data = torch.empty((len(matrices), *matrices[0].shape), dtype=dtype, device=device)
+    for place, weight in zip(data, matrices, strict=True):
+        place.copy_(weight)
+    return Stack(data, None if biases is None else torch.stack(list(biases)).to(device, dtype))
 
 
 class ExpertChoice(NamedTuple):
@@ -92,7 +149,7 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The scores, with -inf for experts outside the groups that each token may choose from."""
     groups = ranked.view(len(ranked), routing.groups, -1)
     best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.kept_groups, dim=-1).indices
-    kept = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter_(1, best, True)
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(ranked)
 
 
@@ -129,6 +186,8 @@ def _outputs(
 ) -> torch.Tensor:
     """What each row's experts give `[rows, per_token, hidden]`."""
     rows, per_token = chosen.shape
+    if isinstance(weights.gate_up, Stack) or isinstance(weights.down, Stack):
+        return _outputs_by_tiles(x, chosen, weights, spec).view(rows, per_token, -1)
     by_expert = chosen.flatten().argsort(stable=True)  # places in `chosen`
     counts = chosen.flatten().bincount(minlength=spec.count).tolist()
     used = [expert for expert, count in enumerate(counts) if count]
@@ -151,6 +210,15 @@ def _outputs(
     found = x.new_empty(rows * per_token, x.shape[1])
     found[by_expert] = _through(x[tokens], parts, spec.activation, added)
     return found.view(rows, per_token, -1)
+
+
+def _outputs_by_tiles(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeights, spec: Experts) -> torch.Tensor:
+    """What each row's experts give `[rows · per_token, hidden]`; the host never learns which they are."""
+    if not isinstance(weights.gate_up, Stack) or not isinstance(weights.down, Stack):
+        raise TypeError("all of a layer's experts are in stacks, or none")
+    tiles = ExpertTiles.of(chosen, spec.count)
+    y = expert_tiles.multiply(x, weights.gate_up, tiles, spec.routing.per_token)
+    return expert_tiles.multiply(_activated(y, spec.activation), weights.down, tiles, 1)
 
 
 class _Parts(NamedTuple):

@@ -51,7 +51,7 @@ class LaunchState(Protocol):
     product_of: tuple[tuple[int, ...], ...]
     offloaded: StepOffload | None
 
-    def sgmvs(self, schedule: Schedule, /) -> list[Sgmv]: ...
+    def sgmvs(self, schedule: Schedule, /) -> dict[int, Sgmv]: ...
 
     def scale(self, group: int, y: torch.Tensor, layer: int, *, undo: bool, compile_only: bool = False) -> None: ...
 
@@ -150,12 +150,12 @@ class LoraLaunches:
         return found if most <= min(self._state.tables.max_tiles, _MAX_GRID) else None
 
     @cached_property
-    def _products(self) -> list[Sgmv]:
+    def _products(self) -> dict[int, Sgmv]:
         return self._state.sgmvs(self.schedule)
 
     @cached_property
-    def _tail_products(self) -> list[Sgmv]:
-        return [] if self.tail is None else self._state.sgmvs(self.tail.schedule)
+    def _tail_products(self) -> dict[int, Sgmv]:
+        return {} if self.tail is None else self._state.sgmvs(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the LoRA terms of the first `num_tiles` tiles of each pass for a group's projections, and those of the
@@ -208,7 +208,7 @@ class LoraLaunches:
         return self._state.prompt_logits()
 
     def mixture(self, layer: int) -> None:
-        """GPUs serve no mixtures of experts."""
+        """GPUs serve no adapters on mixtures of experts."""
 
     def offload(self, group: int, x: torch.Tensor, layer: int) -> None:
         """See `StepLora.offload`."""

@@ -98,12 +98,14 @@ class CudaLoraState(LoraState):
         self._projections = config.projections
         self.products = config.projections.products
         """The different products of the model's layers."""
+        self._launched = {index: each for index, each in enumerate(self.products) if each.modules}
+        """Those with modules: a layer with experts has none for its gate, up and down."""
         self.product_of = config.projections.product_of
         """Indices in `products`, by layer and group."""
         self._usual_parts = len(uniform_parts(self._projections, self.max_rank))
         widest = self._widest()
-        self._products: dict[Schedule, list[Sgmv]] = {}
-        self._scales: dict[bool, list[ScaleRows]] = {}
+        self._products: dict[Schedule, dict[int, Sgmv]] = {}
+        self._scales: dict[bool, dict[int, ScaleRows]] = {}
         self.offloading: Callable[[Segments, Sequence[int], SgmvTables], StepOffload | None] | None = None
         """Chooses the segments of a step with prompts to offload; called with the segments, the `lora_index` of each,
         and the tables.
@@ -160,7 +162,7 @@ class CudaLoraState(LoraState):
     def use_arena(self, arena: torch.Tensor) -> None:
         """From now on, read adapters from another arena of the same layout."""
         self.arena = arena
-        for product in itertools.chain(*self._products.values(), *self._scales.values()):
+        for product in (one for made in (*self._products.values(), *self._scales.values()) for one in made.values()):
             product.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
@@ -298,12 +300,15 @@ class CudaLoraState(LoraState):
             variant=Variant(scales, eager=eager),
         )
 
-    def sgmvs(self, schedule: Schedule) -> list[Sgmv]:
-        """Return a schedule's launches for each of the model's `products`, made once."""
+    def sgmvs(self, schedule: Schedule) -> dict[int, Sgmv]:
+        """Return a schedule's launches by the index of the product, made once."""
         if (found := self._products.get(schedule)) is None:
             from ...ops.sgmv_triton import Sgmv  # needs triton
 
-            found = [Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule) for each in self.products]
+            found = {
+                index: Sgmv(self.arena, self.tables, each.modules, each.inputs, schedule)
+                for index, each in self._launched.items()
+            }
             self._products[schedule] = found
         return found
 
@@ -312,7 +317,10 @@ class CudaLoraState(LoraState):
         if (found := self._scales.get(undo)) is None:
             from ...ops.vectors_triton import ScaleRows  # needs triton
 
-            found = [ScaleRows(self.arena, self._vectors, each.modules, undo=undo) for each in self.products]
+            found = {
+                index: ScaleRows(self.arena, self._vectors, each.modules, undo=undo)
+                for index, each in self._launched.items()
+            }
             self._scales[undo] = found
         found[self.product_of[layer][group]](y, layer, compile_only=compile_only)
 
@@ -380,7 +388,7 @@ class CudaLoraState(LoraState):
         found: dict[int, tuple[int, int]] = {}
         for place in itertools.product(range(self._num_layers), LAYER_GROUPS):
             found.setdefault(self.product_of[place[0]][place[1]], place)
-        return [(place, self.products[index]) for index, place in found.items()]
+        return [(place, self._launched[index]) for index, place in found.items() if index in self._launched]
 
     def _whole(self, rank: int) -> tuple[tuple[AdapterPart, ...], AdapterLayout]:
         """Make an adapter of one rank that changes everything, and its layout."""
@@ -388,20 +396,26 @@ class CudaLoraState(LoraState):
         return parts, AdapterLayout.build(parts, self._projections, self._page_elems, self._itemsize)
 
     def _widest(self) -> AdapterLayout:
-        """The layout of the largest adapter: on every module of the layers and of the model, with vectors and with all
-        rows that it may have of its own.
+        """The layout of the largest adapter: on every module of the layers, outside mixtures of experts, and of the
+        model, with vectors and with all rows that it may have of its own.
         """
         its = self._projections
-        parts = list(uniform_parts(its, self.max_rank, targets=[each.name for each in its if not each.is_rows]))
+        names = [each.name for each in its if not (each.is_rows or each.is_of_mixture)]
+        parts = list(uniform_parts(its, self.max_rank, targets=names))
         own = [each.name for each in its if each.is_rows]
         parts += [AdapterPart(MAX_TRAINED_ROWS, 1.0, its.layers_of(name), (name,)) for name in own]
-        vectors = [VectorTarget(layer, name) for layer in range(its.num_layers) for name in its.names_in(layer)]
+        vectors = [
+            VectorTarget(layer, name)
+            for layer in range(its.num_layers)
+            for name in its.names_in(layer)
+            if name not in its.mixture
+        ]
         return AdapterLayout.build(parts, its, self._page_elems, self._itemsize, vectors=vectors)
 
     def _widest_slab(self) -> int:
         """The most elements that a rank-row of a layer may have."""
         layers = dict.fromkeys(self._projections.layers)
-        names = ([projection.name for projection in layer] for layer in layers)
+        names = ([each.name for each in layer if not each.is_of_mixture] for layer in layers)
         return max(SlabLayout.build(self._projections, targets, self._itemsize).slab_elems for targets in names)
 
     def _possible(self) -> dict[Schedule, int]:
@@ -419,7 +433,7 @@ class CudaLoraState(LoraState):
     def _scratch(self, tokens: int, schedule: Schedule) -> int:
         return max(
             SgmvTables.scratch_elems(schedule.splits(each.inputs), tokens, len(each.modules), self.max_rank)
-            for each in self.products
+            for each in self._launched.values()
         )
 
 

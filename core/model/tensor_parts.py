@@ -28,6 +28,8 @@ ROUTER, CORRECTION = "mlp.gate", "mlp.gate.e_score_correction_bias"
 SHARED, SHARED_GATE = "mlp.shared_expert", "mlp.shared_expert_gate"
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
+_OF_EXPERTS = re.compile(rf"\.(mlp\.experts\.\d+|{re.escape(SHARED)})\.")
+
 #: What chooses among experts is quantised only where it is stored so: many tools leave it out without a word.
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 
@@ -111,6 +113,11 @@ def _delta_shapes(mixer: GatedDeltaSpec) -> dict[str, tuple[int, ...]]:
         "linear_attn.A_log": (mixer.num_v_heads,),
         "linear_attn.norm.weight": (mixer.v_dim,),
     }
+
+
+def is_of_expert(name: str) -> bool:
+    """True for a part of an expert, or of the shared one, by its name in `tensor_shapes`."""
+    return _OF_EXPERTS.search(name) is not None
 
 
 class Source(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ...ops.gated_delta import DeltaWeights
-from ...ops.packed_gemm import pack as pack_on_cpu
 from .config import ModelConfig, UnsupportedModel
 from .experts import ExpertWeights
 from .layer_weights import LayerWeights
@@ -39,6 +38,7 @@ from .tensor_parts import (
     SHARED_GATE,
     SINKS,
     Source,
+    is_of_expert,
     kept_bytes,
     part_shape,
     shard_shape,
@@ -186,7 +186,7 @@ class Weights(ABC):
 
         paths = [f"mlp.experts.{number}" for number in range(spec.count)]
         return ExpertWeights(
-            router=pack_on_cpu(self._read(f"{at}{ROUTER}.weight", dtype=torch.float32)),
+            router=self._read(f"{at}{ROUTER}.weight", dtype=torch.float32),
             gate_up=[matrix(path, "gate_proj", "up_proj") for path in paths],
             down=[matrix(path, "down_proj") for path in paths],
             correction=self._read(at + CORRECTION, dtype=torch.float32) if spec.routing.corrected else None,
@@ -343,7 +343,7 @@ class WeightLoader(Weights):
     def num_bytes_kept(self) -> int:
         num_bytes = super().num_bytes_kept
         if self.keeps is not None:
-            for name in self._shapes:
+            for name in (each for each in self._shapes if not is_of_expert(each)):  # these are dequantised
                 source, dense = self._sources[name].name, self._dense_bytes(name)
                 if source in self._quantised:
                     share = self._shape([name]).numel() / math.prod(self._stored[source])

@@ -179,7 +179,8 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups.
+    """The table of a model. A projection's index in it is its id everywhere; it is in the order of groups, those of
+    mixtures of experts behind the model's own: tables with room for few projections leave them out.
 
     Raises ValueError for projections of one name that are not equal.
     """
@@ -294,7 +295,9 @@ class Projections:
         first: dict[str, Projection] = {}
         for projection in (projection for layer in self.layers for projection in layer):
             first.setdefault(projection.name, projection)
-        return (*sorted(first.values(), key=lambda projection: projection.group), *self.model)
+        own = sorted(first.values(), key=lambda projection: projection.group)
+        mixture = [each for each in own if each.is_of_mixture]
+        return (*(each for each in own if not each.is_of_mixture), *self.model, *mixture)
 
     @cached_property
     def _ids(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...ops import elementwise_schedule, gated_delta_schedule, sampling_schedule
+from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
 from ...ops.attention_schedule import attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
@@ -267,6 +267,32 @@ def _attention(
     )
 
 
+def _experts(d_in: int, d_out: int, rows: int, *, per_row: int, bias: bool = False) -> Elementwise:
+    """Products of all experts of a layer with 128 of them. rows: of a step."""
+    its = expert_tiles_schedule
+    constants = its.tile_constants(d_in, d_out, its.tile_rows(rows), 2, per_row=per_row, experts=128, bias=bias)
+    return Elementwise(
+        "expert_tiles_triton",
+        "multiply_tiles",
+        constants={"C": constants},
+        options=its.tile_options(constants),
+        own=("y", "x", "weight", "bias"),
+        others={**dict.fromkeys(("pairs", "expert_of", "first_of", "end_of"), "*i32"), **_strides("x")},
+        pointer="weight",
+    )
+
+
+#: Of Qwen3-30B-A3B's shapes, with few rows and with many.
+EXPERTS = {
+    f"{name}.{rows}": _experts(*shape, rows, per_row=per_row, bias=name == "experts.biased")
+    for name, shape, per_row in (
+        ("experts.gu", (2048, 1536), 8),
+        ("experts.down", (768, 2048), 1),
+        ("experts.biased", (2880, 5760), 4),
+    )
+    for rows in (64, 2048)
+}
+
 _DRAWN = {"logits": "*fp32", "entries": "*fp64", "row_stride": "i32"}
 _PEAKS = {"peaks": "*fp32", "lows": "*fp32"}
 _SUMS = {"sums": "*fp64"}
@@ -322,7 +348,7 @@ VECTORS = {
 }
 
 #: Launches that read no rank-rows.
-PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS
+PLAIN = ELEMENTWISE | WIDENED | PRODUCTS | DRAWS | DELTAS | VECTORS | EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,6 +503,9 @@ def plain_variants() -> Iterator[Variant]:
             its: small.GemmConstants = launch.constants["C"]
             most = small.MAX_EXPANDED_ROWS if its.parts else small.MAX_ROWS
             yield Variant(launch.kernel, group, dtype, min(its.block_t, most))
+    for group, launch in EXPERTS.items():
+        for dtype in ("bf16", "fp16"):
+            yield Variant(launch.kernel, group, dtype, launch.constants["C"].block_t)
     for group, launch in DRAWS.items():
         yield Variant(launch.kernel, group, "fp32", 64)
     for group, launch in VECTORS.items():

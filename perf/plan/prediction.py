@@ -108,25 +108,24 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             f"--model {directory}: dtype is {model.dtype}, which a GPU's published bf16 rate does not cover; give a "
             "checkpoint in bfloat16, or measure one with `chorus profile` and give --gpu profile:FILE"
         )
-    if model.experts is not None:
-        raise PlanError(
-            f"--model {directory}: it has {model.num_experts} experts, which are served on CPUs alone; "
-            "measure a profile there with `chorus profile` and give --gpu profile:FILE"
-        )
     size, layers = _BYTES[model.dtype], model.num_layers
-    in_layers = model.projections.num_weights
+    every = [each for layer in model.projections.layers for each in layer]
+    in_experts = sum(each.num_weights for each in every if each.experts)
+    in_layers = sum(each.num_weights for each in every) - in_experts
+    share = model.experts.share_per_token if model.experts else 0.0
+    used = in_layers + share * in_experts  # of one token
     in_head = model.vocab_size * model.hidden_size
-    weights = size * (in_layers + in_head * (1 if model.tie_word_embeddings else 2))
+    weights = size * (in_layers + in_experts + in_head * (1 if model.tie_word_embeddings else 2))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
     attention = len(model.attention_layers)
     kv_bytes = 2 * attention * model.kv_size * size
-    floor = size * (in_layers + in_head) / read
+    floor = size * (used + in_head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
         "ragged": RAGGED_PER_LAYER * layers,
         "weights": size * in_layers / read,
-        "per_token": 2 * in_layers / (multiply * PREFILL_MULTIPLY),
+        "per_token": 2 * used / (multiply * PREFILL_MULTIPLY),
         "head": size * in_head / read,
         "per_logits": 2 * in_head / multiply,
         "per_row": ROW_PER_LAYER * layers,
@@ -136,6 +135,8 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
         "per_token_rank": 2 * per_rank / (multiply * LORA_MULTIPLY),
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
     }
+    if share:
+        step |= {"experts": size * in_experts / read, "expert_share": share}
     return Profile(
         name=f"{directory.resolve().name}-{gpu.name}",
         device=gpu.name,

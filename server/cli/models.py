@@ -79,7 +79,7 @@ def described(directory: Path) -> list[str]:
         shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""
         lines.append(
             f"{count} layers have {experts.count} experts of {experts.size}, {experts.routing.per_token} for each token"
-            f"{shared}; they are served {EXPERTS_NOTE}"
+            f"{shared}; {EXPERTS_NOTE}"
         )
     for (window, rope), count in kinds.items():
         seen = "all tokens" if window is None else f"the last {window:,} tokens"

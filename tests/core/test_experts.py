@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from chorus.core.config import EngineConfig
+from chorus.core.executors.adapters import check_tables
 from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model import experts as mixture
 from chorus.core.model.config import UnsupportedModel
@@ -29,6 +30,7 @@ from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native_library
 from chorus.ops.expert_products import Panels, unpack
 
+from ..graphs.host_device import HostDevice
 from .merging.test_merged import merge
 from .test_families import executor_of, logits_of
 from .test_family_paths import EVERY, answers, told
@@ -317,9 +319,32 @@ def test_ranks_that_can_not_have_equal_shares_of_experts_are_refused(tmp_path, c
     assert Shard(0, 2).config(config).experts.size == config.experts.size // 2
 
 
-def test_gpus_refuse_experts(tiny):
-    with pytest.raises(UnsupportedModel, match=r"device is 'cuda:0', and the model has 16 experts, .*CPUs alone"):
-        CudaShapes(settings(tiny("qwen3-moe").model, device="cuda:0"), device=None)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("family", "size", "changes", "why"),
+    [
+        (
+            "qwen3-moe",
+            2,
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size is 2, and the model has 16 exp.* 1 only",
+        ),
+        ("qwen3-moe", 1, {"offload_workers": 1}, "offload_workers is 1, and the model has 16 experts, .* 0 only"),
+    ],
+)
+def test_what_gpus_refuse_of_mixtures(tiny, family, size, changes, why):
+    config = settings(tiny(family).model, device="cuda:0", **changes)
+    with pytest.raises(UnsupportedModel, match=why):
+        CudaShapes(config, Shard(0, size), device=HostDevice())
+    CudaShapes(settings(tiny("qwen3-moe").model, device="cuda:0"), device=HostDevice())
+
+
+def test_gpus_refuse_adapters_on_parts_of_mixtures(tiny, tmp_path):
+    modules = read_model_config(tiny("qwen3-moe").model).module_paths
+    path = every_expert(tmp_path / "it", 1, modules)
+    with pytest.raises(AdapterFormatError, match=r"changes .*experts.gate_proj.*, parts of a mixture .* 'cpu'"):
+        check_tables(inspect_adapter(path, modules), path, 64)
+    dense = tiny("qwen3-moe").adapters["r8-qv"]
+    check_tables(inspect_adapter(dense, modules), dense, 64)
 
 
 def qwen_adapter(path: Path, targets: list[str], tensor: str, **fields: Any) -> Path:

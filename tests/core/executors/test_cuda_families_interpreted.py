@@ -15,16 +15,19 @@ from chorus.core.engine import Engine
 from chorus.core.executors import cuda
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_ranks import CudaRanksExecutor
+from chorus.graphs.runner import StepMode
 from chorus.ops import attention_flashinfer, native_library
 from chorus.ops.attention_backend import Obstacle
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.attention_triton import TritonBackend
+from chorus.ops.expert_tiles import Stack
 from chorus.perf.inline_reads import InlineReads
 
 from ...graphs.late_device import LateDevice
 from ...ops.fake_flashinfer import FakeFlashInfer, Stream
 from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
+from ..merging.test_merged import merge
 from .test_cuda_ranks_interpreted import DEVICES, one_launch_at_a_time  # noqa: F401 - a fixture
 
 EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
@@ -32,6 +35,15 @@ EVERY = os.environ.get("CHORUS_FAMILIES") == "every"
 
 #: Multipliers, and layers side by side; scale, norms around, a partial and interleaved rope, a soft cap.
 DENSE = ["granite", "cohere-2", *(["glm-4", "gemma-2", "olmo-2"] if EVERY else [])]
+#: Mixtures of experts: a plain one; with dense layers between; with biases, sinks and windows; with shared experts and
+#: states.
+MIXTURES = [
+    "mixtral",
+    "qwen3-moe-mixed",
+    "gpt-oss",
+    "qwen3.5-moe",
+    *(["olmoe", "granite-moe", "glm-4-moe", "glm-4-moe-groups"] if EVERY else []),
+]
 #: With windows in all layers; in some.
 WINDOWS = ["mistral-window", *(["gemma-3", "qwen2-window"] if EVERY else [])]
 #: With one launch for a step's pieces, and with captured ones.
@@ -81,6 +93,28 @@ def check(it, driver, *requests):
 def test_dense_families(tiny, drive, family):
     it = tiny(family)
     check(it, drive(it, ["r3-all"]), (None, 30, 3), ("r3-all", 9, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("mixed_graph_tokens", [0, 24])
+def test_mixtures(tiny, drive, family, mixed_graph_tokens):
+    """Experts by tiles whose tables steps make themselves: in captured steps, in pieces and in ragged ones."""
+    it = tiny(family)
+    driver = drive(it, ["r3-all"], mixed_graph_tokens=mixed_graph_tokens)
+    check(it, driver, (None, 30, 4), ("r3-all", 9, 6), ("r3-all", 17, 5), (None, 5, 4))
+    layers = driver.engine.executor.inner.steps.decoder.layers
+    assert all(isinstance(layer.experts.down, Stack) for layer in layers if layer.experts is not None)
+    assert driver.engine.executor.inner.captured
+
+
+@pytest.mark.slow
+def test_a_mixtures_merged_steps(tiny, drive):
+    it = tiny("qwen3-moe-mixed")
+    driver = drive(it, ["r3-all", "r8-qv"])
+    merge(driver, "r3-all")
+    check(it, driver, (None, 20, 4), ("r3-all", 9, 6), ("r8-qv", 12, 4))
+    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
 
 
 @pytest.mark.slow

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from chorus.core.config import EngineConfig
+from chorus.core.costs.models import StepCost, StepWork
 from chorus.core.model.config import UnsupportedModel
 from chorus.perf.bench.sizes import SIZES
 from chorus.perf.plan import prediction
@@ -92,12 +95,36 @@ def test_what_can_t_be_predicted_is_said(tmp_path, model):
         predicted_profile(SIZES["tiny"].write_config(tmp_path, "float32"), GPUS["h100"])
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 80, "hidden_size": 8192}))
-    experts = {"num_experts": 16, "num_experts_per_tok": 2, "architectures": ["Qwen3MoeForCausalLM"]}
-    (tmp_path / "experts").mkdir()
-    (tmp_path / "experts" / "config.json").write_text(json.dumps({**config, **experts}))
-    with pytest.raises(PlanError, match=r"experts: it has 16 experts, which are served on CPUs alone; .*profile:FILE"):
-        predicted_profile(tmp_path / "experts", GPUS["h100"])
     with pytest.raises(PlanError, match=r"weights take .* GiB in bfloat16, and NVIDIA L4 24 GB has room .*take one of"):
         predicted_profile(tmp_path, GPUS["l4"])
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
         predicted_profile(tmp_path / "nowhere", GPUS["h100"])
+
+
+#: Shapes of Qwen3-30B-A3B.
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_go_to_on_average(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    profile, read = predicted_profile(tmp_path, GPUS["h200"]), GPUS["h200"].bandwidth * prediction.READ
+    step, experts = profile.costs().step, 48 * 128 * 3 * 2048 * 768
+    attention = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512)
+    assert step.weights == pytest.approx(2 * (attention + 48 * 2048 * 128) / read), "the router is read whole"
+    for rows in (1, 2, 8, 64):
+        without = StepCost(**{**asdict(step), "experts": 0.0}).seconds(StepWork(rows, rows))
+        found = step.seconds(StepWork(rows, rows)) - without
+        assert found == pytest.approx(2 * experts * (1 - (1 - 8 / 128) ** rows) / read)
+    active = attention + 48 * 2048 * 128 + experts / 16
+    multiply = GPUS["h200"].flops * prediction.MULTIPLY * prediction.PREFILL_MULTIPLY
+    assert step.per_token == pytest.approx(2 * active / multiply)
+    weights = 2 * (experts + attention + 48 * 2048 * 128 + 2 * 151936 * 2048)
+    room = int(GPUS["h200"].memory * EngineConfig.model_fields["gpu_memory_utilization"].default)
+    assert profile.memory_bytes.value == room - weights - prediction.RESERVED_BYTES
+    with pytest.raises(PlanError, match=r"its weights take 56\.\d GiB"):
+        predicted_profile(tmp_path, GPUS["l40s"])

@@ -1,0 +1,66 @@
+"""Schedule of the products of a mixture's experts on a GPU; it depends only on shapes.
+
+Tests: tests/ops/test_expert_tiles_interpreted.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Rows of a tile: those of one matrix instruction of a warp, and of a warp group.
+TILE_ROWS = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class TileConstants:
+    """Compile-time constants of a launch."""
+
+    d_in: int
+    d_out: int
+    block_t: int
+    """Rows of a tile."""
+    block_n: int
+    """Columns of the result of a program."""
+    block_k: int
+    """Inputs that are multiplied at once."""
+    stages: int
+    """Blocks of inputs in flight at once."""
+    per_row: int
+    """Results that a row of x has: one for each expert that it goes to."""
+    experts: int
+    bias: bool
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of the tiles of a step with so many rows: with few, an expert has few of them."""
+    return TILE_ROWS[0] if rows <= TILE_ROWS[-1] else TILE_ROWS[-1]
+
+
+def num_tiles(pairs: int, experts: int, block_t: int) -> int:
+    """The most tiles of so many pairs of a row and an expert: every expert has one that is not full."""
+    return min(pairs, experts) + pairs // block_t
+
+
+def tile_constants(
+    d_in: int, d_out: int, block_t: int, itemsize: int, *, per_row: int, experts: int, bias: bool
+) -> TileConstants:
+    """itemsize: of an element of the weights."""
+    is_wide = block_t == TILE_ROWS[-1] and itemsize == 2
+    block_k = 64 if itemsize == 2 else 32
+    return TileConstants(
+        d_in=d_in,
+        d_out=d_out,
+        block_t=block_t,
+        block_n=128 if is_wide else 32,
+        block_k=block_k,
+        stages=3 if is_wide else 4,
+        per_row=per_row,
+        experts=experts,
+        bias=bias,
+    )
+
+
+def tile_options(constants: TileConstants) -> dict[str, int | bool]:
+    """Options of a launch."""
+    warps = 8 if constants.block_n > 64 else 4
+    return {"num_warps": warps, "num_stages": constants.stages, "enable_fp_fusion": False}

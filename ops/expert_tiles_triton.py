@@ -1,0 +1,85 @@
+"""Products of rows with the experts that they go to, on a GPU: one Triton launch for all experts of a layer.
+
+Import this module lazily: it needs triton.
+"""
+
+# A kernel is Triton's language in Python's syntax, so type checkers misread its arguments and loops.
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .expert_tiles import ExpertTiles
+from .expert_tiles_schedule import TileConstants, tile_constants, tile_options
+from .launch_triton import KernelLauncher
+
+
+@triton.jit
+def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_stride, C: tl.constexpr):
+    """y[p, n] = Σ_k x[p // per_row, k] · weight[e, n, k] + bias[e, n], rounded, for pairs p of each tile's expert e.
+
+    Grid (tiles, blocks of columns). y: [rows · per_row, d_out], contiguous. x: [rows, d_in], rows x_stride apart.
+    weight: [experts, d_out, d_in]; bias: [experts, d_out]; contiguous. pairs: see `ExpertTiles`, as for the others. C:
+    `TileConstants`.
+
+    The inputs are summed in order, and a tile is padded with zeros, so a row's bits don't depend on its company.
+    """
+    BLOCK_T: tl.constexpr = C.block_t
+    BLOCK_N: tl.constexpr = C.block_n
+    BLOCK_K: tl.constexpr = C.block_k
+    D_IN: tl.constexpr = C.d_in
+    D_OUT: tl.constexpr = C.d_out
+    tile = tl.program_id(0)
+    dtype = y.dtype.element_ty
+    first = tl.load(first_of + tile)
+    end = tl.load(end_of + tile)
+    if first < end:
+        expert = tl.load(expert_of + tile).to(tl.int64)
+        place = first + tl.arange(0, BLOCK_T)
+        own = place < end
+        pair = tl.load(pairs + place, mask=own, other=0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        own_column = column < D_OUT
+        k = tl.arange(0, BLOCK_K)
+        rows = x + (pair // C.per_row)[:, None] * x_stride + k[None, :]
+        columns = weight + (expert * D_OUT + column)[None, :] * D_IN + k[:, None]
+        total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for step in tl.range(0, D_IN, BLOCK_K, num_stages=C.stages):
+            inside = step + k < D_IN
+            value = tl.load(rows + step, mask=own[:, None] & inside[None, :], other=0.0)
+            w = tl.load(columns + step, mask=inside[:, None] & own_column[None, :], other=0.0)
+            total = tl.dot(value, w, total, input_precision="ieee")
+        if C.bias:
+            total += tl.load(bias + expert * D_OUT + column, mask=own_column, other=0.0).to(tl.float32)[None, :]
+        out = y + pair[:, None] * D_OUT + column[None, :]
+        tl.store(out, total.to(dtype), mask=own[:, None] & own_column[None, :])
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles, per_row: int
+) -> torch.Tensor:
+    """See `expert_tiles.multiply`."""
+    experts, d_out, d_in = weight.shape
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("rows of x, and the weights, must be contiguous")
+    y = torch.empty(len(x) * per_row, d_out, dtype=x.dtype, device=x.device)
+    constants = tile_constants(
+        d_in, d_out, tiles.block_t, weight.itemsize, per_row=per_row, experts=experts, bias=bias is not None
+    )
+    grid = len(tiles.expert), -(-d_out // constants.block_n), 1
+    tables = tiles.pairs, tiles.expert, tiles.first, tiles.end
+    _launcher(constants)(grid, (y, x, weight, y if bias is None else bias, *tables), (), (x.stride(0),))
+    return y
+
+
+@cache
+def _launcher(constants: TileConstants) -> KernelLauncher:
+    return KernelLauncher(multiply_tiles, {"C": constants, **tile_options(constants)})
+
+
+# Rules for type checkers are at the end, so that kernels keep their lines.
+# pyright: reportAttributeAccessIssue=false

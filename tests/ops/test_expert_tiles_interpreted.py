@@ -1,0 +1,77 @@
+"""Products of experts by tiles: values in Triton's interpreter against float64, and bits of rows in other company.
+
+Run in a process that interprets, see `tests/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.ops.expert_tiles import ExpertTiles, Stack, multiply
+from chorus.ops.expert_tiles_schedule import num_tiles
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+#: (rows, experts, experts of a row, inputs, outputs): one row; more experts than pairs; tiles of 64 rows; all experts.
+SHAPES = [(1, 8, 2, 64, 40), (5, 16, 4, 40, 50), (70, 4, 2, 72, 33), (200, 6, 3, 16, 64), (9, 3, 3, 130, 20)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    from .bf16_interpreter import fix_bf16, multiply_row_by_row
+
+    fix_bf16()
+    multiply_row_by_row()
+
+
+def chosen_experts(rows, experts, each, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, experts, generator=generator).topk(each).indices
+
+
+@pytest.mark.parametrize(("rows", "experts", "each"), [shape[:3] for shape in SHAPES] + [(64, 4, 1), (65, 4, 1)])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_every_pair_is_in_one_tile_of_its_expert(rows, experts, each, skewed):
+    chosen = torch.arange(each).expand(rows, each) if skewed else chosen_experts(rows, experts, each)
+    tiles = ExpertTiles.of(chosen.contiguous(), experts)
+    assert len(tiles.expert) == num_tiles(rows * each, experts, tiles.block_t)
+    seen = []
+    for expert, first, end in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.end.tolist(), strict=True):
+        assert 0 <= end - first <= tiles.block_t
+        pairs = tiles.pairs[first:end].tolist()
+        assert {int(chosen.flatten()[pair]) for pair in pairs} <= {expert}
+        seen += pairs
+    assert sorted(seen) == list(range(rows * each))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_of_both_products(shape, dtype, bias):
+    """Of rows that go to several experts, and of rows that each go to one."""
+    rows, experts, each, inputs, outputs = shape
+    generator, chosen = torch.Generator().manual_seed(1), chosen_experts(rows, experts, each)
+    weight = (torch.randn(experts, outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    biases = torch.randn(experts, outputs, generator=generator).to(dtype) if bias else None
+    tiles, of_pair = ExpertTiles.of(chosen, experts), chosen.flatten()
+    for count, per_row in ((rows, each), (rows * each, 1)):
+        x = torch.randn(count, inputs + 3, generator=generator).to(dtype)[:, :inputs]
+        found = multiply(x, Stack(weight, biases), tiles, per_row)
+        of_row = x.double().repeat_interleave(per_row, 0)
+        want = torch.einsum("pi,poi->po", of_row, weight.double()[of_pair])
+        want += 0 if biases is None else biases.double()[of_pair]
+        assert (found.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("rows", [12, 150])
+def test_a_rows_bits_do_not_depend_on_its_company(rows):
+    generator, chosen = torch.Generator().manual_seed(2), chosen_experts(rows, 6, 2)
+    weight, x = torch.randn(6, 40, 100, generator=generator), torch.randn(rows, 100, generator=generator)
+    whole = multiply(x, Stack(weight), ExpertTiles.of(chosen, 6), 2).view(rows, 2, -1)
+    fewer = list(range(rows))[:: -1 if rows < 64 else -2]
+    found = multiply(x[fewer], Stack(weight), ExpertTiles.of(chosen[fewer], 6), 2).view(len(fewer), 2, -1)
+    assert torch.equal(found, whole[fewer])
+    if rows < 64:
+        alone = multiply(x[7:8], Stack(weight), ExpertTiles.of(chosen[7:8], 6), 2)
+        assert torch.equal(alone, whole[7])
