@@ -16,6 +16,7 @@ from ...ops import expert_products
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.expert_products import Matrix, Panels
+from ...ops.float8_kv import UNSCALED
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
@@ -97,6 +98,8 @@ class DecoderModel:
         self._arena = arena
         self._page_groups = arena.layout.group_of_layer
         self._kv_index = kv_index(config)
+        is_float8 = arena.layout.float8_kv
+        self._kv_scales = weights.kv_scales() if is_float8 else [UNSCALED] * arena.layout.num_layers
         device = arena.pages.device
         embed = weights.embed()
         head = weights.kept_lm_head(embed)
@@ -239,7 +242,8 @@ class DecoderModel:
         with span("attn.run"):
             kv = self._kv_index[index]
             run = attention.of(self._page_groups[kv]).run
-            return run(q, *self._arena.kv_layers[kv], out, self._scores[index], self.layers[index].sinks)
+            scores, sinks = self._scores[index], self.layers[index].sinks
+            return run(q, *self._arena.kv_layers[kv], out, scores, sinks, self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -424,7 +428,8 @@ class DecoderModel:
             if attention.output_gate:
                 qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
             kv = self._kv_index[index]
-            slots = KvSlots(*self._arena.kv_layers[kv], batch.page[self._page_groups[kv]], batch.offset)
+            place = batch.page[self._page_groups[kv]], batch.offset
+            slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             q = rotate_and_write(qkv, rotations[self._ropes[index]], self._norms[index], slots, out)
             if self._query_factors is not None:
                 q.mul_(self._query_factors[batch.positions])

@@ -10,7 +10,7 @@ import itertools
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ FOLLOWED = (
     "max_model_len",
     "chunked_prefill",
     "block_tokens",
+    "kv_cache_dtype",
     "preemption",
     "eviction",
     "lookahead",
@@ -159,11 +160,19 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             raise PlanError(
                 f"--model is missing: {arguments.gpu} is predicted from the model's config.json; name its directory"
             )
-        profile, note = predicted_profile(arguments.model, gpu), gpu.note
+        profile, note = predicted_profile(arguments.model, gpu, float8_kv=_is_float8(engine)), gpu.note
         rows, tokens = gpu_batch(int(gpu.memory)) or (None, None)
         defaults = {"max_num_seqs": rows, "max_num_batched_tokens": tokens} if rows else {}
     else:
         profile, defaults = load_profile(arguments.gpu.removeprefix(PROFILE)), {}
+        if profile.geometry.float8_kv and "kv_cache_dtype" not in engine:
+            engine["kv_cache_dtype"] = "fp8"
+        if profile.geometry.float8_kv != _is_float8(engine):
+            measured = "fp8" if profile.geometry.float8_kv else "auto"
+            raise PlanError(
+                f"--engine kv_cache_dtype is {engine['kv_cache_dtype']!r}, but {profile.name} was measured with "
+                f"{measured!r}; leave it out, or measure a profile with it"
+            )
     slo = Slo(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf, arguments.attainment)
     table = profile.geometry.projections
     known = table.names if arguments.targets is None else table.names_with_mixtures
@@ -214,6 +223,10 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         note=note,
         made_by=shlex.join(["chorus", *sys.argv[1:]]),
     )
+
+
+def _is_float8(engine: Mapping[str, str]) -> bool:
+    return engine.get("kv_cache_dtype") in ("fp8", "fp8_e4m3")
 
 
 def _check_lengths(fleet: Fleet, most: float) -> None:

@@ -98,8 +98,9 @@ _BYTES = {"bfloat16": 2, "float16": 2}
 _GIB = 1 << 30
 
 
-def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
-    """Predict a profile. Raises PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one
+def predicted_profile(directory: Path, gpu: Gpu, *, float8_kv: bool = False) -> Profile:
+    """Predict a profile. float8_kv: the KV cache is in FP8, and is taken to be read at the same share of the memory's
+    bandwidth. Raises PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one
     that can't be served.
     """
     model = read_model_config(directory)
@@ -120,7 +121,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
     attention = len(model.attention_layers)
-    kv_bytes = 2 * attention * model.kv_size * size
+    kv_bytes = 2 * attention * model.kv_size * (1 if float8_kv else size)
     floor = size * (in_layers + in_head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
@@ -153,6 +154,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             vocab_size=model.vocab_size,
             max_model_len=model.max_context,
             itemsize=size,
+            float8_kv=float8_kv,
         ).with_projections(model.projections),
         memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="memory that the weights leave"),
         step=_terms(step, "predicted"),

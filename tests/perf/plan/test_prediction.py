@@ -101,3 +101,13 @@ def test_what_can_t_be_predicted_is_said(tmp_path, model):
         predicted_profile(tmp_path, GPUS["l4"])
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
         predicted_profile(tmp_path / "nowhere", GPUS["h100"])
+
+
+def test_a_kv_cache_in_float8_has_half_the_bytes(model):
+    plain, float8 = (predicted_profile(model, GPUS["h100"], float8_kv=each) for each in (False, True))
+    sizes = [each.geometry.page_layout(16).page_bytes for each in (plain, float8)]
+    assert sizes[0] == 2 * sizes[1]
+    assert plain.memory_bytes == float8.memory_bytes
+    assert plain.geometry.adapter_bytes(16) == float8.geometry.adapter_bytes(16)
+    reads = [each.costs().decode_seconds([0], 10**6) - each.costs().decode_seconds([0], 0) for each in (plain, float8)]
+    assert reads[0] == pytest.approx(2 * reads[1])
