@@ -231,10 +231,9 @@ def rotate_and_write_heads(
         slot = slot + head[:, None] * head_stride + column[None, :]
         sound = mask & is_sound
         if C.float8:
-            NAN: tl.constexpr = 0x7F
             k_first, k_second = _float8(first.to(tl.float32) * k_inverse), _float8(second.to(tl.float32) * k_inverse)
-            tl.store(slots.k_cache + slot, tl.where(is_sound, k_first, NAN).to(tl.uint8), mask=mask)
-            tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, k_second, NAN).to(tl.uint8), mask=mask)
+            tl.store(slots.k_cache + slot, tl.where(is_sound, k_first, 0x7F).to(tl.uint8), mask=mask)
+            tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, k_second, 0x7F).to(tl.uint8), mask=mask)
             v_first = _float8(tl.load(v, mask=sound, other=0.0).to(tl.float32) * v_inverse)
             tl.store(slots.v_cache + slot, v_first, mask=mask)
             v_second = _float8(tl.load(v + HALF, mask=sound, other=0.0).to(tl.float32) * v_inverse)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson, UnsupportedModel
-from .format import Part, WeightFormat
+from .format import Narrow, Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of
 from .read_fields import check_known, read_modules
 from .reading import REMEDY, check_float8, read_scales
@@ -73,6 +73,9 @@ class Fp8Scheme(ScaledScheme):
         values = checkpoint.read(name, part)
         check_float8(checkpoint, name, values)
         return GroupScaled(values, 8, scales, None, group_of)
+
+    def narrow(self, name: str) -> Narrow:
+        return Narrow(8, None if self._block is None else self._block[1])
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"

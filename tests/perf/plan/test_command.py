@@ -87,6 +87,17 @@ def test_a_plan_with_a_kv_cache_in_float8(trace, model, tmp_path, capsys):
     assert "--kv-cache-dtype fp8" in capsys.readouterr().out
 
 
+def test_a_plan_with_quantised_weights(trace, model, tmp_path, capsys):
+    flags = ["--trace", trace, "--slo-ttft", "3s", "--policy", "most-idle", "--seeds", 1, "--out", tmp_path / "p.html"]
+    assert plan(*flags, "--gpu", "l4", "--model", model, "--engine", "quantization=int4") == 0
+    assert "--quantization int4" in capsys.readouterr().out
+    assert plan(*flags, "--gpu", "l4", "--model", model, "--engine", "quantization=int3") == 2
+    assert "--engine quantization is 'int3'; use one of int8, int4" in capsys.readouterr().err
+    load_profile("a100-llama2-7b").save(tmp_path / "p.json")
+    assert plan(*flags, "--gpu", f"profile:{tmp_path}/p.json", "--engine", "quantization=int4") == 2
+    assert "but a100-llama2-7b has measured steps; leave it out" in capsys.readouterr().err
+
+
 def test_an_arena_without_room_for_an_adapter_is_no_plan(trace, model, tmp_path, capsys):
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--memory-bytes", "32MiB"]
     assert plan(*flags, "--policy", "affinity", "--seeds", 1, "--out", tmp_path / "plan.html") == 1
