@@ -16,7 +16,7 @@ from ...ops import expert_products
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
 from ...ops.expert_products import Matrix, Panels
-from ...ops.float8_kv import UNSCALED
+from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
@@ -98,8 +98,7 @@ class DecoderModel:
         self._arena = arena
         self._page_groups = arena.layout.group_of_layer
         self._kv_index = kv_index(config)
-        is_float8 = arena.layout.float8_kv
-        self._kv_scales = weights.kv_scales() if is_float8 else [UNSCALED] * arena.layout.num_layers
+        self._kv_scales = _kv_scales(weights, arena)
         device = arena.pages.device
         embed = weights.embed()
         head = weights.kept_lm_head(embed)
@@ -447,6 +446,11 @@ def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 def kv_index(config: ModelConfig) -> list[int]:
     """For each layer its place among the layers with KV; of others that of the one before."""
     return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
+
+
+def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
+    """Of each layer with KV."""
+    return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
 
 
 def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool, narrow: bool) -> Pack | None:

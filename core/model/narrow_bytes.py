@@ -6,6 +6,7 @@ Tests: tests/core/model/test_narrow_bytes.py
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...ops.narrow_weights import BITS, is_kept
@@ -37,24 +38,30 @@ def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest |
 
     quantiser: quantises the projections while they are read; else they are as the checkpoint's configuration says.
     """
-    names, shapes = sources(config, ()), tensor_shapes(config)
-    projections = dense = others = 0
-    for part, shape in shapes.items():
-        num_bytes = itemsize * math.prod(shape)
-        if part == LM_HEAD or (part == EMBED and LM_HEAD not in shapes):
-            continue
-        if len(shape) != 2 or not IN_LAYER.match(part):
-            others += num_bytes
-            continue
-        kept = _kept_bytes(shape, _narrow(config, names[part].name, shape[1], quantiser))
+    shapes = tensor_shapes(config)
+    matrices = {part: shape for part, shape in shapes.items() if len(shape) == 2 and IN_LAYER.match(part)}
+    head_name = LM_HEAD if LM_HEAD in shapes else EMBED
+    others = itemsize * sum(math.prod(shapes[part]) for part in shapes.keys() - matrices.keys() - {head_name})
+    head = itemsize * math.prod(shapes[head_name])
+    if quantiser is not None and quantiser.lm_head:
+        others += 0 if head_name == LM_HEAD else head  # the embeddings stay beside it
+        vocab, hidden = shapes[head_name]
+        head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
+    projections, dense = _of_projections(config, matrices, itemsize, quantiser)
+    return WeightBytes(projections, dense, head, others)
+
+
+def _of_projections(
+    config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
+) -> tuple[int, int]:
+    """`WeightBytes.projections` and `.dense` of these parts."""
+    names, projections, dense = sources(config, ()), 0, 0
+    for part, (outputs, inputs) in matrices.items():
+        num_bytes = itemsize * outputs * inputs
+        kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
         projections += num_bytes if kept is None else kept
         dense += 0 if kept is None else num_bytes
-    shape = config.vocab_size, config.hidden_size
-    head = itemsize * math.prod(shape)
-    if quantiser is not None and quantiser.lm_head:
-        others += 0 if LM_HEAD in shapes else head  # the embeddings stay beside it
-        head = _kept_bytes(shape, _of(quantiser, shape[1])) or head
-    return WeightBytes(projections, dense, head, others)
+    return projections, dense
 
 
 def _narrow(config: ModelConfig, name: str, inputs: int, quantiser: RoundToNearest | None) -> Narrow | None:
