@@ -58,7 +58,9 @@ class EngineConfig(BaseModel):
         "difference is logged and listed",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
+        default="auto",
+        description="dtype of weights, adapters and, unless kv_cache_dtype says otherwise, KV cache; auto: the "
+        "checkpoint's own",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto",
@@ -73,6 +75,12 @@ class EngineConfig(BaseModel):
     )
     quantize_lm_head: bool = Field(
         default=False, description="quantise the output projection, too; the embeddings stay. Needs quantization"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="dtype of keys and values in the page pool. auto: that of dtype; fp8: E4M3, one byte each, with "
+        "the checkpoint's k_scale and v_scale of each layer where it has them, else 1; values beyond 448 times the "
+        "scale become that. On a CPU steps then run on PyTorch's operators",
     )
     device: str = Field(
         default="auto",
@@ -294,6 +302,11 @@ class EngineConfig(BaseModel):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ValueError("it may be auto, cpu, cuda, or cuda: and the number of a GPU, such as cuda:1")
         return device
+
+    @field_validator("kv_cache_dtype", mode="before")
+    @classmethod
+    def _kv_cache_dtype_by_its_other_name(cls, name: object) -> object:
+        return "fp8" if name == "fp8_e4m3" else name
 
     @field_validator("quantization", mode="before")
     @classmethod

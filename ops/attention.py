@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .float8_kv import DTYPE as FLOAT8
+from .float8_kv import UNSCALED, KvScales
 from .upload import on_device
 
 
@@ -81,6 +83,13 @@ class AttentionSetup:
     """The different ones of the layers that it serves; they have the same window."""
     scratch: Scratch = field(default_factory=Scratch)
     """For all backends of an executor."""
+    float8_kv: bool = False
+    """Keys and values are in FP8; see `float8_kv`."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the cache."""
+        return FLOAT8 if self.float8_kv else self.dtype
 
 
 class PlannedRows(NamedTuple):
@@ -109,8 +118,15 @@ class PlannedRows(NamedTuple):
             raise ValueError(f"the bucket has {bucket} rows of one token, the step {rows} rows")
 
 
-KvCache = tuple[torch.Tensor, torch.Tensor]
-"""A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides."""
+class KvCache(NamedTuple):
+    """A layer's K and V, `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
+
+    scales: what they stand for is so many times what is stored; of FP8.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: KvScales = UNSCALED
 
 
 class Attention(ABC):
@@ -141,18 +157,20 @@ class Attention(ABC):
         out: torch.Tensor | None = None,
         scores: Scores = PLAIN,
         sinks: torch.Tensor | None = None,
+        kv_scales: KvScales = UNSCALED,
     ) -> torch.Tensor:
         """Attend with one layer's cache.
 
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache: see `KvCache`. out: of q's shape, to write to. scores: of the
-        layer, among those of `AttentionSetup`. sinks: `[heads]`, where the layer has them.
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache, kv_scales: see `KvCache`. out: of q's shape, to write to.
+        scores: of the layer, among those of `AttentionSetup`. sinks: `[heads]`, where the layer has them.
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q) if out is None else out
+        cache = KvCache(k_cache, v_cache, kv_scales)
         if sinks is None:
-            self._attend(q, (k_cache, v_cache), out, scores)
+            self._attend(q, cache, out, scores)
         else:
-            self._attend_with_sinks(q, (k_cache, v_cache), out, scores, sinks)
+            self._attend_with_sinks(q, cache, out, scores, sinks)
         return out.view(len(q), -1)
 
     @abstractmethod
@@ -221,8 +239,12 @@ class PagedAttention(Attention):
     def _attend_rows(
         self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores, sinks: torch.Tensor | None
     ) -> None:
+        caches, scales = (cache.k, cache.v), cache.scales
+        if scales.k != 1:
+            scale = self._head_dim**-0.5 if scores.scale is None else scores.scale
+            scores = replace(scores, scale=scale * scales.k)
         for prefill in self._prefills:
-            k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in cache)
+            k, v = (self._gather(each, prefill.pages, prefill.kv_len).to(q.dtype) for each in caches)
             broken = self._broken(k, v)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
@@ -236,12 +258,14 @@ class PagedAttention(Attention):
             out[prefill.tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            k, v = (self._gather_decode(each).to(q.dtype) for each in cache)
+            k, v = (self._gather_decode(each, q.dtype) for each in caches)
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks)
             out[self._first_decode_token :] = attended[:, :, 0]
+        if scales.v != 1:
+            out *= scales.v
 
     def _decode_mask(self, window: int | None) -> torch.Tensor:
         """True where a decode row `[rows, 1, 1, places]` sees a place; made once a plan for each window."""
@@ -272,17 +296,22 @@ class PagedAttention(Attention):
         seen = count[:, :, -shape[2] :] > 0
         return seen.repeat_interleave(shape[1] // seen.shape[1], dim=1)
 
-    def _gather_decode(self, cache: torch.Tensor) -> torch.Tensor:
-        """The decode rows' cache `[rows · places, kv_heads, head_dim]`, zero where nothing is visible.
+    def _gather_decode(self, cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The decode rows' cache `[rows · places, kv_heads, head_dim]` in `dtype`, zero where nothing is visible.
 
         What an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
         """
-        places = cache[self._decode_pages].view(-1, self._kv_heads, self._head_dim)
+        places = _pages_of(cache, self._decode_pages).view(-1, self._kv_heads, self._head_dim).to(dtype)
         return places.index_fill_(0, self._decode_tail, 0)
 
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
-        return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+        return _pages_of(cache, pages).view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+
+
+def _pages_of(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """A copy of some pages. Not every device can index FP8."""
+    return cache.view(torch.uint8)[pages].view(FLOAT8) if cache.dtype == FLOAT8 else cache[pages]
 
 
 class GroupTable(Sequence[int]):

@@ -14,6 +14,7 @@ import torch
 
 from .attention import PLAIN, Attention, AttentionSetup, GroupedAttention, HeadShape, PagedAttention, Scores
 from .attention_schedule import BLOCK_H, largest_head
+from .float8_kv import DTYPE as FLOAT8
 
 #: Backends that a configuration may name; auto: the first of FlashInfer, Triton and torch that can serve. xqa:
 #: FlashInfer, with XQA's kernel for decode steps.
@@ -116,14 +117,16 @@ def choose_attention(setup: AttentionSetup, wanted: Wanted = "auto") -> Attentio
             raise AttentionUnavailable(f"attention is {wanted}, but {reason}")
         return TorchBackend(heads, device, reason)
     if wanted != "triton":
-        theirs = flashinfer_obstacle(heads.group, heads.head_dim, dtype, device, setup.scores)
+        theirs = flashinfer_obstacle(
+            heads.group, heads.head_dim, dtype, device, setup.scores, float8_kv=setup.float8_kv
+        )
         if theirs is None:
             from .attention_flashinfer import FlashInferBackend
 
             chosen = FlashInferBackend(setup, _num_sms(device))
             return _with_xqa(setup, chosen) if wanted == "xqa" else chosen
     if wanted not in ("flashinfer", "xqa"):
-        ours = triton_obstacle(heads.group, heads.head_dim, dtype, device)
+        ours = triton_obstacle(heads.group, heads.head_dim, dtype, device, float8_kv=setup.float8_kv)
         if ours is None:
             from .attention_triton import TritonBackend
 
@@ -166,12 +169,16 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def triton_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Obstacle | None:
+def triton_obstacle(
+    group: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, float8_kv: bool = False
+) -> Obstacle | None:
     """Return why the Triton decode kernel can't serve; None if it can. group: heads that share a KV head."""
     if device.type != "cuda":
         return Obstacle(f"the decode kernel needs a CUDA device, this one is {device}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return Obstacle(f"the decode kernel does not support {str(dtype).removeprefix('torch.')}")
+    if float8_kv and dtype == torch.float32:  # without matrix instructions, widened tiles would spill registers
+        return Obstacle("the decode kernel reads a KV cache in FP8 for bfloat16 and float16, the model is in float32")
     if not 16 <= head_dim <= largest_head(dtype.itemsize):
         sizes = f"16 to {largest_head(dtype.itemsize)} elements in {str(dtype).removeprefix('torch.')}"
         return Obstacle(f"the decode kernel supports heads of {sizes}, the model's have {head_dim}")
@@ -189,7 +196,13 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def flashinfer_obstacle(
-    group: int, head_dim: int, dtype: torch.dtype, device: torch.device, scores: Collection[Scores] = (PLAIN,)
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scores: Collection[Scores] = (PLAIN,),
+    *,
+    float8_kv: bool = False,
 ) -> Obstacle | None:
     """Return why FlashInfer can't serve; None if it can. group: heads that share a KV head."""
     from .attention_flashinfer import DTYPES, HEAD_DIMS, VERSION, unavailable_modules
@@ -213,7 +226,8 @@ def flashinfer_obstacle(
             f"pip install flashinfer-python=={VERSION}.*",
         )
     try:
-        missing, cause = unavailable_modules(group, head_dim, dtype, device, scores)
+        kv_dtype = FLOAT8 if float8_kv else dtype
+        missing, cause = unavailable_modules(group, head_dim, dtype, device, scores, kv_dtype=kv_dtype)
     except (ImportError, OSError, RuntimeError) as error:
         return Obstacle(
             f"FlashInfer cannot be loaded ({error})", "install versions of its packages that fit each other"

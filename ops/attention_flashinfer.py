@@ -29,6 +29,10 @@ These facts from the source of FlashInfer 0.6.4 (`csrc/batch_prefill*.cu`, `csrc
 - `window_left` counts the keys that a query sees in addition to its own. Windows and causal masks count from the end of
   a sequence, so nothing changes if its first pages are left out and its length is that of the others.
 
+- A cache in FP8 is widened to the query's dtype as it is loaded; only fa2 does so for queries of 16 bits. A plan is
+  told the cache's dtype. A run multiplies the scores' scale by `k_scale`, and the output, in place, by `v_scale`. In
+  bfloat16, and below compute capability 9.0 in float16, too, NaN in the cache is read as 480.
+
 - A wrapper keeps the window, the soft cap and the scale of its plan, and a window is part of how the plan divides the
   work. So layers that differ in any of them have wrappers of their own.
 
@@ -48,6 +52,8 @@ import torch
 
 from .attention import PLAIN, Attention, AttentionSetup, KvCache, PlannedRows, Scores, count_prefills
 from .attention_plan import PlanBuffers
+from .float8_kv import DTYPE as FLOAT8
+from .float8_kv import UNSCALED
 
 #: The version that the facts above were read from, and that has run. Later ones name and build their modules otherwise:
 #: 0.7 looks for `..._kv_stride_equal`, and would be refused though those of this version are there.
@@ -98,9 +104,9 @@ class FlashInferBackend:
             "num_kv_heads": heads.kv_heads,
             "page_size": heads.block_tokens,
             "q_data_type": setup.dtype,
-            "kv_data_type": setup.dtype,
+            "kv_data_type": setup.kv_dtype,
         }
-        self.head_dim = heads.head_dim
+        self.head_dim, self.kv_dtype = heads.head_dim, setup.kv_dtype
         self.buffers = PlanBuffers(setup.max_rows, setup.max_pages_per_row, heads.block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
         least = float_workspace_bytes(heads.num_heads, heads.kv_heads, heads.head_dim, setup.max_rows, num_sms)
@@ -129,7 +135,7 @@ class FlashInferRaggedAttention(Attention):
         module = backend.module
         self._prefills = {
             scores: module.BatchPrefillWithPagedKVCacheWrapper(
-                backend.workspace, "NHD", backend=prefill_kernel(backend.head_dim)
+                backend.workspace, "NHD", backend=prefill_kernel(backend.head_dim, backend.kv_dtype)
             )
             for scores in backend.scores
         }
@@ -177,9 +183,9 @@ class FlashInferRaggedAttention(Attention):
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefills[scores].run(q[:split], cache, out=out[:split])
+            _run(self._prefills[scores], q[:split], cache, out[:split])
         if split < self._num_tokens:
-            self._decodes[scores].run(q[split:], cache, out=out[split:])
+            _run(self._decodes[scores], q[split:], cache, out[split:])
 
 
 class FlashInferDecodeAttention(Attention):
@@ -240,7 +246,12 @@ class FlashInferDecodeAttention(Attention):
         backend.event.record()
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        self._wrappers[scores].run(q, cache, out=out)
+        _run(self._wrappers[scores], q, cache, out)
+
+
+def _run(wrapper: Any, q: torch.Tensor, cache: KvCache, out: torch.Tensor) -> None:
+    k, v, scales = cache
+    wrapper.run(q, (k, v), out=out, **({} if scales == UNSCALED else {"k_scale": scales.k, "v_scale": scales.v}))
 
 
 def scores_arguments(scores: Scores) -> dict[str, float]:
@@ -253,26 +264,35 @@ def scores_arguments(scores: Scores) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def prefill_kernel(head_dim: int) -> str:
-    """FlashInfer's kernel for prefill chunks: the device's best for heads of 128 elements, else fa2.
+def prefill_kernel(head_dim: int, kv_dtype: torch.dtype) -> str:
+    """FlashInfer's kernel for prefill chunks: the device's best for heads of 128 elements, else fa2; for a cache in FP8
+    always fa2.
 
     At a head size of 64, fa3's tile of 192 queries does not suit chunks, and that kernel is seldom built ahead.
     """
-    return "auto" if head_dim == 128 else "fa2"
+    return "auto" if head_dim == 128 and kv_dtype != FLOAT8 else "fa2"
 
 
 def unavailable_modules(
-    group: int, head_dim: int, dtype: torch.dtype, device: torch.device, scores: Collection[Scores] = (PLAIN,)
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scores: Collection[Scores] = (PLAIN,),
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[list[str], str]:
     """Return the compiled modules that are missing and can't be built here, and why they can't be built.
 
+    kv_dtype: of the cache; None: `dtype`.
     Raises RuntimeError or ImportError if FlashInfer itself reports that it can't serve.
     """
     jit = import_module("flashinfer.jit")
     if not (cause := why_none_is_built()):
         return [], ""
-    kernel = prefill_kernel(head_dim)
-    types = (dtype, dtype, dtype, torch.int32)
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    kernel = prefill_kernel(head_dim, kv_dtype)
+    types = (dtype, kv_dtype, dtype, torch.int32)
     if kernel == "auto":
         kernel = import_module("flashinfer.utils").determine_attention_backend(device, 0, False, False, dtype, dtype)
     modules = []

@@ -15,7 +15,10 @@ PARTS = 32
 #: Query heads of a program: rows of the matrix instruction's tile. Missing heads are zero.
 BLOCK_H = 16
 
-#: Bytes of a tile's keys; its values take as many.
+#: Compute capability, times ten, from which Triton reads E4M3.
+LEAST_FLOAT8 = 89
+
+#: Bytes of a tile's keys, of those in FP8 once they are widened; its values take as many.
 _TILE_BYTES = 16 << 10
 
 #: Programs per multiprocessor that a launch should have if sequences and KV heads alone give less than one.
@@ -74,6 +77,8 @@ class AttentionConstants:
     """Scores have a soft cap."""
     pdl: bool = False
     """The previous launch may still be running when this one begins."""
+    float8: bool = False
+    """Keys and values are in FP8."""
 
 
 def attention_constants(

@@ -1,6 +1,7 @@
 """Paged attention for decoding sequences in Triton: one launch per layer, captured in the graph of its bucket.
 
-PyTorch computes prefill chunks. For the query heads h of KV head g, over the tokens t in the sequence's pages:
+PyTorch computes prefill chunks. Keys and values in FP8 are widened to the queries' dtype, which holds them exactly. For
+the query heads h of KV head g, over the tokens t in the sequence's pages:
     out[h] = Σ_t softmax_t(q[h] · k[t, g] / √head_dim) · v[t, g]
 `attention_schedule` divides the tokens of a sequence among programs. Import this module lazily: it needs triton.
 """
@@ -24,6 +25,7 @@ from .attention import Attention, AttentionSetup, KvCache, PagedAttention, Plann
 from .attention_plan import PlanBuffers
 from .attention_schedule import (
     BLOCK_H,
+    LEAST_FLOAT8,
     PARTS,
     AttentionConstants,
     attention_constants,
@@ -42,6 +44,21 @@ def _joined(top, total, value, part_top, part_total, part_value):
     highest = tl.maximum(top, part_top)
     own, other = tl.exp2(top - highest), tl.exp2(part_top - highest)
     return highest, total * own + part_total * other, value * own[:, None] + part_value * other[:, None]
+
+
+@triton.jit
+def _widened(stored, dtype: tl.constexpr):
+    """Keys or values in the queries' dtype: exactly, as E4M3 has fewer bits than any.
+
+    Of uint8, the bits of E4M3, a 256th of them: as bits of float16, subnormal ones, too. Compute capability 8.0 has no
+    instruction for E4M3.
+    """
+    if stored.dtype == tl.uint8:
+        wide = stored.to(tl.uint16)
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        half = tl.where((wide & 0x7F) == 0x7F, 0x7E00, half)
+        return half.to(tl.uint16).to(tl.float16, bitcast=True).to(dtype)
+    return stored.to(dtype)
 
 
 class Planned(NamedTuple):
@@ -75,6 +92,7 @@ def attend_rows(
     partial,
     scale,
     softcap,
+    v_scale,
     least,
     page_stride,
     token_stride,
@@ -86,9 +104,10 @@ def attend_rows(
     Grid (kv_heads, rows, the most programs that share a row); a row is one sequence.
 
     out, q: [rows, heads, head_dim], contiguous. k_cache, v_cache: [pages, block_tokens, kv_heads, head_dim] with the
-    given strides. planned: see `Planned`. partial: see `Partial`; rows that several programs share use it. scale: of
-    the scores, times log2(e) unless C.caps: then scores s become softcap · tanh(s / softcap). least: the least number
-    of tiles of a program. C: `AttentionConstants`.
+    given strides; in FP8 (C.float8) of float8_e4m3fn, or of uint8, see `_widened`. planned: see `Planned`. partial: see
+    `Partial`; rows that several programs share use it. scale: of the scores, times log2(e) unless C.caps: then scores s
+    become softcap · tanh(s / softcap). v_scale: of values in FP8; that of keys is part of `scale`. least: the least
+    number of tiles of a program. C: `AttentionConstants`.
 
     Each program that shares a row writes its parts and then adds 1 to `arrived`. The program that arrives last sees
     all earlier writes and adds the parts in a fixed order.
@@ -146,6 +165,8 @@ def attend_rows(
         at = at[:, None] + column[None, :]
         mask = is_there[:, None] if BLOCK_D == HEAD_DIM else is_there[:, None] & own[None, :]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
+        if C.float8:
+            k = _widened(k, query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
         if CAPS:
             tanh = 2 / (1 + tl.exp2(scores * (-2 * 1.4426950408889634 / softcap))) - 1
@@ -156,6 +177,8 @@ def attend_rows(
         fading = tl.exp2(part_top - highest)
         part_total = part_total * fading + tl.sum(weights, axis=1)
         v = tl.load(v_cache + at, mask=mask, other=0.0)
+        if C.float8:
+            v = _widened(v, query.dtype)
         part_value = tl.dot(weights.to(v.dtype), v, part_value * fading[:, None], input_precision="ieee")
         part_top = highest
         if ((tile + 1) % per_part == 0) | (tile + 1 == tiles):
@@ -182,7 +205,10 @@ def attend_rows(
             at = at_part[:, None] * BLOCK_D + column[None, :]
             part_value = tl.load(values + at, mask=is_group[:, None], other=0.0, cache_modifier=".cg")
             top, total, value = _joined(top, total, value, part_top, part_total, part_value)
-    tl.store(out + place, (value / total[:, None]).to(out.dtype.element_ty), mask=is_head)
+    value = value / total[:, None]
+    if C.float8:
+        value = value * v_scale
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=is_head)
 
 
 class TritonBackend:
@@ -210,7 +236,8 @@ class TritonBackend:
         self.device = setup.device
         self.buffers = PlanBuffers(max_rows, setup.max_pages_per_row, block_tokens, self.device)
         self.event = (torch.cuda.Event if new_event is None else new_event)()
-        constants = attention_constants(*self.heads, itemsize)
+        constants = replace(attention_constants(*self.heads, itemsize), float8=setup.float8_kv)
+        self._reads_bits = setup.float8_kv and not _has_float8(self.device)
         tile, max_tokens = tile_tokens(head_dim, itemsize), setup.max_pages_per_row * block_tokens
         self._splits = [attention_splits(rows, kv_heads, max_tokens, tile, num_sms) for rows in range(1, max_rows + 1)]
         shared = max((rows for rows, (splits, _) in enumerate(self._splits, start=1) if splits > 1), default=0)
@@ -252,7 +279,11 @@ class TritonBackend:
 
     def run(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         """Attend with the planned sequences. q, out: `[rows, heads, head_dim]`."""
-        k_cache, v_cache = cache
+        k_cache, v_cache, scales = cache
+        k_scale, v_scale = scales
+        if self._reads_bits:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+            k_scale, v_scale = 256 * k_scale, 256 * v_scale
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or not q.is_contiguous():
             raise ValueError("K and V must have the same strides; q and the heads of the cache must be contiguous")
         splits, least = self._splits[len(q) - 1]
@@ -260,9 +291,17 @@ class TritonBackend:
         launch(
             (self.heads.kv_heads, len(q), splits),
             (out, q, k_cache, v_cache, self._planned, self._partial),
-            (scale, softcap, least),
+            (scale * k_scale, softcap, v_scale, least),
             k_cache.stride()[:3],
         )
+
+
+def _has_float8(device: torch.device) -> bool:
+    """True if Triton can read E4M3 on the device."""
+    if device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= LEAST_FLOAT8
 
 
 class TritonRaggedAttention(Attention):
@@ -285,7 +324,7 @@ class TritonRaggedAttention(Attention):
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
         split = self._prefill_tokens
         if split:
-            self._prefill.run(q[:split], *cache, out=out[:split], scores=scores)
+            self._prefill.run(q[:split], cache.k, cache.v, out[:split], scores, kv_scales=cache.scales)
         if split < self._num_tokens:
             self._backend.run(q[split:], cache, out[split:], scores)
 

@@ -18,6 +18,8 @@ These facts from the source of FlashInfer 0.6.4 (`decode.py`, `xqa.py`, `jit/xqa
 
 - It has windows, which count a query's own key, and scales; no soft caps.
 
+- Over a cache in FP8 it multiplies in FP8: queries would be rounded, too, which other attention does not do.
+
 FlashInfer itself is imported when the first backend is made.
 """
 
@@ -90,7 +92,7 @@ class XqaDecodeAttention(Attention):
         self._backend.table.write(rows.page_table, rows.kv_lens, rows.tables)
 
     def _attend(self, q: torch.Tensor, cache: KvCache, out: torch.Tensor, scores: Scores) -> None:
-        k_cache, v_cache = cache
+        k_cache, v_cache, _ = cache
         head_dim = self._backend.heads.head_dim
         if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
             raise ValueError("K and V must have the same strides, and contiguous heads")
@@ -165,6 +167,8 @@ class PageTable:
 def xqa_obstacle(setup: AttentionSetup, capability: tuple[int, int]) -> str | None:
     """Return why XQA can't serve a page group's decode steps where FlashInfer serves; None if it can."""
     heads = setup.heads
+    if setup.float8_kv:
+        return "XQA rounds queries to FP8 where the KV cache is in FP8"
     if any(each.softcap is not None for each in setup.scores):
         return "XQA has no soft caps, and the model has one"
     if capability[0] not in CAPABILITIES:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import float8_kv
 from .rotation import HeadNorms, KvSlots, Rotation
 
 if TYPE_CHECKING:
@@ -167,9 +168,13 @@ def _scaled_heads(x: torch.Tensor, factor: torch.Tensor, weight: torch.Tensor) -
 def write_kv(slots: KvSlots, k: torch.Tensor, v: torch.Tensor) -> None:
     """`k_cache[page[t], offset[t]] = k[t]` for every token t, and v likewise.
 
-    k, v: `[tokens, kv_heads, head_dim]`, rounded to the cache's dtype.
+    k, v: `[tokens, kv_heads, head_dim]`, rounded to the cache's dtype; see `float8_kv` for FP8.
     """
-    k_cache, v_cache, page, offset = slots
+    k_cache, v_cache, page, offset, scales = slots
+    if k_cache.dtype == float8_kv.DTYPE:
+        k, v = float8_kv.rounded(k, scales.k), float8_kv.rounded(v, scales.v)
+        # bytes: indexed writes of FP8 are not implemented on every device
+        k_cache, v_cache, k, v = (each.view(torch.uint8) for each in (k_cache, v_cache, k, v))
     k_cache[page, offset] = k.to(k_cache.dtype)
     v_cache[page, offset] = v.to(v_cache.dtype)
 

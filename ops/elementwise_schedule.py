@@ -50,6 +50,8 @@ class RotaryConstants:
     block_h: int = ROTARY_HEADS
     pdl: bool = False
     """See `NormConstants`."""
+    float8: bool = False
+    """Keys and values are stored in FP8."""
 
 
 def norm_constants(width: int, add: bool) -> NormConstants:

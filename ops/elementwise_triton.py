@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.cuda as cuda
 
-from . import dependent_launch
+from . import dependent_launch, float8_kv
 from .elementwise_schedule import (
     SILU_BLOCK,
     SiluConstants,
@@ -128,6 +128,30 @@ class Angles(NamedTuple):
     rows: torch.Tensor
 
 
+class Places(NamedTuple):
+    """Where keys and values go, as one argument; see `KvSlots`. Caches in FP8 are given as uint8."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor
+
+
+@triton.jit
+def _float8(values):
+    """The bits of E4M3 (uint8) nearest to float32 values, ties to even; of values beyond ±448 those of ±448.
+
+    Below 2^-6 all are multiples of 2^-9, which are counted by adding 2^14: float32 has no finer ones there.
+    """
+    bits = values.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    small = (tl.abs(values) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    large = (bits + 0x7FFFF + ((bits >> 20) & 1) - 0x3C000000) >> 20
+    found = tl.where(bits < 0x3C800000, small, tl.minimum(large, 0x7E))
+    return (found | sign).to(tl.uint8)
+
+
 @triton.jit
 def rotate_and_write_heads(
     q,
@@ -137,6 +161,8 @@ def rotate_and_write_heads(
     q_norm,
     k_norm,
     eps,
+    k_inverse,
+    v_inverse,
     qkv_stride,
     table_stride,
     page_stride,
@@ -149,8 +175,8 @@ def rotate_and_write_heads(
     Grid (tokens, blocks of query heads followed by blocks of KV heads).
 
     q: [tokens, heads, head_dim], contiguous. qkv: [tokens, (heads + 2 · kv_heads) · head_dim]. angles: see `Angles`.
-    slots: see `KvSlots`; the caches have the given strides. q_norm, k_norm: [head_dim], read if C.norm. C:
-    `RotaryConstants`.
+    slots: see `Places`; the caches have the given strides. q_norm, k_norm: [head_dim], read if C.norm. k_inverse,
+    v_inverse: what keys and values are multiplied by before they are rounded to FP8, if C.float8. C: `RotaryConstants`.
 
     A head with a non-finite k or v is written as a key of NaN and a value of 0. Attention kernels mask scores and weigh
     masked values by 0, and 0 · NaN is NaN. With a value of 0 only tokens that attend to this one get NaN (by the key),
@@ -203,12 +229,21 @@ def rotate_and_write_heads(
         is_sound = trace == 0.0
         slot = tl.load(slots.page + token) * page_stride + tl.load(slots.offset + token) * token_stride
         slot = slot + head[:, None] * head_stride + column[None, :]
-        tl.store(slots.k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
-        tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
-        # load v again: kept in registers since the first load, it would spill
         sound = mask & is_sound
-        tl.store(slots.v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
-        tl.store(slots.v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
+        if C.float8:
+            k_first, k_second = _float8(first.to(tl.float32) * k_inverse), _float8(second.to(tl.float32) * k_inverse)
+            tl.store(slots.k_cache + slot, tl.where(is_sound, k_first, 0x7F).to(tl.uint8), mask=mask)
+            tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, k_second, 0x7F).to(tl.uint8), mask=mask)
+            v_first = _float8(tl.load(v, mask=sound, other=0.0).to(tl.float32) * v_inverse)
+            tl.store(slots.v_cache + slot, v_first, mask=mask)
+            v_second = _float8(tl.load(v + HALF, mask=sound, other=0.0).to(tl.float32) * v_inverse)
+            tl.store(slots.v_cache + slot + HALF, v_second, mask=mask)
+        else:
+            tl.store(slots.k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
+            tl.store(slots.k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
+            # load v again: kept in registers since the first load, it would spill
+            tl.store(slots.v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
+            tl.store(slots.v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
 
 
 def rotate_and_write(
@@ -221,7 +256,9 @@ def rotate_and_write(
     """The same as `elementwise.rotate_and_write`, for a rotation given as a table and its rows. Raises ValueError for
     strides that the kernel does not take.
     """
-    k_cache, v_cache = slots.k_cache, slots.v_cache
+    k_cache, v_cache, page, offset, scales = slots
+    if is_float8 := k_cache.dtype == float8_kv.DTYPE:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     tokens = len(qkv)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -231,19 +268,27 @@ def rotate_and_write(
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
         raise ValueError("K and V must have the same strides; rows of qkv and heads of the cache must be contiguous")
     q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
-    launch = _rotary(num_heads, kv_heads, head_dim, norms is not None, dependent_launch.begins_early(qkv.device))
+    early = dependent_launch.begins_early(qkv.device)
+    launch = _rotary(num_heads, kv_heads, head_dim, norms is not None, early, is_float8)
     launch(
         (tokens, rotary_blocks(num_heads, kv_heads), 1),
-        (q, qkv, Angles(rotation.cos, rotation.sin, rotation.rows), slots, q_norm, k_norm),
-        (eps,),
+        (
+            q,
+            qkv,
+            Angles(rotation.cos, rotation.sin, rotation.rows),
+            Places(k_cache, v_cache, page, offset),
+            q_norm,
+            k_norm,
+        ),
+        (eps, *map(float8_kv.inverse, scales)) if is_float8 else (eps, 1.0, 1.0),
         (qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3]),
     )
     return q
 
 
 @cache
-def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool) -> KernelLauncher:
-    constants = replace(rotary_constants(num_heads, kv_heads, head_dim, norm), pdl=early)
+def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool, float8: bool) -> KernelLauncher:
+    constants = replace(rotary_constants(num_heads, kv_heads, head_dim, norm), pdl=early, float8=float8)
     options = {**rotary_options(), **dependent_launch.options(early)}
     return KernelLauncher(rotate_and_write_heads, {"C": constants, **options})
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .float8_kv import UNSCALED, KvScales
+
 if TYPE_CHECKING:
     from .ranks import Collectives
 
@@ -47,10 +49,11 @@ class KvSlots(NamedTuple):
     """Where the K and V of a step's tokens go.
 
     k_cache, v_cache: a layer's, `[num_pages, block_tokens, kv_heads, head_dim]`, of one shape and the same strides.
-    page, offset: `[tokens]` int64; padding tokens point at the dummy page.
+    page, offset: `[tokens]` int64; padding tokens point at the dummy page. scales: of a cache in FP8.
     """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     page: torch.Tensor
     offset: torch.Tensor
+    scales: KvScales = UNSCALED

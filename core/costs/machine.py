@@ -175,6 +175,7 @@ def geometry_of(model: ModelConfig, executor: Executor) -> Geometry:
         vocab_size=model.vocab_size,
         max_model_len=executor.model.max_model_len,
         itemsize=executor.layout.itemsize,
+        float8_kv=executor.layout.float8_kv,
     ).with_projections(model.projections)
 
 
@@ -243,7 +244,8 @@ def _describe(engine: Engine) -> str:
     threads = "all" if config.threads is None else config.threads
     return (
         f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, "
-        f"threads {threads}, dtype {config.dtype}"
+        f"threads {threads}, dtype {config.dtype}, KV cache dtype {config.kv_cache_dtype}, "
+        f"quantization {config.quantization or 'none'}"
     )
 
 

@@ -107,7 +107,9 @@ class Module(_Strict):
 
 
 class Geometry(_Strict):
-    """Shapes of the base model, for page and adapter sizes. itemsize: bytes per element of KV and adapters."""
+    """Shapes of the base model, for page and adapter sizes. itemsize: bytes per element of adapters, and of KV unless
+    it is in FP8.
+    """
 
     source: str = Field(min_length=3)
     num_layers: int = Field(ge=1)
@@ -119,6 +121,8 @@ class Geometry(_Strict):
     vocab_size: int = Field(ge=2)
     max_model_len: int = Field(ge=2)
     itemsize: Annotated[int, AfterValidator(_checked_itemsize)]
+    float8_kv: bool = False
+    """KV is in FP8, one byte an element."""
     modules: list[Module] | None = None
     """The projections that adapters may change; by default those of a model shaped like Llama."""
 
@@ -168,7 +172,8 @@ class Geometry(_Strict):
 
     def page_layout(self, block_tokens: int) -> PageLayout:
         num_layers = len(self.projections.layers_of("k_proj"))
-        return PageLayout(num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)
+        shape = num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize
+        return PageLayout(*shape, float8_kv=self.float8_kv)
 
     def adapter_bytes(self, rank: int, targets: Collection[str] | None = None) -> int:
         """Bytes on device and host of an adapter with `rank` on `targets`, in every layer and of every expert; by

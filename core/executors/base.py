@@ -211,16 +211,16 @@ class ModelExecutor(ExecutorBase):
         self.model = ModelInfo(
             model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
         )
-        self.layout = self._page_layout(config.block_tokens, limit)
+        self.layout = self._page_layout(config, limit)
         if config.speculation != "off" and self.layout.states is not None:
             raise UnsupportedModel(
                 f"speculation is {config.speculation!r}, but this model has recurrent states, which can't go back "
                 "to the token before a rejected one; set it to 'off'"
             )
 
-    def _page_layout(self, block_tokens: int, max_model_len: int) -> PageLayout:
+    def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:
         """Raises UnsupportedModel."""
-        model = self.config
+        model, block_tokens = self.config, config.block_tokens
         try:
             return PageLayout(
                 num_layers=len(model.attention_layers),
@@ -230,6 +230,7 @@ class ModelExecutor(ExecutorBase):
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
                 state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
+                float8_kv=config.kv_cache_dtype == "fp8",
                 windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
             )
         except ValueError as error:

@@ -106,7 +106,8 @@ class CudaShapes(ModelExecutor):
         model, limit = self.config, self.config.max_context
         scores = {scores_of(mixer, limit) for mixer in model.attention_layers}
         group, where = model.num_heads // model.num_kv_heads, self._device.torch_device
-        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores) is not None
+        float8_kv = config.kv_cache_dtype == "fp8"
+        return flashinfer_obstacle(group, model.head_dim, self._dtype, where, scores, float8_kv=float8_kv) is not None
 
 
 class CudaExecutor(CudaShapes):
@@ -300,6 +301,7 @@ class CudaExecutor(CudaShapes):
             device.torch_device,
             max_rows=most_logits(config),
             max_pages_per_row=layout.blocks_for_tokens(limit),
+            float8_kv=layout.float8_kv,
         )
         groups, rivals = [], []
         try:

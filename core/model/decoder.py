@@ -15,6 +15,7 @@ from ...memory.pages.arena import Arena
 from ...ops import expert_products
 from ...ops.attention import PLAIN, GroupedAttention, HeadShape, PagedAttention, Scores
 from ...ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, gate_output, rotate_and_write, split_gates
+from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights, gated_delta
 from ...ops.merge import merge
 from ...ops.narrow_weights import NarrowWeight, is_kept, keep
@@ -95,6 +96,7 @@ class DecoderModel:
         self._arena = arena
         self._page_groups = arena.layout.group_of_layer
         self._kv_index = kv_index(config)
+        self._kv_scales = _kv_scales(weights, arena)
         device = arena.pages.device
         embed = weights.embed()
         head = weights.kept_lm_head(embed)
@@ -239,7 +241,8 @@ class DecoderModel:
         with span("attn.run"):
             kv = self._kv_index[index]
             run = attention.of(self._page_groups[kv]).run
-            return run(q, *self._arena.kv_layers[kv], out, self._scores[index], self.layers[index].sinks)
+            scores, sinks = self._scores[index], self.layers[index].sinks
+            return run(q, *self._arena.kv_layers[kv], out, scores, sinks, self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -424,7 +427,8 @@ class DecoderModel:
             if attention.output_gate:
                 qkv, gates = split_gates(qkv, attention.num_heads, attention.head_dim)
             kv = self._kv_index[index]
-            slots = KvSlots(*self._arena.kv_layers[kv], batch.page[self._page_groups[kv]], batch.offset)
+            place = batch.page[self._page_groups[kv]], batch.offset
+            slots = KvSlots(*self._arena.kv_layers[kv], *place, self._kv_scales[kv])
             q = rotate_and_write(qkv, rotations[self._ropes[index]], self._norms[index], slots, out)
             if self._query_factors is not None:
                 q.mul_(self._query_factors[batch.positions])
@@ -442,6 +446,11 @@ def capped(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 def kv_index(config: ModelConfig) -> list[int]:
     """For each layer its place among the layers with KV; of others that of the one before."""
     return [count - 1 for count in accumulate(layer.attention is not None for layer in config.layers)]
+
+
+def _kv_scales(weights: Weights, arena: Arena) -> list[KvScales]:
+    """Of each layer with KV."""
+    return weights.kv_scales() if arena.layout.float8_kv else [UNSCALED] * arena.layout.num_layers
 
 
 def _kept(device: torch.device, dtype: torch.dtype, *, packs: bool, narrow: bool) -> Pack | None:

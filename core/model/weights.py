@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from ...ops.float8_kv import UNSCALED, KvScales
 from ...ops.gated_delta import DeltaWeights
 from .config import ModelConfig, UnsupportedModel
 from .experts import ExpertWeights
+from .kv_scales import read_kv_scales
 from .layer_weights import LayerWeights
 from .layers import Experts
 from .open_checkpoint import open_checkpoint
@@ -104,6 +106,10 @@ class Weights(ABC):
     def bias(self, layer: int, path: str) -> torch.Tensor:
         """One projection's bias `[out]`, which it must have."""
         return self._read(f"{LAYER.format(layer)}{path}.bias")
+
+    def kv_scales(self) -> list[KvScales]:
+        """The scales of an FP8 KV cache, of each layer with attention."""
+        return [UNSCALED] * len(self._config.attention_layers)
 
     def norm(self) -> torch.Tensor:
         """The final norm `[hidden]`."""
@@ -332,12 +338,26 @@ class WeightLoader(Weights):
             elif not self._is_elsewhere(name):
                 raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
         if scales:
-            logger.info("%d scales of activations and of the KV cache, and biases of zeros, are left out", scales)
+            logger.info(
+                "%d scales of activations, and of the KV cache unless it is in FP8, and biases of zeros are left out",
+                scales,
+            )
         if left_out:
             beginnings = ", ".join(f"{each}*" for each in self._config.tensors.left_out)
             logger.info(
                 "%d tensors of the checkpoint (%s) have no effect on text and are left out", left_out, beginnings
             )
+
+    def kv_scales(self) -> list[KvScales]:
+        """Raises UnsupportedModel for scales that can't be used."""
+        layers = [index for index, layer in enumerate(self._config.layers) if layer.attention is not None]
+        keys = [self._sources[f"{LAYER.format(index)}self_attn.k_proj.weight"].name for index in layers]
+        found = [read_kv_scales(self._checkpoint, name.rsplit(".", 2)[0]) for name in keys]
+        given = sum(each != UNSCALED for each in found)
+        logger.info(
+            "the KV cache is in FP8: the checkpoint has scales for %d of %d layers, others have 1", given, len(found)
+        )
+        return found
 
     @property
     def num_bytes_kept(self) -> int:

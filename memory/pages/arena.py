@@ -9,7 +9,7 @@ from .layout import PageLayout
 
 
 class Arena:
-    """`num_pages` pages of `layout.page_elems` elements."""
+    """`num_pages` pages of `layout.page_elems` elements of the model's dtype. KV may be in FP8, in the same memory."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class Arena:
             self.pages = hugepages.zeros(shape, dtype)  # the system provides its memory page by page on first use
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
-        kv = self.pages.view(num_pages, -1, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        kv = self.pages.view(torch.float8_e4m3fn) if layout.float8_kv else self.pages
+        kv = kv.view(num_pages, -1, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
         places = {layer: at for group in layout.groups for at, layer in enumerate(group.layers)}
         self.kv_layers = [(kv[:, places[i], 0], kv[:, places[i], 1]) for i in range(layout.num_layers)]
         """K and V of each layer: strided views `[num_pages, block_tokens, kv_heads, head_dim]` of the pages."""

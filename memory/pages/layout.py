@@ -42,12 +42,15 @@ class PageLayout:
     head_dim: int
     block_tokens: int
     itemsize: int
+    """Bytes of an element of adapters, and of KV unless it is in FP8."""
     windows: tuple[int | None, ...] = ()
     """The attention window of each layer; empty: none has one."""
     state: StateShape | None = None
     """The past of a request in other layers."""
     state_slots: int = 2
     """States that a request has pages for; see `StateSlots`."""
+    float8_kv: bool = False
+    """KV is in FP8 (E4M3), one byte an element."""
     groups: tuple[PageGroup, ...] = field(init=False)
     states: StateLayout | None = field(init=False, compare=False)
     group_windows: tuple[int | None, ...] = field(init=False, compare=False)
@@ -59,9 +62,11 @@ class PageLayout:
     _windows: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a page is too small for a part of a state."""
+        """Raises ValueError if a page is too small for a part of a state, or has no whole number of elements."""
         groups = page_groups(self.windows or (None,) * self.num_layers)
         object.__setattr__(self, "groups", groups)
+        if self.page_bytes % self.itemsize:
+            raise ValueError(f"a page has {self.page_bytes} bytes, no multiple of the {self.itemsize} of an element")
         states = None if self.state is None else StateLayout(self.state, self.page_bytes)
         object.__setattr__(self, "states", states)
         # schedulers ask for what follows once per request and step
@@ -71,12 +76,19 @@ class PageLayout:
         object.__setattr__(self, "_windows", tuple(window for window in self.group_windows if window is not None))
 
     @property
-    def page_elems(self) -> int:
-        return self.block_tokens * len(self.groups[0].layers) * 2 * self.kv_heads * self.head_dim
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of KV."""
+        return 1 if self.float8_kv else self.itemsize
 
     @property
     def page_bytes(self) -> int:
-        return self.page_elems * self.itemsize
+        elems = self.block_tokens * len(self.groups[0].layers) * 2 * self.kv_heads * self.head_dim
+        return elems * self.kv_itemsize
+
+    @property
+    def page_elems(self) -> int:
+        """Elements of `itemsize` bytes that fit in a page, such as an adapter's."""
+        return self.page_bytes // self.itemsize
 
     @property
     def pages_per_block(self) -> int:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,16 @@ class Context:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def float8_kv(self) -> bool:
+        """True if engines keep KV in FP8."""
+        return self.engine.get("kv_cache_dtype") in ("fp8", "fp8_e4m3")
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of KV."""
+        return 1 if self.float8_kv else self.dtype.itemsize
 
     def pick(self, smoke: Any, quick: Any, full: Any, *, cpu: Any = None) -> Any:
         """The value for this kind of run. cpu: the value for a CPU, if it differs."""
@@ -132,11 +143,12 @@ class Context:
         measured rate, or reads the weights if that takes longer.
         """
         bandwidth, flops = self.bandwidth(), self.limits()["matmul"]["flops_per_s"]
-        geometry, itemsize = self.size.geometry, self.dtype.itemsize
-        prefill_bytes, prefill_flops = geometry.step(itemsize, requests, tokens, 0, ranks)
-        prefill_bytes -= requests * tokens * geometry.kv_elems_per_token * itemsize  # written
-        base_bytes, _ = geometry.step(itemsize, requests, 1, tokens)
-        step_bytes, _ = geometry.step(itemsize, requests, 1, tokens, ranks)
+        geometry, kv_itemsize = self.size.geometry, self.kv_itemsize
+        step = partial(geometry.step, self.dtype.itemsize, requests, kv_itemsize=kv_itemsize)
+        prefill_bytes, prefill_flops = step(tokens, 0, ranks)
+        prefill_bytes -= requests * tokens * geometry.kv_elems_per_token * kv_itemsize  # written
+        base_bytes, _ = step(1, tokens)
+        step_bytes, _ = step(1, tokens, ranks)
         return Floors(
             max(prefill_flops / flops, prefill_bytes / bandwidth),
             step_bytes / bandwidth,

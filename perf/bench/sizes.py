@@ -64,16 +64,19 @@ class Geometry:
     def page_layout(self, itemsize: int, block_tokens: int = 16) -> PageLayout:
         return PageLayout(self.layers, self.kv_heads, self.head_dim, block_tokens, itemsize)
 
-    def step(self, itemsize: int, rows: int, count: int, before: int, ranks: Iterable[int] = ()) -> tuple[int, int]:
+    def step(
+        self, itemsize: int, rows: int, count: int, before: int, ranks: Iterable[int] = (), *, kv_itemsize: int = 0
+    ) -> tuple[int, int]:
         """Bytes that a step reads, each once, and its floating-point operations.
 
-        rows: of `count` tokens each, with KV of `before` tokens; a sequence's last token has logits. ranks: of the
-        sequences' adapters, in rotation.
+        kv_itemsize: bytes of an element of KV; 0: `itemsize`. rows: of `count` tokens each, with KV of `before` tokens;
+        a sequence's last token has logits. ranks: of the sequences' adapters, in rotation.
         """
         ranks = tuple(ranks)[:rows]
         of_rows = sum(ranks[row % len(ranks)] for row in range(rows)) if ranks else 0
         params = self.layer_params + self.head_params + sum(ranks) * self.rank_params
-        num_bytes = itemsize * (params + rows * (before + count) * self.kv_elems_per_token)
+        kv_elems = rows * (before + count) * self.kv_elems_per_token
+        num_bytes = itemsize * params + (kv_itemsize or itemsize) * kv_elems
         keys = rows * sum(range(before + 1, before + count + 1))
         products = count * (rows * self.layer_params + of_rows * self.rank_params) + rows * self.head_params
         return num_bytes, 2 * products + 4 * self.layers * self.hidden * keys  # scores and values

@@ -61,15 +61,23 @@ def expand_cost(
 
 
 def attention_cost(
-    lens: Sequence[int], num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int
+    lens: Sequence[int],
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    itemsize: int,
+    *,
+    kv_itemsize: int = 0,
 ) -> Cost:
     """bytes: keys and values of every row's tokens, q read and the result written, the sequence's pages and its length.
     flops: 4 per query head, token and element.
 
-    lens: tokens of each row.
+    lens: tokens of each row. kv_itemsize: bytes of an element of keys and values; 0: `itemsize`.
     """
     tokens, pages = sum(lens), sum(-(-length // block_tokens) for length in lens)
-    moved = 2 * (tokens * kv_heads + len(lens) * num_heads) * head_dim * itemsize + (pages + 2 * len(lens)) * _INT32
+    moved = 2 * head_dim * (tokens * kv_heads * (kv_itemsize or itemsize) + len(lens) * num_heads * itemsize)
+    moved += (pages + 2 * len(lens)) * _INT32
     return Cost(moved, 4 * tokens * num_heads * head_dim)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...ops import elementwise_schedule, expert_tiles_schedule, gated_delta_schedule, sampling_schedule
 from ...ops import small_gemm_schedule as small
-from ...ops.attention_schedule import attention_constants, attention_options, largest_head
+from ...ops.attention_schedule import LEAST_FLOAT8, attention_constants, attention_options, largest_head
 from ...ops.dependent_launch import LEAST_MAJOR
 from ...ops.narrow_weights_schedule import WIDEN_WARPS, WidenConstants
 from ...ops.sgmv_schedule import ExpandShape, Schedule, decode, expand_constants, prefill, shrink_constants
@@ -105,16 +105,18 @@ def _silu(ffn: int) -> Elementwise:
     )
 
 
-def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool) -> Elementwise:
+def _rotary(heads: int, kv_heads: int, head_dim: int, norm: bool, float8: bool = False) -> Elementwise:
+    constants = elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm)
+    cache = "*u8" if float8 else "*own"
     return _elementwise(
         "rotate_and_write_heads",
-        {"C": elementwise_schedule.rotary_constants(heads, kv_heads, head_dim, norm)},
+        {"C": replace(constants, float8=float8)},
         elementwise_schedule.rotary_options(),
         ("q", "qkv", "q_norm", "k_norm"),
         {
             "angles": (("cos", "*own"), ("sin", "*own"), ("rows", "*i64")),
-            "slots": (("k_cache", "*own"), ("v_cache", "*own"), ("page", "*i64"), ("offset", "*i64")),
-            "eps": "fp32",
+            "slots": (("k_cache", cache), ("v_cache", cache), ("page", "*i64"), ("offset", "*i64")),
+            **dict.fromkeys(("eps", "k_inverse", "v_inverse"), "fp32"),
             **_strides("qkv", "table", "page", "token", "head"),
         },
     )
@@ -127,6 +129,8 @@ ELEMENTWISE = {
     "silu": _silu(14336),
     "rotary": _rotary(32, 8, 128, norm=False),
     "normed": _rotary(32, 8, 128, norm=True),
+    "rotary.float8": _rotary(32, 8, 128, norm=False, float8=True),
+    "normed.float8": _rotary(32, 8, 128, norm=True, float8=True),
 }
 
 
@@ -230,13 +234,18 @@ WIDENED = {
 }
 
 #: Heads, KV heads and elements of a head: of Llama-3.1-8B, of GPT-2's size, of Phi-3-mini and of the widest heads; and
-#: of Gemma 2's layers with a window and a soft cap.
+#: of Gemma 2's layers with a window and a soft cap. `float8`: with a KV cache in FP8.
 ATTENTION = {
     "heads.128": (32, 8, 128),
     "heads.64": (8, 8, 64),
     "heads.96": (32, 8, 96),
     "heads.256": (16, 4, 256),
     "heads.256 window": (8, 4, 256),
+    "float8.64": (8, 8, 64),
+    "float8.96": (32, 8, 96),
+    "float8.256 window": (8, 4, 256),
+    "float8.256": (16, 4, 256),
+    "float8-llama.128": (32, 8, 128),
 }
 
 _BLOCK_TOKENS = 16  # of a page
@@ -245,21 +254,25 @@ _BLOCK_TOKENS = 16  # of a page
 #: Of a group with a window: what its kernel has besides.
 WINDOWED = {"window": 4096, "caps": True}
 
+#: Pointer to a KV cache in FP8: of uint8 where Triton can't read E4M3.
+_FLOAT8 = "*float8"
+
 
 def _attention(
     heads: int, kv_heads: int, head_dim: int, itemsize: int, more: Mapping[str, Any] = MappingProxyType({})
 ) -> Elementwise:
-    shape = heads, kv_heads, head_dim, _BLOCK_TOKENS
+    shape, cache = (heads, kv_heads, head_dim, _BLOCK_TOKENS), _FLOAT8 if more.get("float8") else "*own"
     return Elementwise(
         "attention_triton",
         "attend_rows",
         constants={"C": replace(attention_constants(*shape, itemsize), **more)},
         options=attention_options(),
-        own=("out", "q", "k_cache", "v_cache"),
+        own=("out", "q"),
         others={
+            **dict.fromkeys(("k_cache", "v_cache"), cache),
             "planned": tuple((name, "*i32") for name in ("indptr", "last_page_len", "indices")),
             "partial": (("sums", "*fp32"), ("tops", "*fp32"), ("totals", "*fp32"), ("arrived", "*i32")),
-            **dict.fromkeys(("scale", "softcap"), "fp32"),
+            **dict.fromkeys(("scale", "softcap", "v_scale"), "fp32"),
             "least": "i32",
             **_strides("page", "token", "head"),
         },
@@ -367,7 +380,8 @@ class Variant:
     def launch(self) -> Elementwise | None:
         """The launch, if it reads no adapter."""
         if self.group in ATTENTION:
-            more = WINDOWED if self.group.endswith("window") else {}
+            more: dict[str, Any] = dict(WINDOWED) if self.group.endswith("window") else {}
+            more |= {"float8": True} if self.group.startswith("float8") else {}
             return _attention(*ATTENTION[self.group], ITEMSIZE[self.dtype], more)
         return PLAIN.get(self.group)
 
@@ -434,7 +448,7 @@ class Variant:
 def _owned(kind: str | Fields, own: str) -> str | Fields:
     """The type, with pointers to the variant's dtype."""
     if isinstance(kind, str):
-        return kind
+        return own if kind == "*own" else kind
     return tuple((name, own if of_field == "*own" else of_field) for name, of_field in kind)
 
 
@@ -493,7 +507,7 @@ def plain_variants() -> Iterator[Variant]:
     """
     for group, (_, _, head_dim) in ATTENTION.items():
         for dtype, itemsize in ITEMSIZE.items():
-            if head_dim <= largest_head(itemsize):
+            if head_dim <= largest_head(itemsize) and not (dtype == "fp32" and group.startswith("float8")):
                 yield Variant("attend_rows", group, dtype, 64)
     for group, launch in (ELEMENTWISE | WIDENED).items():
         for dtype in ITEMSIZE:
@@ -523,9 +537,10 @@ def job_of(variant: Variant, arch: str) -> Job:
     if capability // 10 >= LEAST_MAJOR and (early := _early(variant, constants)) is not None:
         constants, options = early, options | {"launch_pdl": True}
     kernel = getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel)
+    float8 = "*fp8e4nv" if capability >= LEAST_FLOAT8 else "*u8"
     return Job(
         kernel,
-        variant.signature(),
+        {name: float8 if kind == _FLOAT8 else kind for name, kind in variant.signature().items()},
         constants=constants,
         capability=capability,
         options=options,

@@ -10,12 +10,13 @@ import itertools
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from ...core.costs.profile import load_profile
 from ...core.executors.choice import gpu_batch
+from ...core.model.quantization.round_to_nearest import Name
 from ...server.cluster.router import POLICIES
 from ...server.settings import read_size
 from .prediction import gpu_named, predicted_profile
@@ -30,6 +31,8 @@ FOLLOWED = (
     "max_model_len",
     "chunked_prefill",
     "block_tokens",
+    "kv_cache_dtype",
+    "quantization",
     "preemption",
     "eviction",
     "lookahead",
@@ -159,11 +162,27 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
             raise PlanError(
                 f"--model is missing: {arguments.gpu} is predicted from the model's config.json; name its directory"
             )
-        profile, note = predicted_profile(arguments.model, gpu), gpu.note
+        profile = predicted_profile(
+            arguments.model, gpu, quantization=_quantization(engine), float8_kv=_is_float8(engine)
+        )
+        note = gpu.note
         rows, tokens = gpu_batch(int(gpu.memory)) or (None, None)
         defaults = {"max_num_seqs": rows, "max_num_batched_tokens": tokens} if rows else {}
     else:
         profile, defaults = load_profile(arguments.gpu.removeprefix(PROFILE)), {}
+        if "quantization" in engine:
+            raise PlanError(
+                f"--engine quantization is {engine['quantization']!r}, but {profile.name} has measured steps; leave it "
+                "out, and measure a profile with it"
+            )
+        if profile.geometry.float8_kv and "kv_cache_dtype" not in engine:
+            engine["kv_cache_dtype"] = "fp8"
+        if profile.geometry.float8_kv != _is_float8(engine):
+            measured = "fp8" if profile.geometry.float8_kv else "auto"
+            raise PlanError(
+                f"--engine kv_cache_dtype is {engine['kv_cache_dtype']!r}, but {profile.name} was measured with "
+                f"{measured!r}; leave it out, or measure a profile with it"
+            )
     slo = Slo(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf, arguments.attainment)
     table = profile.geometry.projections
     known = table.names if arguments.targets is None else table.names_with_mixtures
@@ -214,6 +233,18 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         note=note,
         made_by=shlex.join(["chorus", *sys.argv[1:]]),
     )
+
+
+def _quantization(engine: Mapping[str, str]) -> Name | None:
+    """Raises PlanError for a name that is none."""
+    found = engine.get("quantization")
+    if found not in (None, *get_args(Name)):
+        raise PlanError(f"--engine quantization is {found!r}; use one of {', '.join(get_args(Name))}")
+    return cast("Name | None", found)
+
+
+def _is_float8(engine: Mapping[str, str]) -> bool:
+    return engine.get("kv_cache_dtype") in ("fp8", "fp8_e4m3")
 
 
 def _check_lengths(fleet: Fleet, most: float) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Geometry, Number, Profile, Terms, Whole
+from ...core.model.narrow_bytes import weight_bytes
+from ...core.model.quantization.round_to_nearest import Name, quantiser_of
 from ...core.model.read_config import read_model_config
 from .requests import PlanError
 
@@ -98,9 +100,12 @@ _BYTES = {"bfloat16": 2, "float16": 2}
 _GIB = 1 << 30
 
 
-def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
-    """Predict a profile. Raises PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one
-    that can't be served.
+def predicted_profile(
+    directory: Path, gpu: Gpu, *, quantization: Name | None = None, float8_kv: bool = False
+) -> Profile:
+    """Predict a profile. quantization, float8_kv: as the engine's settings. Narrow weights and a KV cache in FP8 are
+    taken to be read at the same shares of the memory's bandwidth; steps with prompts widen the weights.
+    Raises PlanError for a model that can't be predicted or does not fit; UnsupportedModel for one that can't be served.
     """
     model = read_model_config(directory)
     if model.dtype not in _BYTES:
@@ -115,18 +120,18 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
     share = model.experts.share_per_token if model.experts else 0.0
     used = in_layers + share * in_experts  # of one token
     in_head = model.vocab_size * model.hidden_size
-    weights = size * (in_layers + in_experts + in_head * (1 if model.tie_word_embeddings else 2))
+    kept = weight_bytes(model, size, quantiser_of(quantization, False, model.weight_format))
     read, multiply = gpu.bandwidth * READ, gpu.flops * MULTIPLY
     per_rank = model.projections.rank_elems()
     attention = len(model.attention_layers)
-    kv_bytes = 2 * attention * model.kv_size * size
-    floor = size * (used + in_head) / read
+    kv_bytes = 2 * attention * model.kv_size * (1 if float8_kv else size)
+    floor = (kept.projections + share * kept.experts + kept.head) / read
     step = {
         "base": max(STEP_SHARE * floor, STEP_PER_LAYER * layers),
-        "ragged": RAGGED_PER_LAYER * layers,
-        "weights": size * in_layers / read,
+        "ragged": RAGGED_PER_LAYER * layers + 2 * kept.dense / read,  # widened weights are written, then read
+        "weights": kept.projections / read,
         "per_token": 2 * used / (multiply * PREFILL_MULTIPLY),
-        "head": size * in_head / read,
+        "head": kept.head / read,
         "per_logits": 2 * in_head / multiply,
         "per_row": ROW_PER_LAYER * layers,
         "per_kv_token": kv_bytes / (read * KV_READ),
@@ -136,7 +141,7 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
         "per_adapter_rank": size * per_rank / (read * ADAPTER_READ),
     }
     if share:
-        step |= {"experts": size * in_experts / read, "expert_share": share}
+        step |= {"experts": kept.experts / read, "expert_share": share}
     return Profile(
         name=f"{directory.resolve().name}-{gpu.name}",
         device=gpu.name,
@@ -154,8 +159,11 @@ def predicted_profile(directory: Path, gpu: Gpu) -> Profile:
             vocab_size=model.vocab_size,
             max_model_len=model.max_context,
             itemsize=size,
+            float8_kv=float8_kv,
         ).with_projections(model.projections),
-        memory_bytes=Whole(value=_arena(directory, gpu, weights, model.dtype), source="memory that the weights leave"),
+        memory_bytes=Whole(
+            value=_arena(directory, gpu, kept.total, model.dtype), source="memory that the weights leave"
+        ),
         step=_terms(step, "predicted"),
         disk=_terms({"latency": DISK_LATENCY, "per_byte": 1 / DISK_BYTES_PER_SECOND}, "assumed"),
         link=_terms({"latency": LINK_LATENCY, "per_byte": 1 / (gpu.link * COPY)}, "predicted"),

@@ -84,7 +84,7 @@ def floors(context: Context, rows: int, count: int, before: int, ranks: Iterable
         Part.LOGITS: (geometry.head_params, 2 * rows * geometry.head_params),
         Part.LORA: (sum(of_ranks) * geometry.rank_params, 2 * count * sum(of_ranks) * geometry.rank_params),
         Part.ATTENTION: (
-            rows * (before + count) * geometry.kv_elems_per_token,
+            rows * (before + count) * geometry.kv_elems_per_token * context.kv_itemsize // itemsize,
             4 * geometry.layers * geometry.hidden * keys,
         ),
         Part.ELEMENTWISE: (read_and_written, 0),

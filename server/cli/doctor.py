@@ -127,7 +127,9 @@ def _flashinfer(fixes: list[str]) -> str:
     if obstacle is not None:
         fixes.append(f"FlashInfer for attention: {obstacle}")
         return f"{found}; our decode kernel and torch serve attention"
-    return f"{found}, its modules for heads of {HEAD_DIM} elements in bfloat16 are there or can be built"
+    float8 = flashinfer_obstacle(GROUP, HEAD_DIM, torch.bfloat16, torch.device("cuda"), float8_kv=True)
+    also = ", also with a KV cache in FP8" if float8 is None else "; with a KV cache in FP8 our decode kernel serves"
+    return f"{found}, its modules for heads of {HEAD_DIM} elements in bfloat16 are there or can be built{also}"
 
 
 def _extra() -> str:

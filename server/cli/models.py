@@ -55,6 +55,15 @@ def _form(directory: Path, model: ModelConfig) -> str | None:
     return None if file is None else f"GGUF ({file.resolve().name})"
 
 
+def _kept(model: ModelConfig) -> str:
+    """Who keeps quantised weights as they are stored."""
+    from ...core.model.narrow_bytes import weight_bytes
+
+    if model.experts is None and weight_bytes(model, 2).dense:
+        return "kept so by GPUs, integers also by the native decoder, and dequantised elsewhere"
+    return "dequantised when they are loaded"
+
+
 def described(directory: Path) -> list[str]:
     """What a checkpoint's configuration says. Raises UnsupportedModel if it would not be served."""
     from ...core.model.families import FAMILIES
@@ -73,7 +82,7 @@ def described(directory: Path) -> list[str]:
         f"adapters may target: {model.module_paths.names}",
     ]
     if (form := _form(directory, model)) is not None:
-        lines.append(f"weights: {form}, dequantised when they are loaded")
+        lines.append(f"weights: {form}, {_kept(model)}")
     if experts := model.experts:
         count = sum(layer.experts is not None for layer in model.layers)
         shared = f", and one of {experts.shared_size} for all" if experts.shared_size else ""

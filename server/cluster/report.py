@@ -82,7 +82,8 @@ def identity_of(engine: Engine) -> ModelIdentity:
     """The identity of an engine that has a model."""
     config = engine.config
     form = f"{config.quantization}{' with lm_head' * config.quantize_lm_head}" if config.quantization else ""
-    model = model_hash(config.model, dummy=config.load_format == "dummy", form=form)
+    kv = "" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    model = model_hash(config.model, dummy=config.load_format == "dummy", form=form, kv=kv)
     dtype = read_model_config(config.model).dtype if config.dtype == "auto" else config.dtype
     return ModelIdentity(model, dtype, _level(config.cpu_kernels, config.device), VERSION)
 
@@ -98,14 +99,17 @@ def _level(cpu_kernels: str, device: str) -> str:
     return "torch" if cpu_kernels == "torch" else native_library.level() or "torch"
 
 
-def model_hash(directory: Path, *, dummy: bool = False, form: str = "") -> str:
+def model_hash(directory: Path, *, dummy: bool = False, form: str = "", kv: str = "") -> str:
     """Hash of a checkpoint: its configuration with the form of its weights, and their names, sizes and bytes.
 
-    dummy: without weights. form: what weights are quantised to while they are read; empty: nothing.
+    dummy: without weights. form: what weights are quantised to while they are read; empty: nothing. kv: dtype of the KV
+    cache, whose rounding changes outputs as the weights' does; empty: the model's.
     """
     digest = hashlib.sha256(b"chorus model 1\n")
     if form:
         digest.update(f"quantised to {form}\n".encode())
+    if kv:
+        digest.update(f"KV cache in {kv}\n".encode())
     patterns = ("config.json", *QUANTIZATION_FILES) + (() if dummy else ("*.safetensors", "*.gguf"))
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
         size = path.stat().st_size

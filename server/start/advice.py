@@ -47,7 +47,6 @@ INSTEAD = {
     "--download-dir": "nothing is downloaded; give the directory as MODEL, or set HF_HOME to the Hub's cache",
     "--enable-expert-parallel": "leave it out: -tp shares every expert among ranks by its columns",
     "--hf-overrides": "change config.json in a copy of the model's directory, and give that as MODEL",
-    "--kv-cache-dtype": "KV has the model's dtype; use --memory-bytes for more pages",
     "--kv-cache-memory-bytes": "use --memory-bytes, which holds KV and adapters",
     "--kv-events-config": "use --kv-events-endpoint",
     "--kv-transfer-config": "requests move between replicas of `chorus cluster up` by themselves",
@@ -77,7 +76,6 @@ INSTEAD = {
 
 NEUTRAL = {
     "--data-parallel-size": "1",
-    "--kv-cache-dtype": "auto",
     "--pipeline-parallel-size": "1",
     "--response-role": "assistant",
     "--scheduling-policy": "fcfs",

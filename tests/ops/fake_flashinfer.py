@@ -86,18 +86,19 @@ class Wrapper:
         window_left=-1,
         logits_soft_cap=None,
     ):
-        assert q_data_type is kv_data_type is not None
+        assert q_data_type is not None
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
         self.shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        self.dtype = q_data_type
+        self.dtype, self.kv_dtype = q_data_type, kv_data_type
         window = None if window_left == -1 else window_left + 1  # FlashInfer leaves out a query's own key
         self.scores = Scores(sm_scale, window, logits_soft_cap)
         self.plans += 1
 
-    def _attend(self, q, caches, qo_indptr, indptr, indices, last, out):
+    def _attend(self, q, caches, qo_indptr, indptr, indices, last, out, k_scale=None, v_scale=None):
         self.fake.stream.finish()
         heads, kv_heads, head_dim, page_size = self.shape
         k, v = caches
-        assert q.dtype is k.dtype is self.dtype
+        assert (q.dtype, k.dtype, v.dtype) == (self.dtype, self.kv_dtype, self.kv_dtype)
         assert q.shape[1:] == (heads, head_dim)
         assert k.shape[1:] == v.shape[1:] == (page_size, kv_heads, head_dim)
         assert k.stride() == v.stride(), "the kernels assume it"
@@ -108,6 +109,8 @@ class Wrapper:
         assert all(1 <= length <= page_size for length in last)
         tables = [indices[a:b].tolist() for a, b in itertools.pairwise(indptr)]
         lens = [(len(table) - 1) * page_size + length for table, length in zip(tables, last, strict=True)]
+        if k_scale is not None:
+            k, v = k.float() * k_scale, v.float() * v_scale
         result = paged_attention_ref(q, k, v, qo_indptr, tables, lens, self.scores)
         if out is None:
             return result
@@ -148,8 +151,9 @@ class Prefill(Wrapper):
         self.indices = paged_kv_indices  # lies on the device: FlashInfer keeps it as it is
 
     @recorded
-    def run(self, q, paged_kv_cache, *, out=None):
-        return self._attend(q, paged_kv_cache, self.qo_indptr, self.indptr, self.indices, self.last, out)
+    def run(self, q, paged_kv_cache, *, out=None, k_scale=None, v_scale=None):
+        lists = self.qo_indptr, self.indptr, self.indices, self.last
+        return self._attend(q, paged_kv_cache, *lists, out, k_scale, v_scale)
 
 
 class Decode(Wrapper):
@@ -211,9 +215,9 @@ class Decode(Wrapper):
         self.fake.stream.copy(self.last, last_page_len)
 
     @recorded
-    def run(self, q, paged_kv_cache, *, out=None):
-        qo_indptr = torch.arange(len(self.last) + 1)
-        return self._attend(q, paged_kv_cache, qo_indptr, self.indptr, self.indices, self.last, out)
+    def run(self, q, paged_kv_cache, *, out=None, k_scale=None, v_scale=None):
+        lists = torch.arange(len(self.last) + 1), self.indptr, self.indices, self.last
+        return self._attend(q, paged_kv_cache, *lists, out, k_scale, v_scale)
 
 
 class FakeFlashInfer:

@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from chorus.ops.attention import PLAIN, Attention, HeadShape, PagedAttention, Scores
 from chorus.ops.elementwise import write_kv
+from chorus.ops.float8_kv import UNSCALED, KvScales, rounded
 from chorus.ops.rotation import KvSlots
 
 from .attention_ref import paged_attention_ref
@@ -40,15 +41,26 @@ class Step:
         width = max(counts) + spare_columns
         self.page_table = torch.tensor([table + [DUMMY] * (width - len(table)) for table in self.tables])
         self.q = torch.randn(self.qo_indptr[-1], heads, head_dim, generator=generator)
+        self.kv_scales, self.caches = UNSCALED, (self.k, self.v)
+
+    def in_float8(self, scales):
+        """Keep keys and values in FP8, strided as they were; `caches` are what they stand for."""
+        arena = torch.zeros(len(self.k), 3, 2, *self.k.shape[1:], dtype=torch.uint8)
+        for side, (cache, scale) in enumerate(zip(self.caches, scales, strict=True)):
+            arena[:, 1, side] = rounded(cache, scale).view(torch.uint8)
+        self.k, self.v = (arena[:, 1, side].view(torch.float8_e4m3fn) for side in (0, 1))
+        self.kv_scales = scales
+        self.caches = self.k.float() * scales.k, self.v.float() * scales.v
+        return self
 
     def run(self, attention=None, scores=PLAIN, sinks=None):
         attention = attention or PagedAttention(HeadShape(*self.shape))
         attention.plan(self.qo_indptr, self.page_table, self.kv_lens)
-        return attention.run(self.q, self.k, self.v, scores=scores, sinks=sinks)
+        return attention.run(self.q, self.k, self.v, scores=scores, sinks=sinks, kv_scales=self.kv_scales)
 
-    def check(self, attention=None):
-        want = paged_attention_ref(self.q, self.k, self.v, self.qo_indptr, self.tables, self.kv_lens)
-        torch.testing.assert_close(self.run(attention), want.flatten(1), rtol=1e-4, atol=1e-5)
+    def check(self, attention=None, scores=PLAIN):
+        want = paged_attention_ref(self.q, *self.caches, self.qo_indptr, self.tables, self.kv_lens, scores)
+        torch.testing.assert_close(self.run(attention, scores), want.flatten(1), rtol=1e-4, atol=1e-5)
 
 
 chunks = st.tuples(st.integers(2, 9), st.integers(0, 9))
@@ -194,6 +206,31 @@ def test_pages_of_others_are_never_read():
 def test_prefill_rows_must_come_first():
     with pytest.raises(ValueError, match="must come before"):
         PagedAttention(HeadShape(4, 2, 8, 4)).plan([0, 1, 4], torch.zeros(2, 2, dtype=torch.long), [1, 3])
+
+
+SCALES = [UNSCALED, KvScales(0.01, 0.25), KvScales(0.001, 3.0)]
+"""The last ones leave keys beyond the range."""
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("kind", [PagedAttention, ElsewhereAttention])
+@pytest.mark.parametrize("scores", [PLAIN, Scores(0.3, 5), Scores(softcap=2.0)], ids=str)
+def test_a_cache_in_float8_is_what_it_stands_for(scales, kind, scores):
+    for seed, rows in enumerate([[(5, 0), (3, 4), (1, 9)], [(1, 3), (1, 21)], [(4, 12)]]):
+        step = Step(seed, rows).in_float8(scales)
+        step.check(kind(HeadShape(4, 2, 8, 4)), scores)
+
+
+def test_places_of_a_float8_cache_that_nobody_sees_may_be_nan():
+    step = Step(5, [(4, 2), (1, 5), (1, 14)]).in_float8(UNSCALED)
+    want = step.run()
+    seen = torch.zeros(step.k.shape[:2], dtype=torch.bool)
+    for table, length in zip(step.tables, step.kv_lens, strict=True):
+        for token in range(length):
+            seen[table[token // 4], token % 4] = True
+    for cache in (step.k, step.v):
+        cache.view(torch.uint8)[~seen] = 0x7F
+    assert torch.equal(step.run(), want)
 
 
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(0, 12))

@@ -20,10 +20,11 @@ from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_backend import AttentionUnavailable, TorchBackend, choose_attention
 from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
+from chorus.ops.float8_kv import UNSCALED
 
 from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream
-from .test_attention import DUMMY, Step, chunks, decodes
+from .test_attention import DUMMY, SCALES, Step, chunks, decodes
 
 MAX_ROWS, MAX_PAGES = 12, 16
 
@@ -34,12 +35,12 @@ def small_workspaces(monkeypatch):
     monkeypatch.setattr(attention_flashinfer, "DECODE_INT_WORKSPACE_BYTES", 64)
 
 
-def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32, scores=PLAIN):
+def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32, scores=PLAIN, float8_kv=False):
     """A backend over the stand-in, in whose plans any dtype and head size will do; and the stand-in."""
     stream = Stream()
     fake = FakeFlashInfer(stream)
     shape = HeadShape(heads, kv_heads, head_dim, block_tokens)
-    setup = AttentionSetup(shape, dtype, torch.device("cpu"), MAX_ROWS, MAX_PAGES, (scores,))
+    setup = AttentionSetup(shape, dtype, torch.device("cpu"), MAX_ROWS, MAX_PAGES, (scores,), float8_kv=float8_kv)
     return FlashInferBackend(setup, num_sms=2, module=fake, new_event=stream.new_event), fake
 
 
@@ -94,6 +95,23 @@ def test_buckets_share_buffers_and_replay_after_any_plan(seed, steps, heads):
         assert got.isfinite().all()
     planned = sum(wrapper.plans > 0 for wrapper in fake.wrappers)
     assert fake.fast_plans == len(steps) - planned, "all but a bucket's first plan are fast"
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("scores", [PLAIN, Scores(0.3, 5, 2.0)], ids=str)
+def test_a_cache_in_float8(scales, scores):
+    """Plans are told its dtype, runs its scales, unless they are 1."""
+    backend, fake = make(float8_kv=True, scores=scores)
+    ragged, bucket = backend.ragged(), backend.decode(2)
+    for seed in range(3):
+        Step(seed, [(5, 6), (3, 0), (1, 9)]).in_float8(scales).check(ragged, scores)
+        Step(seed, [(1, 3 + seed), (1, 12)]).in_float8(scales).check(bucket, scores)
+    runs = [kwargs for _, method, _, kwargs in fake.calls if method == "run"]
+    assert len(runs) == 9
+    assert all(("k_scale" in given) == (scales != UNSCALED) for given in runs)
+    plans = [kwargs for name, method, _, kwargs in fake.calls if method == "plan" or name == "fast_decode_plan"]
+    assert {given["kv_data_type"] for given in plans} == {torch.float8_e4m3fn}
+    assert {given["q_data_type"] for given in plans} == {torch.float32}
 
 
 def test_rows_may_share_pages():
@@ -152,6 +170,12 @@ def test_prefill_kernel_by_head_size(head_dim, kernel):
     backend, fake = make(head_dim=head_dim)
     backend.ragged()
     assert fake.wrappers[0].backend == kernel
+
+
+def test_prefill_kernel_of_a_cache_in_float8():
+    backend, fake = make(head_dim=128, float8_kv=True)
+    backend.ragged()
+    assert fake.wrappers[0].backend == "fa2", "fa3 needs queries in FP8, too"
 
 
 def test_refuses_what_does_not_fit():
@@ -288,19 +312,26 @@ class FlashInferModules:
         return "fa3"
 
     def gen_batch_prefill_module(self, kernel, dtype, *rest):
-        return self._spec(f"prefill_{kernel}_{dtype}", *rest[-3:-1])
+        return self._spec(f"prefill_{kernel}_{dtype}{_kv_of(dtype, rest[0])}", *rest[-3:-1])
 
     def gen_batch_decode_module(self, dtype, *rest):
-        return self._spec(f"decode_{dtype}", *rest[-2:])
+        return self._spec(f"decode_{dtype}{_kv_of(dtype, rest[0])}", *rest[-2:])
 
     def _spec(self, name, window, softcap):
         name += "_window" * window + "_softcap" * softcap
         return SimpleNamespace(name=name, is_aot=name in self.built_ahead)
 
 
-def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), scores=(PLAIN,), **kwargs):
+def _kv_of(dtype, kv_dtype):
+    return "" if kv_dtype == dtype else f"_kv_{kv_dtype}"
+
+
+def choose(
+    dtype=torch.bfloat16, head_dim=128, device="cuda:0", heads=(32, 8), scores=(PLAIN,), float8_kv=False, **kwargs
+):
     shape = HeadShape(*heads, head_dim, 16)
-    setup = AttentionSetup(shape, dtype, torch.device(device), max_rows=8, max_pages_per_row=64, scores=scores)
+    sizes = {"max_rows": 8, "max_pages_per_row": 64, "scores": scores, "float8_kv": float8_kv}
+    setup = AttentionSetup(shape, dtype, torch.device(device), **sizes)
     return choose_attention(setup, **kwargs)
 
 
@@ -339,6 +370,8 @@ def test_flashinfer_has_windows_soft_caps_and_scales(hopper, compiler, scores):
         ({"dtype": torch.float32, "head_dim": 256}, "torch", "16 to 128 elements in float32, the model's have 256"),
         ({"dtype": torch.float64}, "torch", "does not support float64"),
         ({"device": "cpu"}, "torch", "this one is cpu"),
+        ({"float8_kv": True, "head_dim": 96}, "triton", "the model's have 96"),
+        ({"float8_kv": True, "dtype": torch.float32}, "torch", "a KV cache in FP8 for bfloat16 and float16, the model"),
         ({"heads": (34, 2), "head_dim": 96}, "torch", "up to 16 heads per KV head, the model has 17"),
         ({"wanted": "torch"}, "torch", "attention is torch"),
         ({"scores": (PLAIN, Scores(has_sinks=True))}, "torch", "sinks, which only attention torch supports"),
@@ -395,6 +428,19 @@ def test_ours_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, m
     assert "leave FLASHINFER_DISABLE_JIT unset" in backend.fix
     lone_heads = choose(head_dim=64, heads=(8, 8))
     assert "no compiled decode_torch.bfloat16," in lone_heads.reason
+
+
+def test_modules_of_a_cache_in_float8(hopper, monkeypatch):
+    """They are others, and prompts take fa2."""
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    hopper["modules"].built_ahead = BFLOAT16
+    backend = choose(float8_kv=True)
+    assert backend.name == "triton"
+    missing = "prefill_fa2_torch.bfloat16_kv_torch.float8_e4m3fn"
+    assert backend.reason.startswith(f"FlashInfer has no compiled {missing}, and")
+    hopper["modules"].built_ahead = {missing}
+    assert choose(float8_kv=True) == "flashinfer"
+    assert hopper["setup"].kv_dtype == torch.float8_e4m3fn
 
 
 def test_ours_where_the_modules_of_windows_or_soft_caps_are_missing(hopper, monkeypatch):

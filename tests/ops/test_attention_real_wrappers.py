@@ -14,7 +14,7 @@ from chorus.ops.attention import PLAIN, AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_flashinfer import FlashInferBackend
 
 from .attention_ref import paged_attention_ref
-from .test_attention import DUMMY, Step
+from .test_attention import DUMMY, SCALES, Step
 
 flashinfer = pytest.importorskip("flashinfer")
 from flashinfer import decode, prefill  # noqa: E402  only where it is installed
@@ -85,9 +85,10 @@ def kernels(monkeypatch):
     return made
 
 
-def backend(heads, kv_heads, head_dim=8, scores=PLAIN):
+def backend(heads, kv_heads, head_dim=8, scores=PLAIN, float8_kv=False):
     shape = HeadShape(heads, kv_heads, head_dim, 4)
-    setup = AttentionSetup(shape, torch.float16, torch.device("cpu"), 8, max_pages_per_row=16, scores=(scores,))
+    sizes = {"max_rows": 8, "max_pages_per_row": 16, "scores": (scores,), "float8_kv": float8_kv}
+    setup = AttentionSetup(shape, torch.float16, torch.device("cpu"), **sizes)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     return FlashInferBackend(setup, num_sms=2, new_event=lambda: event)
 
@@ -149,6 +150,21 @@ def test_windows_and_soft_caps_reach_the_kernels(kernels, heads, scores):
     assert kernels.variants == {(scores.window is not None, scores.softcap is not None)}
     seen = kernels.prefill.scores | kernels.decode.scores
     assert {(how.window, how.softcap) for how in seen} == {(scores.window, scores.softcap)}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+def test_scales_of_a_cache_in_float8_reach_the_kernels(kernels, heads, scales):
+    """Those of keys with the scores' scale; the output is multiplied by those of values where it is."""
+    made = backend(*heads, head_dim=128, float8_kv=True)
+    ragged, bucket = made.ragged(), made.decode(2)
+    for seed in range(2):
+        for rows, attention in (([(1, 3 + seed), (1, 12)], bucket), ([(5, 6), (1, 9)], ragged)):
+            step = Step(seed, rows, heads=heads[0], kv_heads=heads[1], head_dim=128).in_float8(scales)
+            step.q = step.q.half()
+            want = paged_attention_ref(step.q, *step.caches, step.qo_indptr, step.tables, step.kv_lens)
+            torch.testing.assert_close(step.run(attention), want.flatten(1), rtol=4e-3, atol=2e-3)
+    assert set(kernels.prefill_backends) == {"fa2"}
 
 
 @pytest.mark.parametrize(("group", "kinds"), [(1, ["batch_prefill", "batch_decode"]), (4, ["batch_prefill"])])

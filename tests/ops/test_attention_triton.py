@@ -16,6 +16,7 @@ import torch
 
 from chorus.ops.attention import AttentionSetup, HeadShape, Scores
 from chorus.ops.attention_schedule import PARTS, attention_splits, tile_tokens
+from chorus.ops.float8_kv import UNSCALED, KvScales, rounded
 
 from ..processes import run_python
 
@@ -41,6 +42,12 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
+    float8: KvScales | None = None
+    """Keys and values are in FP8 with these scales."""
+
+    @property
+    def kv_scales(self) -> KvScales:
+        return self.float8 or UNSCALED
 
     @property
     def scores(self) -> Scores:
@@ -64,6 +71,10 @@ CASES = [
     Case(4, 2, 64, 16, (1, 64, 65, 330), seed=7, window=40, scale=0.2),
     Case(4, 1, 32, 4, (7, 129), seed=8, window=1, softcap=2.0),
     Case(2, 2, 32, 16, (33, 300), seed=9, softcap=0.7),
+    Case(4, 2, 64, 16, (1, 64, 65, 130), seed=10, float8=UNSCALED),
+    Case(8, 1, 96, 5, (37, 5), seed=11, float8=KvScales(0.02, 0.3)),
+    Case(2, 1, 256, 16, (530, 16), seed=12, float8=KvScales(0.01, 0.01)),
+    Case(4, 1, 32, 4, (7, 129), seed=13, window=40, softcap=2.0, scale=0.2, float8=KvScales(0.5, 0.001)),
 ]
 
 
@@ -77,9 +88,9 @@ class Inputs:
         order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         self.table = torch.full((len(counts), max(counts) + 1), DUMMY)
-        arena = torch.full(
-            (sum(counts) + 1, 3, 2, case.block_tokens, case.kv_heads, case.head_dim), math.nan, dtype=dtype
-        )
+        shape = sum(counts) + 1, 3, 2, case.block_tokens, case.kv_heads, case.head_dim
+        arena = torch.full(shape, math.nan).to(torch.float8_e4m3fn if case.float8 else dtype)
+        stored = arena.view(torch.uint8) if case.float8 else arena
         self.q = torch.randn(len(counts), case.heads, case.head_dim, generator=generator).to(dtype)
         self.want = torch.zeros(len(counts), case.heads * case.head_dim, dtype=torch.float64)
         self.largest = 0.0
@@ -88,7 +99,12 @@ class Inputs:
             k, v = torch.randn(2, length, case.kv_heads, case.head_dim, generator=generator).to(dtype)
             token = torch.arange(length)
             at = self.table[row, token // case.block_tokens], token % case.block_tokens
-            arena[:, 1, 0][at], arena[:, 1, 1][at] = k, v
+            if case.float8:
+                parts = [rounded(part, scale) for part, scale in zip((k, v), case.float8, strict=True)]
+                stored[:, 1, 0][at], stored[:, 1, 1][at] = (part.view(torch.uint8) for part in parts)
+                k, v = (part.double() * scale for part, scale in zip(parts, case.float8, strict=True))
+            else:
+                stored[:, 1, 0][at], stored[:, 1, 1][at] = k, v
             self.largest = max(self.largest, float(v.abs().max()))
             k, v = (part.double().repeat_interleave(case.heads // case.kv_heads, 1) for part in (k, v))
             scores = torch.einsum("hd,thd->ht", self.q[row].double(), k) * (case.scale or case.head_dim**-0.5)
@@ -109,7 +125,7 @@ class Inputs:
         lens = [1 if at is None else self.case.lens[at] for at in rows]
         q = torch.stack([torch.zeros_like(self.q[0]) if at is None else self.q[at] for at in rows])
         attention.plan(range(len(rows) + 1), table, lens)
-        return attention.run(q, *self.caches, scores=self.case.scores)
+        return attention.run(q, *self.caches, scores=self.case.scores, kv_scales=self.case.kv_scales)
 
 
 def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, **more: Any) -> Any:
@@ -119,15 +135,18 @@ def new_backend(case: Case, dtype: torch.dtype, device: str, num_sms: int = 4, *
         more["new_event"] = lambda: SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     pages = -(-max(case.lens) // case.block_tokens) + 1
     setup = AttentionSetup(HeadShape(*case.shape), dtype, torch.device(device), max_rows=16, max_pages_per_row=pages)
-    setup = replace(setup, scores=(case.scores,))
+    setup = replace(setup, scores=(case.scores,), float8_kv=case.float8 is not None)
     return TritonBackend(setup, num_sms, reason="", **more)
 
 
 def check_values(case: Case, dtype: torch.dtype, device: str) -> str:
     """All rows in one step, shared by programs and not; twice, as values left by the first launch must not matter."""
     inputs, everyone = Inputs(case, dtype, device), list(range(len(case.lens)))
-    for num_sms in (NONE_SHARED, ALL_SHARED):
-        attention = new_backend(case, dtype, device, num_sms).decode(len(everyone))
+    for num_sms, reads_float8 in ((NONE_SHARED, False), (ALL_SHARED, case.float8 is not None)):
+        backend = new_backend(case, dtype, device, num_sms)
+        if reads_float8:  # as on newer GPUs
+            backend._reads_bits = False  # noqa: SLF001
+        attention = backend.decode(len(everyone))
         for _ in range(2):
             got = inputs.run(attention, everyone).double().cpu()
             error = float((got - inputs.want).abs().max()) / inputs.largest
@@ -151,7 +170,8 @@ def check_company(case: Case, dtype: torch.dtype, device: str) -> str:
         table, lens = inputs.table[[0, *everyone]], [max(2, case.lens[0]), *case.lens]
         ragged.plan([0, split, *range(split + 1, split + 1 + len(everyone))], table, lens)
         q = torch.cat((inputs.q[:1], inputs.q[:1], inputs.q))
-        if not torch.equal(ragged.run(q, *inputs.caches, scores=case.scores)[split:], torch.stack(want)):
+        found = ragged.run(q, *inputs.caches, scores=case.scores, kv_scales=case.kv_scales)
+        if not torch.equal(found[split:], torch.stack(want)):
             return "rows behind a prompt have other bits"
     return ""
 
@@ -192,7 +212,7 @@ def interpret(name: str) -> None:
 
     fix_bf16()
     for case in CASES:
-        dtypes = TOLERANCE if case in CASES[:2] and name == "values" else (torch.float32,)
+        dtypes = TOLERANCE if (case in CASES[:2] or case.float8) and name == "values" else (torch.float32,)
         for dtype in dtypes:
             problem = CHECKS[name](case, dtype, "cpu")
             assert not problem, f"{case}, {dtype}: {problem}"
@@ -212,11 +232,11 @@ def test_in_the_interpreter(name):
 @pytest.mark.triton
 @pytest.mark.timeout(600)
 def test_compiles_for_a_gpu_that_is_not_there():
-    only = r"attend_rows heads\.(128|96)"
+    only = r"attend_rows (heads\.(128|96)|float8-llama)"
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
-    assert {line["group"] for line in lines} == {"heads.128", "heads.96"}
+    assert {line["group"] for line in lines} == {"heads.128", "heads.96", "float8-llama.128"}
     for line in lines:
         assert not line["spill_bytes"]
         assert line["matrix"] == "mma.m16n8k16" or line["dtype"] == "fp32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -154,6 +155,7 @@ def test_xqa_where_it_is_asked_for(hopper, compiler, modules):  # noqa: F811
     ("change", "reason"),
     [
         ({"dtype": torch.float32}, "attention is xqa, but FlashInfer needs bfloat16"),
+        ({"float8_kv": True}, "attention is xqa, but XQA rounds queries to FP8 where the KV cache is in FP8"),
         ({"scores": (Scores(softcap=30.0),)}, "attention is xqa, but XQA has no soft caps"),
         ({"heads": (24, 8)}, "XQA supports 1, 2, 4, 8 heads per KV head; here it is 3"),
     ],
@@ -183,4 +185,5 @@ def test_it_is_compared_with_flashinfer_where_it_is_built_ahead(hopper, modules)
     assert rival_attention(setup, theirs) is None
     modules.built_ahead = {"xqa_16_128_4"}
     assert rival_attention(setup, theirs).eager is theirs
+    assert rival_attention(replace(setup, float8_kv=True), theirs) is None
     assert rival_attention(setup, SimpleNamespace(name="triton 3.6")) is None

@@ -24,6 +24,7 @@ from chorus.ops.elementwise import (
     rotate_and_write,
     silu_and_mul,
 )
+from chorus.ops.float8_kv import KvScales
 from chorus.ops.rotation import KvSlots
 
 from ..processes import run_python
@@ -154,7 +155,30 @@ def check_normed_rotary(case: Case, dtype: torch.dtype, device: str) -> Problem:
     return check_rotary(case, dtype, device, normed=True)
 
 
-def check_broken_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
+def check_float8_rotary(case: Case, dtype: torch.dtype, device: str) -> Problem:
+    """Into a cache in FP8: the bytes that torch's operators write."""
+    from chorus.ops import elementwise_triton
+
+    inputs, (heads, kv_heads), head_dim = Inputs(case, dtype), case.heads, case.head_dim
+    qkv = inputs.rows((heads + 2 * kv_heads) * head_dim)
+    rotation = RotaryEmbedding(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 600, dtype).at(inputs.places(600))
+    place = inputs.places(4 * 5)
+    page, offset = place // 5, place % 5
+    scales = KvScales(10.0**case.scale / 100, 0.7)  # most keys are in range, some beyond it
+    caches = [
+        torch.full((4, 3, 2, 5, kv_heads, head_dim), 0x7F, dtype=torch.uint8, device=to) for to in ("cpu", device)
+    ]
+    here, there = (each.view(torch.float8_e4m3fn) for each in caches)
+    want = rotate_and_write(qkv, rotation, None, KvSlots(here[:, 1, 0], here[:, 1, 1], page, offset, scales))
+    table = Rotation(rotation.cos.to(device), rotation.sin.to(device), torch.arange(case.tokens, device=device))
+    slots = KvSlots(there[:, 1, 0], there[:, 1, 1], page.to(device), offset.to(device), scales)
+    got = elementwise_triton.rotate_and_write(qkv.to(device), table, None, slots)
+    if not torch.equal(caches[0], caches[1].cpu()):
+        return math.inf, "the cache has other bytes"
+    return (0.0, "") if torch.equal(got.cpu(), want) else (math.inf, "q differs")
+
+
+def check_broken_heads(case: Case, dtype: torch.dtype, device: str, float8: bool = False) -> Problem:
     """A key or value that is not finite becomes a key of NaN and a value of 0, in its token and head alone. Causal
     attention as kernels compute it, with weights of 0 for masked tokens, is then finite for all tokens before it.
     """
@@ -170,11 +194,11 @@ def check_broken_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
     places = torch.arange(tokens, device=device)
 
     def write(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = torch.zeros(2, tokens, 1, kv_heads, head_dim, dtype=dtype, device=device)
+        k, v = torch.zeros(2, tokens, 1, kv_heads, head_dim, device=device).to(torch.float8_e4m3fn if float8 else dtype)
         rotation = Rotation(*table, places)
         slots = KvSlots(k, v, places, torch.zeros_like(places))
         elementwise_triton.rotate_and_write(values.to(device), rotation, None, slots)
-        return k[:, 0].cpu(), v[:, 0].cpu()
+        return k[:, 0].cpu().to(dtype), v[:, 0].cpu().to(dtype)
 
     whole = write(qkv)
     qkv[at] = (math.nan, math.inf, -math.inf)[case.seed % 3]
@@ -194,6 +218,10 @@ def check_broken_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
     return 0.0, ""
 
 
+def check_broken_float8_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
+    return check_broken_heads(case, dtype, device, float8=True)
+
+
 CHECKS: dict[str, Callable[[Case, torch.dtype, str], Problem]] = {
     "rms_norm": check_norm,
     "add_rms_norm": check_add_norm,
@@ -201,6 +229,8 @@ CHECKS: dict[str, Callable[[Case, torch.dtype, str], Problem]] = {
     "rotary": check_rotary,
     "normed rotary": check_normed_rotary,
     "broken heads": check_broken_heads,
+    "float8 rotary": check_float8_rotary,
+    "broken float8 heads": check_broken_float8_heads,
 }
 
 
@@ -240,7 +270,7 @@ def interpret() -> None:
     assert np.isnan(torch.from_numpy(rounded(np.float32([np.nan])).view(np.int16)).view(torch.bfloat16).float()).all()
     fix_bf16()
 
-    @settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(case=launches, name=st.sampled_from(list(CHECKS)), dtype=st.sampled_from(list(TOLERANCE)))
     def equals_the_torch_path(case: Case, name: str, dtype: torch.dtype) -> None:
         with np.errstate(over="ignore"):  # exp of a large number is infinite, as it should be
@@ -261,7 +291,15 @@ def test_compiles_for_a_gpu_that_is_not_there():
     result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
-    assert {line["group"] for line in lines} == {"norm", "add", "silu", "rotary", "normed"}
+    assert {line["group"] for line in lines} == {
+        "norm",
+        "add",
+        "silu",
+        "rotary",
+        "normed",
+        "rotary.float8",
+        "normed.float8",
+    }
     for line in lines:
         assert not line["spill_bytes"]
         assert line["wide_loads"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson
-from .format import Part, WeightFormat
+from .format import Narrow, Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .packing import num_words, unpack, words_of
 from .read_fields import OF_TOOLS, check_known, num_groups, read_group_size, read_modules
@@ -75,6 +75,9 @@ class Awq(ScaledScheme, WeightFormat):
         checkpoint.check({weight: (inputs, words), zeros: (groups, words)}, ("I32",))
         checkpoint.check({scales: (groups, outputs)})
         return weight, zeros, scales
+
+    def narrow(self, name: str) -> Narrow:
+        return Narrow(_BITS, self._group, has_zeros=True)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         names = _names(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .format import Part
+from .format import Narrow, Part
 from .group_scaled import GroupScaled, groups_of
 from .reading import check_range, read_scales
 from .scaled_scheme import ScaledScheme
@@ -33,6 +33,9 @@ class BnbInt8(ScaledScheme):
         checkpoint.check({layout: checkpoint[layout].shape}, ("U8",))
         check_range(checkpoint, layout, checkpoint.read(layout), 0, 0)  # rows; others are of old GPUs
         return [name, scale, layout]
+
+    def narrow(self, name: str) -> Narrow:
+        return Narrow(8, None)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config_json import ConfigJson
-from .format import Part, WeightFormat, WeightScheme
+from .format import Narrow, Part, WeightFormat, WeightScheme
 from .fp4 import Fp4
 from .fp8 import Fp8Scheme
 from .module_list import ModuleList
@@ -109,6 +109,10 @@ class CompressedTensors(WeightFormat):
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
         return self._of(name).scaled(checkpoint, name, part)
+
+    def narrow(self, name: str) -> Narrow | None:
+        scheme = self._scheme(name)
+        return None if scheme is None else scheme.narrow(name)
 
     def _of(self, name: str) -> WeightScheme:
         scheme = self._scheme(name)

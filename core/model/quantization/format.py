@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .module_list import ModuleList
 
@@ -30,6 +30,15 @@ def rows_and_columns(part: Sequence[slice], shape: Sequence[int]) -> Part:
     return slice(before + rows.start, before + rows.stop), columns
 
 
+class Narrow(NamedTuple):
+    """How a projection is stored, as integers or FP8 with scales per row and group of inputs."""
+
+    bits: int
+    group: int | None
+    """Inputs of a group; None: a row is one."""
+    has_zeros: bool = False
+
+
 class WeightScheme(ABC):
     """How one projection is stored."""
 
@@ -53,6 +62,10 @@ class WeightScheme(ABC):
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
         """Return `part` of `name` as narrow values with scales; None if it is not stored as such."""
+        return None
+
+    def narrow(self, name: str) -> Narrow | None:
+        """How `name` is stored, as far as the configuration says it; None: otherwise than that, or in no order."""
         return None
 
 
@@ -99,3 +112,6 @@ class UniformFormat(WeightFormat):
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled | None:
         return self._scheme.scaled(checkpoint, name, part)
+
+    def narrow(self, name: str) -> Narrow | None:
+        return self._scheme.narrow(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config_json import UnsupportedModel
-from .format import Part
+from .format import Narrow, Part
 from .group_scaled import GroupScaled, groups_of
 from .packing import words_of
 from .reading import REMEDY, check_range, read_scales
@@ -63,6 +63,9 @@ class Fp4(ScaledScheme):
                 checkpoint.check({one: told if told == () else (1,)}, ("F32",))
                 found.append(one)
         return found
+
+    def narrow(self, name: str) -> Narrow:
+        return Narrow(BITS, self.group)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part

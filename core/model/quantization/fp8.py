@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson, UnsupportedModel
-from .format import Part, WeightFormat
+from .format import Narrow, Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of
 from .read_fields import check_known, read_modules
-from .reading import REMEDY, read_scales
+from .reading import REMEDY, check_float8, read_scales
 from .scaled_scheme import ScaledScheme
 
 if TYPE_CHECKING:
@@ -70,7 +70,12 @@ class Fp8Scheme(ScaledScheme):
         height = self._block[0] if self._block is not None else -(-shape[0] // scale.shape[0])
         groups, group_of = groups_of(columns, self._block[1] if self._block is not None else None)
         scales = scale[torch.arange(rows.start, rows.stop) // height, groups]
-        return GroupScaled(checkpoint.read(name, part), 8, scales, None, group_of)
+        values = checkpoint.read(name, part)
+        check_float8(checkpoint, name, values)
+        return GroupScaled(values, 8, scales, None, group_of)
+
+    def narrow(self, name: str) -> Narrow:
+        return Narrow(8, None if self._block is None else self._block[1])
 
     def _scale_name(self, checkpoint: Checkpoint, name: str) -> str:
         inverse = f"{name}_scale_inv"

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ..config_json import ConfigJson
-from .format import Part, WeightFormat
+from .format import Narrow, Part, WeightFormat
 from .group_scaled import GroupScaled, groups_of, signed, signed_zeros
 from .module_list import ModuleList
 from .packing import WORD_BITS, num_words, unpack, words_of
@@ -66,6 +66,9 @@ class GptqScheme(ScaledScheme):
         checkpoint.check(shapes, ("I32",))
         checkpoint.check({scales: (groups, outputs)})
         return (*shapes, scales)
+
+    def narrow(self, name: str) -> Narrow | None:
+        return None if self._act_order else Narrow(self._bits, self._group, has_zeros=True)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         weight, zeros_name, scales_name, order = (
@@ -129,6 +132,10 @@ class Gptq(WeightFormat):
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         return self._of(name).scaled(checkpoint, name, part)
+
+    def narrow(self, name: str) -> Narrow | None:
+        scheme = self._scheme_of(name.removesuffix(".weight"))
+        return None if scheme is None else scheme.narrow(name)
 
     def read_into(self, target: torch.Tensor, checkpoint: Checkpoint, name: str, part: Part) -> None:
         self._of(name).read_into(target, checkpoint, name, part)

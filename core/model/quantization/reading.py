@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config_json import UnsupportedModel
+from .group_scaled import row_chunks
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,18 @@ def read_scales(checkpoint: Checkpoint, name: str, part: Sequence[slice] = ()) -
             f"{checkpoint[name].path}: tensor {name} has scales that are not finite numbers; {REMEDY}"
         )
     return scales
+
+
+def check_float8(checkpoint: Checkpoint, name: str, values: torch.Tensor) -> None:
+    """Raise UnsupportedModel if one of some rows (float8_e4m3fn) of tensor `name` is NaN.
+
+    A GPU that keeps the bits would multiply by 480 where dequantised weights are NaN.
+    """
+    import torch
+
+    stored = values.view(torch.uint8)
+    if any(bool(((stored[rows] & 0x7F) == 0x7F).any()) for rows in row_chunks(stored)):
+        raise UnsupportedModel(f"{checkpoint[name].path}: tensor {name} has weights that are NaN; {REMEDY}")
 
 
 def check_range(checkpoint: Checkpoint, name: str, values: torch.Tensor, least: int, most: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..config_json import UnsupportedModel
-from .format import Part
+from .format import Narrow, Part
 from .group_scaled import SIGNED_BITS, GroupScaled, groups_of, signed
 from .packing import WORD_BITS, num_words, unpack, words_of
 from .read_fields import num_groups
@@ -66,6 +66,9 @@ class ScaledIntegers(ScaledScheme):
             checkpoint.check({order: (inputs,)}, ("I32",))
             found.append(order)
         return found
+
+    def narrow(self, name: str) -> Narrow | None:
+        return None if self.has_act_order else Narrow(self.bits, self.group, self.has_zeros)
 
     def scaled(self, checkpoint: Checkpoint, name: str, part: Part) -> GroupScaled:
         rows, columns = part

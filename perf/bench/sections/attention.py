@@ -13,6 +13,7 @@ import torch
 
 from ....ops.attention import AttentionSetup, HeadShape, PagedAttention
 from ....ops.attention_backend import AttentionBackend, AttentionUnavailable, choose_attention
+from ....ops.float8_kv import DTYPE as FLOAT8
 from ...kernels.cost import attention_cost
 from ...report.table import Table
 from ..context import Context
@@ -40,10 +41,11 @@ class _Case:
 
     def __init__(self, context: Context, rows: int, context_tokens: int) -> None:
         geometry, device = context.size.geometry, context.device
-        layout = geometry.page_layout(context.dtype.itemsize)
+        layout = geometry.page_layout(context.dtype.itemsize)  # for its tokens
         self.context, self.rows, self.lens = context, rows, [context_tokens] * rows
         self.shape = HeadShape(geometry.heads, geometry.kv_heads, geometry.head_dim, layout.block_tokens)
-        self.cost = attention_cost(self.lens, *self.shape, context.dtype.itemsize)
+        itemsize, kv_itemsize = context.dtype.itemsize, context.kv_itemsize
+        self.cost = attention_cost(self.lens, *self.shape, itemsize, kv_itemsize=kv_itemsize)
         self.layers = layers_for(self.cost.bytes, context.l2_bytes())
         per_row = layout.pages_for_tokens(context_tokens)
         generator = torch.Generator(device).manual_seed(context.seed)
@@ -51,7 +53,8 @@ class _Case:
         pages = torch.empty(
             (rows * per_row + 1, self.layers, 2, block_tokens, kv_heads, head_dim), dtype=context.dtype, device=device
         )
-        self.pages = pages.normal_(0, 1, generator=generator)
+        pages.normal_(0, 1, generator=generator)
+        self.pages = pages.to(FLOAT8) if context.float8_kv else pages
         self.q = torch.empty(rows, heads, head_dim, dtype=context.dtype, device=device)
         self.q.normal_(0, 1, generator=generator)
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(context.seed))
@@ -60,7 +63,8 @@ class _Case:
     def backend(self, name: Compared) -> AttentionBackend:
         """The backend of that name. Raises AttentionUnavailable."""
         device = torch.device("cpu" if self.context.smoke else "cuda:0")
-        setup = AttentionSetup(self.shape, self.context.dtype, device, self.rows, self.table.shape[1])
+        rows, width = self.rows, self.table.shape[1]
+        setup = AttentionSetup(self.shape, self.context.dtype, device, rows, width, float8_kv=self.context.float8_kv)
         if not self.context.smoke:
             return choose_attention(setup, name)
         if name != "triton":
@@ -118,7 +122,7 @@ def _measure(context: Context, rows: int, tokens: int, absent: dict[str, str]) -
             continue
         attention = backend.decode(rows)
         whole = case.attend(attention, rows)
-        error = float((whole[:checked].float() - want).abs().max() / case.pages[:, 0, 1].abs().max())
+        error = float((whole[:checked].float() - want).abs().max() / case.pages[:, 0, 1].float().abs().max())
         if not error <= TOLERANCE[context.dtype_name]:
             raise WrongValues(f"{name}: differs from torch by {error:.1e} of the largest value")
         if name == "triton" and not torch.equal(case.attend(backend.decode(1), 1)[0], whole[0]):

@@ -661,6 +661,36 @@ def test_our_attention_is_planned_before_every_replay(drive, tiny, monkeypatch, 
     assert bool(driver.executor.inner.captured) == (capture == "ahead")
 
 
+@pytest.mark.parametrize("name", ["triton", "flashinfer", "torch"])
+def test_a_kv_cache_in_float8(drive, tiny, monkeypatch, name):
+    """The tokens of the CPU executor whose cache rounds alike, whoever attends."""
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(stream := Stream())
+
+    def choose(setup, wanted):
+        assert setup.float8_kv
+        if name == "flashinfer":
+            return FlashInferBackend(setup, num_sms=2, module=fake, new_event=stream.new_event)
+        return TritonBackend(setup, num_sms=8, reason="", new_event=stream.new_event)
+
+    if name != "torch":
+        monkeypatch.setattr(cuda, "choose_attention", choose)
+    asked = [(None, [5, 6, 7, 8] * 3, 5), ("r1-qv", [9, 5, 11], 6), (None, [3], 4)]
+    gpu = drive(adapters=["r1-qv"], max_num_seqs=3, kv_cache_dtype="fp8")
+    settings = make_config(tiny, device="cpu", cpu_kernels="torch", kv_cache_dtype="fp8")
+    cpu = Driver(engine := Engine(settings, RecordingExecutor(CpuExecutor(settings)), ticking(), InlineReads()), None)
+    engine.store.register("r1-qv", tiny.adapters["r1-qv"])
+    for driver in (gpu, cpu):
+        for index, (adapter, prompt, count) in enumerate(asked):
+            driver.add(str(index), adapter, prompt, max_tokens=count)
+        driver.drain()
+    assert gpu.executor.layout.page_bytes == cpu.engine.executor.layout.page_bytes
+    assert {key: each.tokens for key, each in gpu.answers.items()} == {
+        key: each.tokens for key, each in cpu.answers.items()
+    }
+    engine.close()
+
+
 def test_attention_that_cannot_serve_is_refused(tiny):
     with pytest.raises(DeviceError, match="attention is triton, but the decode kernel needs a CUDA device"):
         CudaExecutor(make_config(tiny, attention="triton"), LateDevice())

@@ -48,6 +48,33 @@ def test_large_arena_has_the_same_shape_and_is_zero():
     assert arena.pages.sum() == arena.pages[-1].sum() == 4 * 2 * 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kv_in_float8_has_a_byte_an_element_in_the_same_pages(dtype):
+    layout = PageLayout(3, kv_heads=2, head_dim=8, block_tokens=4, itemsize=dtype.itemsize, float8_kv=True)
+    assert (layout.kv_itemsize, layout.page_bytes) == (1, 3 * 2 * 4 * 2 * 8)
+    assert layout.page_elems == layout.page_bytes // dtype.itemsize
+    arena = Arena(layout, 5, dtype, "cpu")
+    assert (arena.pages.dtype, arena.pages.shape) == (dtype, (5, layout.page_elems))
+    for layer in range(3):
+        for side, cache in enumerate(arena.kv_layers[layer]):
+            assert (cache.dtype, cache.shape) == (torch.float8_e4m3fn, (5, 4, 2, 8))
+            assert cache.storage_offset() == (2 * layer + side) * 4 * 2 * 8
+            cache.view(torch.uint8)[2] += 1
+    assert (arena.pages.view(torch.uint8)[2] == 1).all() and int(
+        arena.pages.view(torch.uint8).sum()
+    ) == layout.page_bytes
+
+
+def test_a_page_has_whole_elements_of_adapters():
+    with pytest.raises(ValueError, match="a page has 6 bytes, no multiple of the 4 of an element"):
+        PageLayout(1, kv_heads=1, head_dim=3, block_tokens=1, itemsize=4, float8_kv=True)
+
+
+def test_ranks_together_have_the_same_form():
+    layout = PageLayout(3, kv_heads=2, head_dim=8, block_tokens=4, itemsize=2, float8_kv=True)
+    assert layout.of_ranks(2).page_bytes == 2 * layout.page_bytes
+
+
 def test_dtype_must_be_the_layouts():
     with pytest.raises(ValueError, match="layout counts 4 bytes per element"):
         Arena(LAYOUT, 5, torch.bfloat16, "cpu")

@@ -88,6 +88,7 @@ def test_a_step_counts_bytes_and_work():
     assert base == 2 * (layer + head + kv)
     assert mixed == base + 2 * per_rank * 4, "of the adapters only what two rows have"
     assert one == base + 2 * per_rank * 3
+    assert shape.step(2, 2, 1, 3, kv_itemsize=1) == (2 * (layer + head) + kv, shape.step(2, 2, 1, 3)[1])
     base, mixed, one = (shape.step(2, 2, 3, 0, ranks)[1] for ranks in ((), (1, 3), (3,)))
     assert base == 2 * 3 * 2 * layer + 2 * (2 * head + 4 * 4 * 6)
     assert mixed == base + 3 * 2 * per_rank * 4

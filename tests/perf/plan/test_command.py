@@ -69,6 +69,35 @@ def test_the_command_has_all_that_was_planned_with(trace, model, tmp_path, capsy
     assert (given.policy, given.slo_tpot, given.replicas) == ("least-delay", 0.1, 1)
 
 
+def test_a_plan_with_a_kv_cache_in_float8(trace, model, tmp_path, capsys):
+    """Of a measured profile, only if it was measured so."""
+    flags = ["--trace", trace, "--slo-ttft", "3s", "--policy", "most-idle", "--seeds", 1, "--out", tmp_path / "p.html"]
+    float8 = ["--engine", "kv_cache_dtype=fp8"]
+    assert plan(*flags, "--gpu", "l4", "--model", model, *float8) == 0
+    assert "--kv-cache-dtype fp8" in capsys.readouterr().out
+    measured = load_profile("a100-llama2-7b")
+    measured.save(tmp_path / "auto.json")
+    geometry = measured.geometry.model_copy(update={"float8_kv": True})
+    measured.model_copy(update={"geometry": geometry}).save(tmp_path / "fp8.json")
+    assert plan(*flags, "--gpu", f"profile:{tmp_path}/auto.json", *float8) == 2
+    assert "--engine kv_cache_dtype is 'fp8', but a100-llama2-7b was measured with 'auto'" in capsys.readouterr().err
+    assert plan(*flags, "--gpu", f"profile:{tmp_path}/fp8.json", "--engine", "kv_cache_dtype=auto") == 2
+    assert "is 'auto', but a100-llama2-7b was measured with 'fp8'" in capsys.readouterr().err
+    assert plan(*flags, "--gpu", f"profile:{tmp_path}/fp8.json") == 0
+    assert "--kv-cache-dtype fp8" in capsys.readouterr().out
+
+
+def test_a_plan_with_quantised_weights(trace, model, tmp_path, capsys):
+    flags = ["--trace", trace, "--slo-ttft", "3s", "--policy", "most-idle", "--seeds", 1, "--out", tmp_path / "p.html"]
+    assert plan(*flags, "--gpu", "l4", "--model", model, "--engine", "quantization=int4") == 0
+    assert "--quantization int4" in capsys.readouterr().out
+    assert plan(*flags, "--gpu", "l4", "--model", model, "--engine", "quantization=int3") == 2
+    assert "--engine quantization is 'int3'; use one of int8, int4" in capsys.readouterr().err
+    load_profile("a100-llama2-7b").save(tmp_path / "p.json")
+    assert plan(*flags, "--gpu", f"profile:{tmp_path}/p.json", "--engine", "quantization=int4") == 2
+    assert "but a100-llama2-7b has measured steps; leave it out" in capsys.readouterr().err
+
+
 def test_an_arena_without_room_for_an_adapter_is_no_plan(trace, model, tmp_path, capsys):
     flags = ["--trace", trace, "--gpu", "l4", "--model", model, "--slo-ttft", "2s", "--memory-bytes", "32MiB"]
     assert plan(*flags, "--policy", "affinity", "--seeds", 1, "--out", tmp_path / "plan.html") == 1

@@ -128,3 +128,47 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_go_to_on_average(tm
     assert profile.memory_bytes.value == room - weights - prediction.RESERVED_BYTES
     with pytest.raises(PlanError, match=r"its weights take 56\.\d GiB"):
         predicted_profile(tmp_path, GPUS["l40s"])
+
+
+def test_a_kv_cache_in_float8_has_half_the_bytes(model):
+    plain, float8 = (predicted_profile(model, GPUS["h100"], float8_kv=each) for each in (False, True))
+    sizes = [each.geometry.page_layout(16).page_bytes for each in (plain, float8)]
+    assert sizes[0] == 2 * sizes[1]
+    assert plain.memory_bytes == float8.memory_bytes
+    assert plain.geometry.adapter_bytes(16) == float8.geometry.adapter_bytes(16)
+    reads = [each.costs().decode_seconds([0], 10**6) - each.costs().decode_seconds([0], 0) for each in (plain, float8)]
+    assert reads[0] == pytest.approx(2 * reads[1])
+
+
+def steps_and_room(model, **how):
+    """Seconds of a step of 8 sequences and of a prompt of 64 tokens, and bytes for pages."""
+    profile = predicted_profile(model, GPUS["h100"], **how)
+    costs = profile.costs()
+    return costs.decode_seconds([0] * 8), costs.prefill_seconds(64, 0), profile.memory_bytes.value
+
+
+@pytest.mark.parametrize(("quantization", "bytes_per_weight"), [("int8", 1), ("int4", 0.5 + 4 / 128)])
+def test_quantised_weights_are_read_in_their_bytes(model, quantization, bytes_per_weight):
+    """Prompts widen them first, which is slower than to read them plain."""
+    plain, narrow = steps_and_room(model), steps_and_room(model, quantization=quantization)
+    saved = (2 - bytes_per_weight) * IN_LAYERS
+    assert narrow[2] - plain[2] == pytest.approx(saved, rel=0.01)
+    read = GPUS["h100"].bandwidth * prediction.READ
+    assert 0.98 < (plain[0] - narrow[0]) / (saved / read) < 1.02 + prediction.STEP_SHARE
+    assert narrow[1] > plain[1]
+
+
+def test_a_stored_form_is_read_from_config_json(model, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    for name, how in (
+        ("fp8", {"quant_method": "fp8"}),
+        ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}),
+        ("nf4", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    plain, fp8, awq, nf4 = (steps_and_room(path) for path in (model, *(tmp_path / n for n in ("fp8", "awq", "nf4"))))
+    assert awq[0] < fp8[0] < plain[0] and awq[2] > fp8[2] > plain[2]
+    assert nf4 == plain, "it is dequantised"
+    with pytest.raises(UnsupportedModel, match="quantised already"):
+        predicted_profile(tmp_path / "fp8", GPUS["h100"], quantization="int8")

@@ -102,6 +102,23 @@ def test_a_gpu_without_triton_is_not_used_and_that_is_said(monkeypatch, told):
     assert "- FlashInfer for attention: there is no module for it" in text
 
 
+@pytest.mark.parametrize(
+    ("obstacle", "said"),
+    [(None, ", also with a KV cache in FP8"), ("none", "; with a KV cache in FP8 our decode kernel")],
+)
+def test_flashinfer_with_a_kv_cache_in_float8(monkeypatch, told, obstacle, said):
+    for name, value in (
+        ("is_available", True),
+        ("mem_get_info", (1 << 30, 2 << 30)),
+        ("get_device_capability", (9, 0)),
+        ("get_device_name", "A GPU"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(doctor, "version", lambda name: "0.6.4")
+    monkeypatch.setattr(doctor, "flashinfer_obstacle", lambda *_, float8_kv=False: obstacle if float8_kv else None)
+    assert f"in bfloat16 are there or can be built{said}" in told()
+
+
 def test_windows_is_pointed_to_its_subsystem_for_linux():
     code = "import sys; sys.platform = 'win32'; import chorus"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from chorus.core.model.families import FAMILIES
 from chorus.server.cli import command as cli
 from chorus.server.demo.builtin import BUILTIN_MODEL
@@ -49,12 +51,18 @@ def test_experts_are_told(tmp_path, capsys):
     assert want in capsys.readouterr().out.splitlines()
 
 
-def test_the_form_of_quantised_weights_is_told(tmp_path, capsys):
-    how = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+@pytest.mark.parametrize(
+    ("desc_act", "want"),
+    [
+        (True, ", act order, dequantised when they are loaded"),
+        (False, ", kept so by GPUs, integers also by the native decoder, and dequantised elsewhere"),
+    ],
+)
+def test_the_form_of_quantised_weights_is_told(tmp_path, capsys, desc_act, want):
+    how = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": desc_act}
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "quantization_config": how}))
     assert cli.main(["models", str(tmp_path)]) == 0
-    want = "weights: GPTQ, 4 bits, groups of 128, act order, dequantised when they are loaded"
-    assert want in capsys.readouterr().out.splitlines()
+    assert f"weights: GPTQ, 4 bits, groups of 128{want}" in capsys.readouterr().out.splitlines()
 
 
 def test_a_checkpoint_that_is_not_served_is_refused_with_the_reason(tmp_path, capsys):

@@ -64,3 +64,9 @@ def test_a_models_hash_is_of_the_form_of_its_weights_too(tmp_path):
             (tmp_path / name).write_text(f'{{"bits": {bits}}}')
             seen |= {model_hash(tmp_path), model_hash(tmp_path, dummy=True)}
     assert len(seen) == 13
+
+
+def test_a_models_hash_is_of_the_kv_caches_dtype_too(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    hashes = {model_hash(tmp_path), model_hash(tmp_path, kv="fp8"), model_hash(tmp_path, form="int8", kv="fp8")}
+    assert len(hashes) == 3

@@ -28,3 +28,51 @@ def test_bad_scales_are_refused_by_name(tmp_path, spoil, why):
     quantised, _ = write_twins(tmp_path, FORMS["fp8 blocks"], spoil=spoil)
     with pytest.raises(UnsupportedModel, match=why):
         list(weights(quantised))
+
+
+FP8_FORMS = [name for name in FORMS if "fp8" in name]
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("form", FP8_FORMS)
+def test_a_weight_that_is_nan_is_refused_by_name(tmp_path, form, byte):
+    def spoil(tensors):
+        tensors[WEIGHT].view(torch.uint8)[-1, 3] = byte
+
+    quantised, _ = write_twins(tmp_path, FORMS[form], spoil=spoil)
+    with pytest.raises(UnsupportedModel) as caught:
+        list(weights(quantised))
+    said = str(caught.value)
+    assert f"tensor {WEIGHT} has weights that are NaN; download or quantise the checkpoint again" in said
+    assert str(tmp_path) in said and "\n" not in said
+
+
+@pytest.mark.parametrize("byte", [0x7E, 0xFE])
+def test_the_largest_weights_are_read(tmp_path, byte):
+    def spoil(tensors):
+        tensors[WEIGHT].view(torch.uint8)[-1, 3] = byte
+
+    quantised, _ = write_twins(tmp_path, FORMS["fp8"], spoil=spoil)
+    assert all(each is None or bool(each.isfinite().all()) for each in weights(quantised))
+
+
+@pytest.mark.parametrize("form", ["modelopt nvfp4", "compressed nvfp4"])
+def test_a_scale_in_fp8_that_is_nan_is_refused_by_name(tmp_path, form):
+    def spoil(tensors):
+        tensors[f"{WEIGHT}_scale"].view(torch.uint8)[-1, 0] = 0xFF
+
+    quantised, _ = write_twins(tmp_path, FORMS[form], spoil=spoil)
+    with pytest.raises(UnsupportedModel, match=r"o_proj\.weight_scale has scales that are not finite"):
+        list(weights(quantised))
+
+
+@pytest.mark.parametrize(
+    ("form", "end"), [("compressed mxfp4", "weight_scale"), ("fp8 blocks, powers of 2", "weight_scale_inv")]
+)
+def test_a_power_of_two_that_is_nan_is_refused_by_name(tmp_path, form, end):
+    def spoil(tensors):
+        tensors[f"{MODULE}.{end}"].view(torch.uint8)[-1, 0] = 0xFF
+
+    quantised, _ = write_twins(tmp_path, FORMS[form], spoil=spoil)
+    with pytest.raises(UnsupportedModel, match=rf"o_proj\.{end} has (scales that are not finite|the value 255)"):
+        list(weights(quantised))

@@ -1,0 +1,97 @@
+"""Bytes of a model's weights as a GPU keeps them, by its configuration alone: planners read no checkpoint.
+
+Tests: tests/core/model/test_narrow_bytes.py
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...ops.narrow_weights import BITS, is_kept
+from .config import ModelConfig
+from .quantization.format import Narrow
+from .quantization.round_to_nearest import RoundToNearest
+from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, sources, tensor_shapes
+
+_OF_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of parts of a model."""
+
+    projections: int
+    """Of layers without their experts, as they are kept."""
+    dense: int
+    """Of the same where they are narrow, in the model's dtype: a step of many rows widens them."""
+    head: int
+    """Of the output projection."""
+    experts: int
+    """Of all experts of mixtures, which are kept in the model's dtype."""
+    others: int
+    """Of all else: embeddings, norms and biases. Tied embeddings count as the head, unless the head is quantised."""
+
+    @property
+    def total(self) -> int:
+        return self.projections + self.head + self.experts + self.others
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest | None = None) -> WeightBytes:
+    """Bytes of a model of weights of `itemsize` bytes where they are not kept narrow.
+
+    quantiser: quantises the projections while they are read; else they are as the checkpoint's configuration says.
+    """
+    shapes = tensor_shapes(config)
+    matrices = {part: shape for part, shape in shapes.items() if len(shape) == 2 and IN_LAYER.match(part)}
+    of_experts = [matrices.pop(part) for part in [*matrices] if _OF_EXPERT.search(part)]
+    head_name = LM_HEAD if LM_HEAD in shapes else EMBED
+    others = itemsize * sum(math.prod(shapes[part]) for part in shapes.keys() - matrices.keys() - {head_name})
+    experts = itemsize * sum(map(math.prod, of_experts))
+    others -= experts
+    head = itemsize * math.prod(shapes[head_name])
+    if quantiser is not None and quantiser.lm_head:
+        others += 0 if head_name == LM_HEAD else head  # the embeddings stay beside it
+        vocab, hidden = shapes[head_name]
+        head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
+    projections, dense = _of_projections(config, matrices, itemsize, quantiser)
+    return WeightBytes(projections, dense, head, experts, others)
+
+
+def _of_projections(
+    config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
+) -> tuple[int, int]:
+    """`WeightBytes.projections` and `.dense` of these parts."""
+    names, projections, dense = sources(config, ()), 0, 0
+    for part, (outputs, inputs) in matrices.items():
+        num_bytes = itemsize * outputs * inputs
+        kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
+        projections += num_bytes if kept is None else kept
+        dense += 0 if kept is None else num_bytes
+    return projections, dense
+
+
+def _narrow(config: ModelConfig, name: str, inputs: int, quantiser: RoundToNearest | None) -> Narrow | None:
+    """How a projection is kept if a GPU can; None: dequantised, or plain."""
+    if quantiser is not None:
+        return _of(quantiser, inputs)
+    how = config.weight_format
+    if how is None or how.plain.has(name.removesuffix(".weight")):
+        return None
+    return how.narrow(name)
+
+
+def _of(quantiser: RoundToNearest, inputs: int) -> Narrow:
+    return Narrow(quantiser.bits, quantiser.group_of(inputs))
+
+
+def _kept_bytes(shape: tuple[int, ...], narrow: Narrow | None) -> int | None:
+    """Bytes of a narrow weight `[out, in]` with its float32 scales and zero points; None if it can't be kept so."""
+    if narrow is None or narrow.bits > max(BITS):
+        return None
+    outputs, inputs = shape
+    bits, group = next(bits for bits in BITS if narrow.bits <= bits), narrow.group or inputs
+    if not is_kept(inputs, bits, group):
+        return None
+    return outputs * (inputs * bits // 8 + 4 * -(-inputs // group) * (1 + narrow.has_zeros))
