@@ -25,10 +25,11 @@ from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
 from ..model.added_tokens import StepLogits, part_runs, prompt_runs, sample_with_added
-from ..model.batch import LoraState, RowPlan, StepBatch, ragged_batch
+from ..model.batch import RowPlan, StepBatch, ragged_batch
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, capped
 from ..model.experts import ExpertKernels
+from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel
 from ..model.open_weights import open_weights
 from ..model.paged_states import PagedStates

@@ -16,12 +16,13 @@ import torch
 from ...graphs.device import CudaDevice
 from ...ops.small_gemm_schedule import MAX_EXPANDED_ROWS, MAX_ROWS, tile_rows
 from ..cpus import available_cpus
-from ..model.batch import ATTN_O, BY_LIBRARY, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends
+from ..model.batch import BY_LIBRARY, GemmBackend, GemmBackends
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
 from ..model.layer import HEAD
 from ..model.lora_launches import LoraLaunches
 from ..model.lora_state_cuda import CudaLoraState
+from ..model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 logger = logging.getLogger(__name__)
 

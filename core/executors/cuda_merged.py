@@ -10,8 +10,8 @@ import torch
 
 from ...graphs.runner import CapturedStep, GraphRunner, LaunchSize, StepForm, StepMode
 from ...memory.pages.arena import Arena
-from ..model.batch import LoraState
 from ..model.decoder import DecoderModel
+from ..model.lora_state import LoraState
 from ..model.shadow import Places, ShadowWeights
 
 #: Modes in which steps with merged weights are captured.

@@ -23,17 +23,19 @@ from ...ops.packed_gemm import pack, unpack
 from ...ops.ranks import Collectives
 from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
-from .batch import ATTN_O, GATE_UP, QKV, GemmBackend, HeadLora, StepBatch, StepLora, StepStates, lora_groups
+from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
 from .experts import ExpertKernels, ExpertWeights, kept_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
+from .lora_state import lora_groups
 from .nvtx_spans import span
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, packed_bits, plain, with_signed_values
 from .rope_config import RopeConfig
+from .step_lora import ATTN_O, GATE_UP, QKV, HeadLora, StepLora
 from .weights import Pack, Weights
 
 #: A step's batch in the form that this decoder takes.

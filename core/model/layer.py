@@ -11,11 +11,12 @@ from ...ops.elementwise import add_rms_norm, gelu_and_mul, layer_norm, rms_norm,
 from ...ops.narrow_weights import NarrowWeight
 from ...ops.packed_gemm import packed_linear
 from ...ops.ranks import Collectives
-from .batch import ATTN_O, DOWN, GATE_UP, QKV, GemmBackend, GemmBackends, StepLora
+from .batch import GemmBackend, GemmBackends
 from .experts import mix_experts
 from .layer_weights import LayerWeights
 from .layers import Activation, LayerSpec, Norms, NormSpec
 from .nvtx_spans import span
+from .step_lora import ATTN_O, DOWN, GATE_UP, QKV, StepLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Shrunk

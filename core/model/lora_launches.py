@@ -14,7 +14,7 @@ import torch
 from ...graphs.runner import NO_TAIL, USUAL_ROOM, EagerReason, LaunchSize
 from ...ops.sgmv_schedule import Schedule
 from ...ops.sgmv_tables import SgmvTables
-from .batch import HeadLora
+from .step_lora import HeadLora
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv, Shrunk

@@ -22,9 +22,9 @@ from ...ops.sgmv_tables import SgmvTables, TableSizes
 from ...ops.table_records import Copy
 from ...ops.vectors_tables import VectorTables
 from ..cpus import available_cpus
-from .batch import LoraState, RowAdapters, rows_in
 from .config import ModelConfig
 from .lora_launches import LoraLaunches, StepOffload, Tail, Variant
+from .lora_state import LoraState, RowAdapters, rows_in
 
 if TYPE_CHECKING:
     from ...ops.sgmv_triton import Sgmv

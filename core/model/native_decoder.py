@@ -20,10 +20,11 @@ from ...ops.lora_offload import Offloading
 from ...ops.ranks import Ranks
 from ...ops.sampling import RowSamplingParams
 from ...ops.sgmv import AdapterRows, Segments
-from .batch import LoraState, StepBatch
+from .batch import StepBatch
 from .config import ModelConfig
 from .layer_weights import LayerWeights
 from .layers import Activation, AttentionSpec, ClampedSwiglu, GatedDeltaSpec, HeadNorm, LayerSpec, Norms
+from .lora_state import LoraState
 from .paged_states import PagedStates
 from .quantization.group_scaled import GroupScaled
 from .quantization.groups import evenly_grouped, is_packable, packed_bits, plain, with_signed_values

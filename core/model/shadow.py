@@ -20,8 +20,8 @@ from ...memory.pages.arena import Arena
 from ...ops.sgmv import AdapterRows
 from ...ops.vectors import vectors_of
 from ..requests.types import CannotMerge
-from .batch import LoraState
 from .layer_weights import MATRICES, LayerWeights
+from .lora_state import LoraState
 
 #: The largest factor by which the norm of a row of weights may grow, by bytes per element. Rounding the sum causes an
 #: error proportional to it, which affects sequences of the base model and of other adapters. In 16 bits the error may

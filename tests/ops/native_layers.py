@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from chorus.core.model.batch import rows_in
 from chorus.core.model.layer_weights import LayerWeights
 from chorus.core.model.layers import Activation, AttentionSpec, GatedSpec, HeadNorm, LayerSpec, Norms, NormSpec
+from chorus.core.model.lora_state import rows_in
 from chorus.core.model.native_decoder import layer_values
 from chorus.core.model.rope_config import RopeConfig
 from chorus.memory.pages.adapter_layout import AdapterLayout, uniform_parts

@@ -7,7 +7,8 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model.batch import LoraState, StepBatch
+from chorus.core.model.batch import StepBatch
+from chorus.core.model.lora_state import LoraState
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.ops.sgmv import AdapterRows
 from chorus.perf.bench import random_model

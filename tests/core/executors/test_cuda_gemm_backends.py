@@ -21,7 +21,7 @@ from chorus.core.executors.cuda_gemm_backends import (  # noqa: E402
     combinations_of,
     compile_ahead,
 )
-from chorus.core.model.batch import DOWN, GemmBackend  # noqa: E402
+from chorus.core.model.batch import GemmBackend  # noqa: E402
 from chorus.core.model.config import ModelConfig  # noqa: E402
 from chorus.core.model.decoder import DecoderModel  # noqa: E402
 from chorus.core.model.dummy_weights import DummyWeights  # noqa: E402
@@ -29,6 +29,7 @@ from chorus.core.model.layer import HEAD  # noqa: E402
 from chorus.core.model.layers import AttentionSpec, GatedSpec, LayerSpec, NormSpec  # noqa: E402
 from chorus.core.model.lora_state_cuda import CudaLoraState, StepLimits  # noqa: E402
 from chorus.core.model.rope_config import RopeConfig  # noqa: E402
+from chorus.core.model.step_lora import DOWN  # noqa: E402
 from chorus.memory.pages.arena import Arena  # noqa: E402
 from chorus.memory.pages.layout import PageLayout  # noqa: E402
 from chorus.ops import small_gemm_triton  # noqa: E402

@@ -14,7 +14,8 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
 from chorus.core.model import layer as layer_module
 from chorus.core.model import nvtx_spans
-from chorus.core.model.batch import ATTN_O, DOWN, GATE_UP, QKV, StepBatch
+from chorus.core.model.batch import StepBatch
+from chorus.core.model.step_lora import ATTN_O, DOWN, GATE_UP, QKV
 
 
 def test_off_by_default(monkeypatch):

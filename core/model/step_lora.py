@@ -1,0 +1,88 @@
+"""What adapters add in a forward pass, as the layers and the output projection ask for it.
+
+Tests: tests/core/model/test_lora_state_cuda.py, tests/core/test_parity.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ...memory.pages.projections import LAYER_GROUPS
+from ...ops.sgmv import Segments, sgmv
+from ...ops.trained_rows import TrainedRows
+from .mixture_lora import MixtureLora
+
+if TYPE_CHECKING:
+    from ...ops.sgmv_triton import Shrunk
+
+#: Groups of projections that share an input.
+QKV, ATTN_O, GATE_UP, DOWN = map(int, LAYER_GROUPS)
+
+
+class StepLora(Protocol):
+    """Adds LoRA products of x `[tokens, in]` to packed outputs y `[tokens, out]` in a forward pass."""
+
+    def wait(self, layer: int, /) -> None:
+        """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
+
+    def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
+        """Give other processes what they compute of a group's products; called before the base product."""
+
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
+        """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN, or
+        one of a mixture of experts.
+        """
+
+    def shrink(self, group: int, x: torch.Tensor, layer: int, /) -> Shrunk | None:
+        """Multiply x with the adapters' A, as the first half of `add`, where a product can take the other half in its
+        launch; None where `add` must do both.
+        """
+
+    def mixture(self, layer: int, /) -> MixtureLora | None:
+        """What adapters add in a layer's mixture of experts; None if they add nothing."""
+
+    def embed(self, rows: torch.Tensor, token_ids: torch.Tensor, /) -> None:
+        """Add the adapters' terms to embeddings `[tokens, hidden]`; waits for the adapters' first layer."""
+
+    def known(self, token_ids: torch.Tensor, /) -> torch.Tensor:
+        """The tokens, with any of the model's in place of those that an adapter adds: `embed` writes their rows."""
+        ...
+
+    def use_logits(self, sampled: Sequence[int], scored: Sequence[int], /) -> None:
+        """Tell which of the step's tokens, in rising order, have logits, and prompt-logprob logits. Without this call,
+        every token has logits.
+        """
+
+    def logits(self, /) -> HeadLora | None:
+        """What adapters add to the step's logits; None if they add nothing."""
+
+    def prompt_logits(self, /) -> HeadLora | None:
+        """What adapters add to the logits of the step's prompt-logprob tokens."""
+
+
+class HeadLora:
+    """Adds LoRA products to logits, and replaces those of tokens with rows of their own. segments: of the rows that
+    have logits.
+    """
+
+    def __init__(
+        self, arena: torch.Tensor, segments: Segments, layer: int, module: int, trained: TrainedRows | None
+    ) -> None:
+        """trained: None if no segment has rows of its own."""
+        self._arena, self._segments, self._layer, self._module = arena, segments, layer, module
+        self._trained = trained
+
+    def add(self, logits: torch.Tensor, x: torch.Tensor, first: int, begin: int = 0) -> None:
+        """Add the terms of x `[rows, hidden]` to logits `[rows, columns]` float32, before they are scaled or capped; a
+        rank has columns of its own. first: the token of the first column. begin: the first of these rows.
+        """
+        segments = self._segments
+        if begin or len(logits) < max(segments.end, default=0):
+            segments = segments.within(begin, begin + len(logits))
+        if self._trained is not None:
+            self._trained.replace_logits(logits, x, self._arena, segments, self._layer, first)
+        modules = ((self._module, 0, logits.shape[1]),)
+        sgmv(logits, x.float(), self._arena, segments, self._layer, modules)
