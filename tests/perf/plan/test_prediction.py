@@ -123,7 +123,8 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_go_to_on_average(tm
     active = attention + 48 * 2048 * 128 + experts / 16
     multiply = GPUS["h200"].flops * prediction.MULTIPLY * prediction.PREFILL_MULTIPLY
     assert step.per_token == pytest.approx(2 * active / multiply)
-    weights = 2 * (experts + attention + 48 * 2048 * 128 + 2 * 151936 * 2048)
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    weights = 2 * (experts + attention + 48 * 2048 * 128 + 2 * 151936 * 2048 + norms)
     room = int(GPUS["h200"].memory * EngineConfig.model_fields["gpu_memory_utilization"].default)
     assert profile.memory_bytes.value == room - weights - prediction.RESERVED_BYTES
     with pytest.raises(PlanError, match=r"its weights take 56\.\d GiB"):
