@@ -100,7 +100,7 @@ class DecodeBuffers:
 
         block_tables: of the sequences. lengths: tokens of each; by default each has one.
         """
-        return self.write(self.columns, bucket, token_ids, positions, block_tables, lengths)
+        return self.write(self.columns, bucket, token_ids, positions, block_tables, lengths=lengths)
 
     def write(
         self,

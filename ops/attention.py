@@ -252,7 +252,7 @@ class PagedAttention(Attention):
             if self._gqa and not self._on_host and q.dtype == torch.float32:
                 # no kernel takes these with fewer heads of k and v, but one that makes all scores
                 k, v = (each.repeat_interleave(q.shape[1] // self._kv_heads, dim=1) for each in (k, v))
-            attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks)
+            attended = _attend(rows, k, v, prefill.mask(scores), scores, sinks=sinks)
             if broken is not None:
                 attended = attended.masked_fill(self._who_sees(broken, attended.shape, scores.window), torch.nan)
             out[prefill.tokens] = attended[0].transpose(0, 1)
@@ -262,7 +262,7 @@ class PagedAttention(Attention):
             k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks)
+            attended = _attend(rows, k, v, self._decode_mask(scores.window), scores, sinks=sinks)
             out[self._first_decode_token :] = attended[:, :, 0]
         if scales.v != 1:
             out *= scales.v

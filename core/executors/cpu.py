@@ -161,7 +161,7 @@ class CpuExecutor(ModelExecutor):
                 runs = prompt_runs(rows, adapters)
                 parted = partial(part_runs, runs, self.decoder.hidden_states, self._added_logits, sampling)
             vocab = self.model.vocab_size
-            add_prompt_logprobs(rows, self.decoder.prompt_logits, sampling, vocab, result, parted)
+            add_prompt_logprobs(rows, self.decoder.prompt_logits, sampling, vocab, result, parted=parted)
         if any(row.params.pooling is not None for row in rows):
             add_pooled(rows, self.decoder.hidden_states, result)
         if plan.num_drafts:

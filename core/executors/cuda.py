@@ -193,7 +193,7 @@ class CudaExecutor(CudaShapes):
             accept = partial(accept_drafts, plan, rows) if plan.num_drafts else None
             late = steps.lora.late_requests(plan.sequences) if plan.adapters else []
             end = partial(self._offload.end, plan) if self._offload is not None and plan.bucket is None else None
-            return _Started(self._device, late, sample, read, accept, end)
+            return _Started(self._device, late, sample, _read=read, _accept=accept, _end=end)
 
     def follow(self, plan: StepPlan, asks_logits: bool) -> list[str]:
         """Launch a step as a rank other than the first, which samples; return the requests with void entries.

@@ -244,7 +244,8 @@ class DecoderModel:
             kv = self._kv_index[index]
             run = attention.of(self._page_groups[kv]).run
             scores, sinks = self._scores[index], self.layers[index].sinks
-            return run(q, *self._arena.kv_layers[kv], out, scores, sinks, self._kv_scales[kv])
+            k, v = self._arena.kv_layers[kv]
+            return run(q, k, v, out, scores, sinks=sinks, kv_scales=self._kv_scales[kv])
 
     def new_rows(self, tokens: int) -> torch.Tensor:
         """Zeros `[tokens, hidden]` for a residual stream."""
@@ -315,7 +316,7 @@ class DecoderModel:
     ) -> float:
         """See `MergeableModel.merge`."""
         origin = origin.dense() if isinstance(origin, NarrowWeight) else unpack(origin)
-        return merge(origin, out, self._arena.pages, layer, rows, self._groups[layer][group])
+        return merge(origin, out, self._arena.pages, layer, parts=rows, modules=self._groups[layer][group])
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""

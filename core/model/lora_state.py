@@ -190,7 +190,7 @@ class LoraState:
         has_vectors = bool(self.segments.vectors)
         if has_vectors:
             scale_outputs(y, self.arena, self.segments, layer, modules, undo=True)
-        sgmv(y, x, self.arena, self.segments, layer, modules)
+        sgmv(y, x, self.arena, self.segments, layer, modules=modules)
         if has_vectors:
             scale_outputs(y, self.arena, self.segments, layer, modules)
 
@@ -208,7 +208,7 @@ class LoraState:
             if self._trained is not None and any(each.token_ids for each in self.model_segments.rows):
                 self._trained.replace_embeddings(rows, token_ids, self.arena, self.model_segments)
             inputs, _ = self._projections.dims_of(self._embedding)
-            add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, inputs)
+            add_embeddings(rows, token_ids, self.arena, self.model_segments, self._embedding, vocab=inputs)
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `StepLora.known`."""

@@ -34,7 +34,7 @@ class MixtureLora:
 
     def add(self, group: Group, y: torch.Tensor, x: torch.Tensor) -> None:
         """Add to products y `[tokens, out]` of all of the step's tokens x `[tokens, in]`."""
-        sgmv(y, x, self._arena, self._segments, self._layer, self._columns[group])
+        sgmv(y, x, self._arena, self._segments, self._layer, modules=self._columns[group])
 
     def add_of_expert(self, group: Group, y: torch.Tensor, x: torch.Tensor, expert: int, tokens: Sequence[int]) -> None:
         """Likewise, of an expert: row i is the step's token `tokens[i]`; these are in rising order."""
@@ -43,4 +43,4 @@ class MixtureLora:
             own = self._segments.of_expert(expert, self._layer, tokens)
             self._gathered[expert] = tokens, own
         if own.rows:
-            sgmv(y, x, self._arena, own, self._layer, self._columns[group])
+            sgmv(y, x, self._arena, own, self._layer, modules=self._columns[group])

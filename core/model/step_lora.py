@@ -83,6 +83,6 @@ class HeadLora:
         if begin or len(logits) < max(segments.end, default=0):
             segments = segments.within(begin, begin + len(logits))
         if self._trained is not None:
-            self._trained.replace_logits(logits, x, self._arena, segments, self._layer, first)
+            self._trained.replace_logits(logits, x, self._arena, segments, self._layer, first=first)
         modules = ((self._module, 0, logits.shape[1]),)
-        sgmv(logits, x.float(), self._arena, segments, self._layer, modules)
+        sgmv(logits, x.float(), self._arena, segments, self._layer, modules=modules)

@@ -164,7 +164,7 @@ def _layer_source(
     if (expert := _EXPERT.match(path)) is not None:
         begin, number, matrix = expert.groups()
         rows = {each: shapes[f"{own}{begin}{number}.{each}.weight"][0] for each in _MATRICES}
-        return _expert_source(tensors, at, int(number), matrix, kind, rows, names)
+        return _expert_source(tensors, at, int(number), matrix, kind, rows=rows, names=names)
     for name, stack in tensors.fused.items():
         if path in stack:
             first = sum(shapes[f"{own}{each}.{kind}"][0] for each in stack[: stack.index(path)])

@@ -207,7 +207,7 @@ def read_image(
     def take() -> list[_PartReader]:
         data = image.data = buffers.take(shape, dtype)
         return [
-            _PartReader(file, part, place, data.view(-1), projections, manifest.modules)
+            _PartReader(file, part, place, data.view(-1), projections=projections, modules=manifest.modules)
             for part, place in zip(manifest.parts, layout.parts, strict=True)
         ]
 

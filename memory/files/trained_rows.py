@@ -73,7 +73,11 @@ def find_rows(file: RowsFile, config: AdapterConfig, directory: AdapterDirectory
         index = projections.of_group(_GROUPS[module])
         assert index is not None
         name = projections.name_of(index)
-        parts.append(AdapterPart(len(token_ids), 1.0, projections.layers_of(name), (name,), token_ids, file_rows))
+        parts.append(
+            AdapterPart(
+                len(token_ids), 1.0, projections.layers_of(name), (name,), token_ids=token_ids, file_rows=file_rows
+            )
+        )
     return FoundRows(tuple(parts), tuple(dropped), *_beyond(file, found, modules))
 
 

@@ -101,7 +101,9 @@ class PoolingApi:
         arrival, asked = time.monotonic(), await self.builder.parse(ClassifyBody.read, request)
         with renaming(NAMES):
             prompts = await self.pooling.prompts(Caller.of(request), asked)
-            generation = self.pooling.generation("classify-", Caller.of(request), asked, prompts, CLASSES, arrival)
+            generation = self.pooling.generation(
+                "classify-", Caller.of(request), asked, prompts, params=CLASSES, arrival=arrival
+            )
             is_base = generation.choices[0].request.adapter_name is None
 
             def body() -> Body:
@@ -181,10 +183,12 @@ class PoolingApi:
             texts = list(dict.fromkeys(chain.from_iterable(pairs)))
             prompts = await self.pooling.encoded(Caller.of(request), asked, texts)
             vector = self.pooling.vector()
-            generation = self.pooling.generation(prefix, Caller.of(request), asked, prompts, vector, arrival)
+            generation = self.pooling.generation(
+                prefix, Caller.of(request), asked, prompts, params=vector, arrival=arrival
+            )
             return generation, partial(_similarities, generation, texts, pairs)
         prompts = await self.pooling.encoded_pairs(Caller.of(request), asked, pairs)
-        generation = self.pooling.generation(prefix, Caller.of(request), asked, prompts, params, arrival)
+        generation = self.pooling.generation(prefix, Caller.of(request), asked, prompts, params=params, arrival=arrival)
         if params.classify:
             return generation, partial(self._head_scores, generation, activates=activates)
         return generation, partial(_token_scores, generation, params.logprob_token_ids, activates=activates)

@@ -44,7 +44,7 @@ class PoolingBuilder:
         self.check_dimensions(asked.dimensions)
         normalises = self.config.normalises if asked.normalises is None else asked.normalises
         prompts = await self.prompts(caller, asked)
-        generation = self.generation(prefix, caller, asked, prompts, self.vector(), arrival)
+        generation = self.generation(prefix, caller, asked, prompts, params=self.vector(), arrival=arrival)
 
         def vectors() -> list[np.ndarray]:
             return [cut(each, asked.dimensions, normalises=normalises) for each in results(generation)]

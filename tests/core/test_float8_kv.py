@@ -136,9 +136,14 @@ def test_chunks_of_any_size_and_cached_prefixes(tiny, drive8, family, chunk):
 def test_preempted_requests_swap_and_go_on(tiny, drive8, family):
     it = tiny(family)
     limits = {
-        "block_tokens": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap",
-        "prefix_cache": False, "max_model_len": 128, "adapters": {},
-    }  # fmt: skip
+        "block_tokens": 8,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "preemption": "swap",
+        "prefix_cache": False,
+        "max_model_len": 128,
+        "adapters": {},
+    }
     few = 2 + drive8(it, **limits).executor.layout.pages_for_tokens(128, chunk=64)
     driver = drive8(it, num_pages=few, **limits)
     check(driver, make_cases(it, 8, adapters=(None,), lengths=(5, 20), tokens=60))

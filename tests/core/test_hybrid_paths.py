@@ -92,9 +92,12 @@ def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, ranks, mo
 def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):
     it = tiny(family)
     limits = {
-        "max_num_seqs": 8, "max_num_batched_tokens": 64, "preemption": "swap", "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "preemption": "swap",
+        "max_model_len": 128,
         "tensor_parallel_size": ranks,
-    }  # fmt: skip
+    }
     layout = drive(it, adapters={}, **limits).engine.executor.layout
     driver = drive(it, adapters={}, num_pages=2 * layout.pages_for_tokens(80, chunk=64), **limits)
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)

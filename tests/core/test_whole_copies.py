@@ -202,9 +202,15 @@ def test_tied_weights_are_trained_alike(tmp_path, drive):
     adapters = {name: tmp_path / name for name in ("tied", "embeddings")}
     for name, path in adapters.items():
         save_form(
-            tmp_path / "model", path, 1, save_embedding_layers=True, r=3, lora_alpha=8,
-            target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=name == "tied",
-        )  # fmt: skip
+            tmp_path / "model",
+            path,
+            1,
+            save_embedding_layers=True,
+            r=3,
+            lora_alpha=8,
+            target_modules=["q_proj", "embed_tokens"],
+            ensure_weight_tying=name == "tied",
+        )
     it = Alone(tmp_path / "model", adapters, {})
     driver, want = drive(it), {}
     for name in adapters:

@@ -41,9 +41,14 @@ def servers():
         found = []
         for speculation in ("off", "ngram"):
             config = EngineConfig(
-                model=BUILTIN_MODEL, adapters=BUILTIN_ADAPTERS, device="cpu", dtype="float32", threads=1,
-                memory_bytes=16 << 20, speculation=speculation,
-            )  # fmt: skip
+                model=BUILTIN_MODEL,
+                adapters=BUILTIN_ADAPTERS,
+                device="cpu",
+                dtype="float32",
+                threads=1,
+                memory_bytes=16 << 20,
+                speculation=speculation,
+            )
             engine = cast(Any, Engine.from_config(config))
             if engine.speculation is not None:
                 engine.speculation.cost = Free()

@@ -142,8 +142,12 @@ def test_rejected_drafts_change_nothing(drive, tiny, setting, pieces):  # noqa: 
 
 @pytest.mark.slow
 def test_draws_and_logprobs_are_those_without_drafts(drive, tiny):  # noqa: F811
-    ways = ({"temperature": 1.0}, {"temperature": 0.9, "top_k": 7, "logprobs": 2}, {"logprobs": 1},
-            {"temperature": 1.0, "logit_bias": {7: 3.0}, "min_tokens": 3})  # fmt: skip
+    ways = (
+        {"temperature": 1.0},
+        {"temperature": 0.9, "top_k": 7, "logprobs": 2},
+        {"logprobs": 1},
+        {"temperature": 1.0, "logit_bias": {7: 3.0}, "min_tokens": 3},
+    )
     requests = asked(tiny, 8)
     for (_, _, params), way in zip(requests.values(), ways, strict=True):
         params.update(way)
