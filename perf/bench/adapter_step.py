@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
@@ -89,7 +89,8 @@ def measure(size: str, steps: int, threads: int, turns: Callable[[Callable[[], T
         work = Path(name)
         context = Context("cpu", SIZES[size], True, WallTimer(), ResultStore(work, {}), work)
         adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
-        limits = {"max_seqs": _ROWS, "max_batched": _ROWS * _PROMPT, "max_len": _PROMPT + 2 * steps + 64}
+        max_len = _PROMPT + 2 * steps + 64
+        limits: dict[str, Any] = {"max_seqs": _ROWS, "max_batched": _ROWS * _PROMPT, "max_len": max_len}
         with Subject(
             context, adapters, inline_reads=True, clock=time.process_time, **limits, threads=threads
         ) as subject:
