@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ _MOST_CALLS = 200  # seconds of a measurement
 #: A replay takes at least this long, by repeating the work in it: the launch of a replay takes microseconds itself.
 _LEAST_REPLAY = 1e-3
 _MOST_REPEATS = 1000
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +33,9 @@ class Sample:
     """Replays of a graph were timed."""
 
 
-def in_turns(work: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def in_turns(work: Mapping[str, Callable[[], Result]], rounds: int) -> dict[str, list[Result]]:
     """Results of each in each round; every second round runs in reverse order, so slow drift affects all alike."""
-    found: dict[str, list[float]] = {name: [] for name in work}
+    found: dict[str, list[Result]] = {name: [] for name in work}
     for index in range(rounds):
         for name in [*work][:: -1 if index % 2 else 1]:
             found[name].append(work[name]())

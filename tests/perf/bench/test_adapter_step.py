@@ -1,0 +1,59 @@
+"""The benchmark of adapters' time measures builds in turns, in processes of their own, and judges the bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from chorus.perf.bench import adapter_step
+from chorus.perf.bench.adapter_step import Build, Turn, conclude, main
+
+FLAGS = ["--model-size=tiny", "--steps=2"]
+
+
+def test_builds_take_turns_in_processes_of_their_own(monkeypatch, capsys):
+    made = []
+
+    class Recorded(Build):
+        def __init__(self, python, arguments):
+            super().__init__(python, arguments)
+            made.append((python, self._process))
+
+    monkeypatch.setattr(adapter_step, "Build", Recorded)
+    main([*FLAGS, "--rounds=2", "--beside", sys.executable])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [python for python, _ in made] == [sys.executable] * 2
+    assert [process.returncode for _, process in made] == [0, 0]  # both have ended
+    assert {name: len(turns) for name, turns in result["turns"].items()} == {"this": 2, "beside": 2}
+    assert all(base > 0 and mixed > 0 for turns in result["turns"].values() for base, mixed in turns)
+
+
+@pytest.mark.parametrize(
+    ("added", "rate_met", "time_met"), [(2.5, True, True), (2.6, True, False), (3.5, False, False)]
+)
+def test_the_bars_hold_what_adapters_add_in_a_round_against_the_build_beside(capsys, added, rate_met, time_met):
+    # a round in which all take twice the time changes no ratio
+    turns = {
+        "this": [Turn(10.0, 10.0 + added), Turn(20.0, 20.0 + 2 * added)],
+        "beside": [Turn(10.0, 13.0), Turn(20.0, 26.0)],
+    }
+    code = conclude(turns)
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["over_beside"] == pytest.approx(added / 3)
+    assert result["rates"] == {"this": pytest.approx(10 / (10 + added)), "beside": pytest.approx(10 / 13)}
+    assert result["met"] is (rate_met and time_met) and code == (not result["met"])
+    assert out.count("MISSED") == (not rate_met) + (not time_met)
+
+
+def test_without_another_build_only_the_rate_is_judged(capsys):
+    assert conclude({"this": [Turn(10.0, 12.0)]}) == 0
+    assert "over_beside" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_build_that_ends_is_an_error():
+    build = Build(sys.executable, ["--model-size=none"])
+    with build, pytest.raises(RuntimeError, match="ended with code 2"):
+        build.turn()
