@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers.cache_utils import Cache
 
+from chorus.core.config import EngineConfig
+from chorus.core.executors.base import ModelExecutor
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.config import UnsupportedModel
 from chorus.graphs.runner import StepMode
 from chorus.ops import native_library
 from chorus.ops.float8_kv import UNSCALED, KvScales
@@ -173,3 +178,38 @@ def test_speculation(tiny, drive8):
     driver = drive8(it, speculation="ngram", max_num_seqs=4, max_num_batched_tokens=64)
     check(driver, make_cases(it, 6, tokens=24))
     assert any(plan.num_drafts for plan in driver.plans)
+
+
+def settings_of(model, **config) -> EngineConfig:
+    return EngineConfig(model=model, memory_bytes=4 << 20, threads=1, device="cpu", kv_cache_dtype="fp8", **config)
+
+
+def test_the_native_decoder_leaves_it_to_torch_and_that_is_said(tiny, caplog):
+    settings = settings_of(tiny("llama3").model, dtype="float32")
+    caplog.set_level("INFO")
+    CpuExecutor(settings).close()
+    assert [record.getMessage() for record in caplog.records if "FP8" in record.getMessage()] == [
+        "steps run on torch's operators, many times as slow as the native decoder: it has no KV cache in FP8, and "
+        "kv_cache_dtype is 'fp8'",
+        "the KV cache is in FP8: the checkpoint has scales for 0 of 2 layers, others have 1",
+    ]
+    with pytest.raises(UnsupportedModel, match="cpu_kernels is 'native', but it has no KV cache in FP8"):
+        CpuExecutor(settings.model_copy(update={"cpu_kernels": "native"}))
+
+
+def test_a_page_too_small_for_a_recurrent_state_is_refused_by_name(tiny):
+    model = tiny("qwen3.5").model
+    with pytest.raises(UnsupportedModel, match=r"block_tokens is 1, but a page has \d+ bytes, and a part of a layer's"):
+        ModelExecutor(settings_of(model, dtype="float32", block_tokens=1))
+    settings = settings_of(model, dtype="float32", block_tokens=32)
+    plain = ModelExecutor(settings.model_copy(update={"kv_cache_dtype": "auto"})).layout
+    float8 = ModelExecutor(settings).layout
+    assert plain.page_bytes == 4 * float8.page_bytes
+    assert plain.state_pages < float8.state_pages, "states stay float32"
+
+
+def test_its_names():
+    assert EngineConfig(model=".", kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"  # pyright: ignore[reportArgumentType]
+    for name in ("fp8_e5m2", "int8", "bfloat16"):
+        with pytest.raises(ValidationError, match="'auto' or 'fp8'"):
+            EngineConfig.model_validate({"model": ".", "kv_cache_dtype": name})
