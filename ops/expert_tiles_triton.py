@@ -82,4 +82,4 @@ def _launcher(constants: TileConstants) -> KernelLauncher:
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
