@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ...memory.pages.projections import Group
-from ...ops import expert_products, expert_tiles, packed_gemm
+from ...ops import expert_products, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
@@ -224,9 +224,11 @@ def _outputs_by_tiles(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeig
     """What each row's experts give `[rows · per_token, hidden]`; the host never learns which they are."""
     if not isinstance(weights.gate_up, Stack) or not isinstance(weights.down, Stack):
         raise TypeError("all of a layer's experts are in stacks, or none")
+    from ...ops.expert_tiles_triton import multiply  # needs triton
+
     tiles = ExpertTiles.of(chosen, spec.count)
-    y = expert_tiles.multiply(x, weights.gate_up, tiles, spec.routing.per_token)
-    return expert_tiles.multiply(_activated(y, spec.activation), weights.down, tiles, 1)
+    y = multiply(x, weights.gate_up, tiles, spec.routing.per_token)
+    return multiply(_activated(y, spec.activation), weights.down, tiles, 1)
 
 
 class _Parts(NamedTuple):
