@@ -7,6 +7,7 @@ Tests: tests/ops/test_expert_tiles_interpreted.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,13 @@ class Stack:
 
     bias: torch.Tensor | None = None
     """`[experts, outputs]`."""
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        """The matrix of an expert."""
+        return self.data[expert]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +67,3 @@ class ExpertTiles:
         first = begins[expert] + (index - (last - tiles)[expert]) * block_t
         end = torch.minimum(first + block_t, ends[expert])
         return cls(block_t, *(each.to(torch.int32) for each in (pairs, expert, torch.minimum(first, end), end)))
-
-
-def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) -> torch.Tensor:
-    """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
-
-    x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
-    row's bits don't depend on other rows of a step with tiles of this size.
-    """
-    from . import expert_tiles_triton  # needs triton
-
-    return expert_tiles_triton.multiply(x, stack.data, stack.bias, tiles, per_row)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .expert_tiles import ExpertTiles
+from .expert_tiles import ExpertTiles, Stack
 from .expert_tiles_schedule import TileConstants, tile_constants, tile_options
 from .launch_triton import KernelLauncher
 
@@ -59,10 +59,13 @@ def multiply_tiles(y, x, weight, bias, pairs, expert_of, first_of, end_of, x_str
         tl.store(out, total.to(dtype), mask=own[:, None] & own_column[None, :])
 
 
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles, per_row: int
-) -> torch.Tensor:
-    """See `expert_tiles.multiply`."""
+def multiply(x: torch.Tensor, stack: Stack, tiles: ExpertTiles, per_row: int) -> torch.Tensor:
+    """Multiply rows by the matrices of the experts that they go to, and add these' biases, in float32.
+
+    x: `[rows, inputs]`. per_row: experts of each of them. Returns `[rows · per_row, outputs]` in x's dtype, by pair. A
+    row's bits don't depend on other rows of a step with tiles of this size.
+    """
+    weight, bias = stack.data, stack.bias
     experts, d_out, d_in = weight.shape
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("rows of x, and the weights, must be contiguous")
@@ -82,4 +85,4 @@ def _launcher(constants: TileConstants) -> KernelLauncher:
 
 
 # Rules for type checkers are at the end, so that kernels keep their lines.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false

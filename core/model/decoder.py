@@ -25,7 +25,7 @@ from ...ops.rotation import KvSlots
 from ...ops.sgmv import AdapterRows
 from .batch import GemmBackend, StepBatch, StepStates
 from .config import ModelConfig
-from .experts import ExpertKernels, ExpertWeights, kept_experts
+from .experts import ExpertKernels, ExpertWeights, packed_experts, stacked_experts
 from .layer import HEAD, Layer, Residual, multiply
 from .layer_weights import MATRICES, LayerWeights
 from .layers import AttentionSpec, HeadNorm, NormSpec
@@ -110,9 +110,7 @@ class DecoderModel:
             self._lm_head = self._embed
         else:
             self._lm_head = plain(head, embed.dtype) if kept is None else kept(head)
-        by_library = expert_kernels is ExpertKernels.NATIVE
-        pack_expert = partial(expert_products.pack, take=hugepages.Pieces().take) if by_library else pack
-        keep_experts = partial(kept_experts, dtype=dtype, device=device, kernels=expert_kernels, pack=pack_expert)
+        keep_experts = _keeps_experts(expert_kernels, dtype, device)
         self.layers = [_moved(layer, config.norm, device, dtype, keep_experts) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config.projections)
@@ -521,6 +519,16 @@ def _moved(
             is_norm = field.name.endswith("norm")
             setattr(layer, field.name, _moved_norm(part, norm, device, dtype) if is_norm else part.to(device, dtype))
     return layer
+
+
+def _keeps_experts(
+    kernels: ExpertKernels, dtype: torch.dtype, device: torch.device
+) -> Callable[[ExpertWeights], ExpertWeights]:
+    """The function that converts a layer's experts after they were read."""
+    if kernels is ExpertKernels.TILES:
+        return partial(stacked_experts, dtype=dtype, device=device)
+    by_library = partial(expert_products.pack, take=hugepages.Pieces().take)
+    return partial(packed_experts, dtype=dtype, pack=by_library if kernels is ExpertKernels.NATIVE else pack)
 
 
 def _moved_delta(delta: DeltaWeights, device: torch.device) -> DeltaWeights:

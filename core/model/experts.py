@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ...memory.pages.projections import Group
-from ...ops import expert_products, expert_tiles, packed_gemm
+from ...ops import expert_products, packed_gemm
 from ...ops.elementwise import clamped_swiglu, gelu_and_mul, silu_and_mul
 from ...ops.expert_products import Matrix, Panels, multiply_each
 from ...ops.expert_tiles import ExpertTiles, Stack
@@ -76,36 +76,44 @@ class ExpertKernels(StrEnum):
     """A kernel that multiplies all experts of a layer in one launch, on a GPU."""
 
 
-def kept_experts(
-    experts: ExpertWeights, dtype: torch.dtype, device: torch.device, kernels: ExpertKernels, pack: expert_products.Pack
-) -> ExpertWeights:
-    """A layer's experts, as they are read from a checkpoint, in the form that kernels take. What chooses among them
-    stays float32. pack: packs a matrix for kernels on a CPU.
+def packed_experts(experts: ExpertWeights, dtype: torch.dtype, pack: expert_products.Pack) -> ExpertWeights:
+    """A layer's experts, as they are read from a checkpoint, for kernels on a CPU. What chooses among them is float32.
 
-    Matrices are converted one by one, so that memory has no two forms of a layer's.
+    Matrices are packed one by one, so that memory has no two forms of a layer's.
     """
-    found = {
-        "router": experts.router.to(device) if kernels is ExpertKernels.TILES else packed_gemm.pack(experts.router),
-        **{name: each.to(device) for name in _CHOOSING if (each := getattr(experts, name)) is not None},
-    }
-    for name, biases in (("gate_up", experts.gate_up_bias), ("down", experts.down_bias)):
-        matrices = getattr(experts, name)
-        if not isinstance(matrices, list) or any(isinstance(each, Panels) for each in matrices):
-            raise TypeError("a layer's experts are packed already")
-        if kernels is ExpertKernels.TILES:
-            found |= {name: _stacked(matrices, biases, dtype, device), f"{name}_bias": None}
-            continue
+    for matrices in (_unpacked(experts.gate_up), _unpacked(experts.down)):
         for index, weight in enumerate(matrices):
             matrices[index] = pack(weight.to(dtype))
-        found[f"{name}_bias"] = None if biases is None else [each.to(dtype) for each in biases]
-    for name in ("shared_gate_up", "shared_down"):
-        if (shared := getattr(experts, name)) is not None:
-            found[name] = shared.to(device, dtype) if kernels is ExpertKernels.TILES else pack(shared.to(dtype))
-    return replace(experts, **found)
+    biases = ("gate_up_bias", "down_bias")
+    shared = ("shared_gate_up", "shared_down")
+    return replace(
+        experts,
+        router=packed_gemm.pack(experts.router),
+        **{name: pack(found.to(dtype)) for name in shared if (found := getattr(experts, name)) is not None},
+        **{name: [each.to(dtype) for each in found] for name in biases if (found := getattr(experts, name))},
+    )
 
 
-#: Parts that choose among experts, but for the router.
-_CHOOSING = "correction", "shared_gate", "router_bias"
+def stacked_experts(experts: ExpertWeights, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
+    """Likewise, for the kernel that multiplies all experts in one launch, on a GPU."""
+    choosing = ("router", "correction", "shared_gate", "router_bias")
+    shared = ("shared_gate_up", "shared_down")
+    return replace(
+        experts,
+        gate_up=_stacked(_unpacked(experts.gate_up), experts.gate_up_bias, dtype, device),
+        down=_stacked(_unpacked(experts.down), experts.down_bias, dtype, device),
+        gate_up_bias=None,
+        down_bias=None,
+        **{name: found.to(device) for name in choosing if (found := getattr(experts, name)) is not None},
+        **{name: found.to(device, dtype) for name in shared if (found := getattr(experts, name)) is not None},
+    )
+
+
+def _unpacked(matrices: list[Matrix] | Stack) -> list[Any]:
+    """The same list, of tensors that nothing has packed yet."""
+    if isinstance(matrices, Stack) or any(isinstance(each, Panels) for each in matrices):
+        raise TypeError("a layer's experts are packed already")
+    return matrices
 
 
 def _stacked(
@@ -216,9 +224,11 @@ def _outputs_by_tiles(x: torch.Tensor, chosen: torch.Tensor, weights: ExpertWeig
     """What each row's experts give `[rows · per_token, hidden]`; the host never learns which they are."""
     if not isinstance(weights.gate_up, Stack) or not isinstance(weights.down, Stack):
         raise TypeError("all of a layer's experts are in stacks, or none")
+    from ...ops.expert_tiles_triton import multiply  # needs triton
+
     tiles = ExpertTiles.of(chosen, spec.count)
-    y = expert_tiles.multiply(x, weights.gate_up, tiles, spec.routing.per_token)
-    return expert_tiles.multiply(_activated(y, spec.activation), weights.down, tiles, 1)
+    y = multiply(x, weights.gate_up, tiles, spec.routing.per_token)
+    return multiply(_activated(y, spec.activation), weights.down, tiles, 1)
 
 
 class _Parts(NamedTuple):

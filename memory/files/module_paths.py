@@ -131,13 +131,19 @@ class ModulePaths:
                 if self.projections.name_of_all(own.name) in names
             }
         elif self.experts is ExpertForm.TOGETHER:
-            own = [self.together[path] for path in self.given_together]
-            others = (path for path, projection in self.together.items() if projection in own)
-            for path in dict.fromkeys((*self.given_together, *others)):
-                projection = self.together[path]
-                if projection.name in names:
-                    found[path] = tuple(projection.of_expert(number).name for number in range(projection.experts))
+            found |= {path: parts for path, (name, parts) in self._together_parts.items() if name in names}
         return found
+
+    @cached_property
+    def _together_parts(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """By the paths of `together` that an adapter or its configuration may have: a projection, and each expert's."""
+        own = {self.together[path].name for path in self.given_together}
+        others = (path for path, each in self.together.items() if each.name in own)
+        return {
+            path: (each.name, tuple(each.of_expert(number).name for number in range(each.experts)))
+            for path in dict.fromkeys((*self.given_together, *others))
+            for each in (self.together[path],)
+        }
 
     @cached_property
     def together(self) -> dict[str, Projection]:
