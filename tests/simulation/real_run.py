@@ -153,7 +153,7 @@ class RealRun(EngineRun):
         self._has_hung = False
         apart = random.Random(str(rng.getstate()))  # of speculation; it changes no other draw
         config = self._draw_config()
-        if ranks == 1 and apart.random() < 0.5:
+        if apart.random() < 0.5:
             cached = apart.choice([0, 200, 2000])
             config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
         inner = open_executor(config)
