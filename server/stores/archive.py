@@ -59,39 +59,39 @@ class Archive:
         places: dict[str, str] = {}
         kept: dict[tuple[str, str], tuple[int, int]] = {}
         with _refused_if_broken():
-            for parent, name, content in self._files():
+            for parent, name, content in self._files({*needed, *more}):
                 if name in places or (parent, name) in kept:
                     raise StoreRefused(f"{name} appears twice in its archive")
                 if name in needed:
                     places[name] = parent
-                    for chunk in self._chunks(name, content):
-                        draft.write(name, chunk)
-                elif name in more:
-                    kept[parent, name] = self._keep(aside, name, content)
+                    _write(draft, name, content)
+                else:
+                    kept[parent, name] = self._keep(aside, content)
         if len(places) < len(needed) or len(set(places.values())) > 1:
             raise StoreRefused(f"its archive does not have {' and '.join(needed)} in one directory")
-        for (parent, name), (begin, end) in kept.items():
-            if parent == places[needed[0]]:
-                aside.seek(begin)
-                for start in range(begin, end, _CHUNK_BYTES):
-                    draft.write(name, aside.read(min(_CHUNK_BYTES, end - start)))
+        (parent,) = set(places.values())
+        for (own, name), place in kept.items():
+            if own == parent:
+                _write(draft, name, _kept(aside, *place))
 
-    def _files(self) -> Iterator[tuple[str, str, IO[bytes] | None]]:
-        """Directory, name and content of each member."""
+    def _files(self, names: Collection[str]) -> Iterator[tuple[str, str, Iterator[bytes]]]:
+        """Directory, name and content of each member with one of these names."""
         for count, (path, content) in enumerate(self._members(), 1):
             if count > MAX_MEMBERS:
                 raise StoreRefused(f"its archive has more than {MAX_MEMBERS} members")
-            yield *_split(path), content
+            parent, name = _split(path)
+            if name in names:
+                yield parent, name, self._chunks(name, content)
 
     def _members(self) -> Iterator[tuple[str, IO[bytes] | None]]:
         if self.kind == ".zip":
             return _zip_members(self.file)
         return _tar_members(self.file, self.kind, self.max_bytes, self.deadline)
 
-    def _keep(self, aside: BinaryIO, name: str, content: IO[bytes] | None) -> tuple[int, int]:
+    def _keep(self, aside: BinaryIO, content: Iterator[bytes]) -> tuple[int, int]:
         """Copy a member to the end of `aside`; returns where it begins and ends there."""
         begin = end = aside.seek(0, os.SEEK_END)
-        for chunk in self._chunks(name, content):
+        for chunk in content:
             end += len(chunk)
             if end > self.max_bytes:
                 raise StoreRefused(_UNPACKS_TO_TOO_MUCH)
@@ -104,6 +104,18 @@ class Archive:
         while chunk := content.read(_CHUNK_BYTES):
             self.deadline.left()
             yield chunk
+
+
+def _write(draft: StagedUpload, name: str, content: Iterator[bytes]) -> None:
+    for chunk in content:
+        draft.write(name, chunk)
+
+
+def _kept(aside: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """What `Archive._keep` put between two places."""
+    aside.seek(begin)
+    for start in range(begin, end, _CHUNK_BYTES):
+        yield aside.read(min(_CHUNK_BYTES, end - start))
 
 
 @contextmanager
