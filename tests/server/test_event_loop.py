@@ -40,9 +40,9 @@ def serve(start, reference, tmp_path):
     return serve
 
 
-def form(path, name=NAME):
+def form(path, name=NAME, field="lora_name"):
     files = {file: (file, (path / file).read_bytes()) for file in FILES}
-    return {"data": {"lora_name": name, "name": name}, "files": files}
+    return {"data": {field: name}, "files": files}
 
 
 def loop_thread(live):
@@ -75,7 +75,7 @@ def bodies(reference):
             {"name": "one", "path": "one"},
             {"name": "none", "path": "nowhere"},
             {"name": "sent", **sent},
-            form(path),
+            form(path, field="name"),
             {"data": {"name": "x"}, "files": {"y": ("y", b"")}},
         ],
         "/v1/load_lora_adapter": [{"lora_name": "two", "lora_path": "one"}, form(path, "formed")],

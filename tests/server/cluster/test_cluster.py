@@ -77,6 +77,8 @@ def test_answers_go_on_as_if_no_replica_had_been_killed(up):
             killed = up.replicas[0]
             os.kill(killed, signal.SIGKILL)
             assert [answer.result() for answer in answers] == unbroken
+            # all may have ended before it died: it must be known to be gone before another one is killed
+            up.wait_until(lambda killed=killed: killed not in up.replicas and len(up.replicas) == 2)
     assert up.client.get("/health").status_code == 200
     up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
 
