@@ -1,9 +1,11 @@
-"""Processor time that eight adapters of mixed ranks add to a decode step, of this build and of another, in turns.
+"""Processor time that adapters add to a decode step of eight rows, of this build and of another, in turns.
 
-Each build is a process that waits for its turn. A turn is decode steps of eight rows without adapters and with one
-each; a turn's time is its quietest tenth, as other processes' memory traffic comes and goes in milliseconds. Every
-second round runs in reverse order. Thus two layouts of adapters in memory, which no process has at once, are compared
-on a shared machine. `--beside` is the Python of an environment that imports another checkout with this command.
+Each build is a process that waits for its turn. A turn is decode steps of eight rows without adapters, and with those
+of `--load`: `mixed`, one of mixed ranks on all projections for each row; `head`, one on the output projection for each
+of four rows, beside four of the base model. A turn's time is its quietest tenth, as other processes' memory traffic
+comes and goes in milliseconds. Every second round runs in reverse order. Thus two layouts of adapters in memory, which
+no process has at once, are compared on a shared machine. `--beside` is the Python of an environment that imports
+another checkout with this command.
 
 Tests: tests/perf/bench/test_adapter_step.py
 """
@@ -37,8 +39,10 @@ RANKS = (8, 16, 32, 64)
 MOST_TIME = 0.85
 """Most that adapters may add to a step, of what they add in the build beside."""
 
-LEAST_RATE = 0.79
-"""Least that the rate of steps with adapters may be, of that of steps without."""
+LEAST_RATE = {"mixed": 0.79, "head": 0.97}
+"""Least that the rate of steps with adapters may be, of that of steps without, by load."""
+
+HEAD_RANK = 16
 
 _ROWS, _PROMPT = 8, 128
 
@@ -83,12 +87,16 @@ class Build:
         return Turn(*json.loads(line))
 
 
-def measure(size: str, steps: int, threads: int, turns: Callable[[Callable[[], Turn]], None]) -> None:
+def measure(size: str, load: str, steps: int, threads: int, turns: Callable[[Callable[[], Turn]], None]) -> None:
     """Make an engine and hand a function that measures a turn to `turns`."""
     with TemporaryDirectory(prefix="chorus-adapters-") as name:
         work = Path(name)
         context = Context("cpu", SIZES[size], True, WallTimer(), ResultStore(work, {}), work)
-        adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+        if load == "head":
+            adapters = context.adapters(HEAD_RANK, _ROWS // 2, on_head=True)
+        else:
+            adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
+        rows = [*adapters, *[None] * (_ROWS - len(adapters))]
         max_len = _PROMPT + 2 * steps + 64
         limits: dict[str, Any] = {"max_seqs": _ROWS, "max_batched": _ROWS * _PROMPT, "max_len": max_len}
         with Subject(
@@ -100,7 +108,7 @@ def measure(size: str, steps: int, threads: int, turns: Callable[[Callable[[], T
                 seconds = sorted(subject.decode_seconds(names, _PROMPT, steps))
                 return seconds[len(seconds) // 10]
 
-            turns(lambda: Turn(quiet([None] * _ROWS), quiet(list(adapters))))
+            turns(lambda: Turn(quiet([None] * _ROWS), quiet(rows)))
 
 
 def _answer(turn: Callable[[], Turn]) -> None:
@@ -113,6 +121,7 @@ def _answer(turn: Callable[[], Turn]) -> None:
 def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--model-size", default="125m", choices=SIZES)
+    command.add_argument("--load", default="mixed", choices=LEAST_RATE)
     command.add_argument("--rounds", type=int, default=15)
     command.add_argument("--steps", type=int, default=30, help="decode steps of a turn, with adapters and without")
     command.add_argument("--threads", type=int, default=1)
@@ -120,17 +129,22 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--worker", action="store_true", help="measure a turn for each line of the standard input")
     args = command.parse_args(argv)
     if args.worker:
-        measure(args.model_size, args.steps, args.threads, _answer)
+        measure(args.model_size, args.load, args.steps, args.threads, _answer)
         return 0
-    flags = [f"--model-size={args.model_size}", f"--steps={args.steps}", f"--threads={args.threads}"]
+    flags = [
+        f"--model-size={args.model_size}",
+        f"--load={args.load}",
+        f"--steps={args.steps}",
+        f"--threads={args.threads}",
+    ]
     pythons = {"this": sys.executable} | ({"beside": args.beside} if args.beside else {})
     with ExitStack() as stack:
         builds = {name: stack.enter_context(Build(python, flags)) for name, python in pythons.items()}
         turns = in_turns({name: partial(Build.turn, build) for name, build in builds.items()}, args.rounds)
-    return conclude(turns)
+    return conclude(turns, args.load)
 
 
-def conclude(turns: dict[str, list[Turn]]) -> int:
+def conclude(turns: dict[str, list[Turn]], load: str = "mixed") -> int:
     """Show a table and the bars, and print the result; return the exit code. turns: of `this` and, maybe, `beside`."""
     table = Table(
         "processor time of a decode step, ms", ["build", "base", "adapters add", "least", "most", "rate / base"]
@@ -141,8 +155,8 @@ def conclude(turns: dict[str, list[Turn]]) -> int:
         base = median(turn.base for turn in own) * 1e3
         table.add(name, base, median(added), min(added), max(added), rates[name])
     table.show()
-    goals = [Goal("rate with adapters / without", rates["this"], LEAST_RATE)]
-    result: dict[str, object] = {"turns": turns, "rates": rates}
+    goals = [Goal("rate with adapters / without", rates["this"], LEAST_RATE[load])]
+    result: dict[str, object] = {"load": load, "turns": turns, "rates": rates}
     if "beside" in turns:
         pairs = zip(turns["this"], turns["beside"], strict=True)
         result["over_beside"] = over = median(own.added / other.added for own, other in pairs)

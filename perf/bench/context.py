@@ -120,16 +120,18 @@ class Context:
         """Size of the last cache before memory; 0 if unknown."""
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
 
-    def adapters(self, rank: int, count: int) -> dict[str, Path]:
-        """`count` adapters of one rank on all projections, by name; made on first use.
+    def adapters(self, rank: int, count: int, *, on_head: bool = False) -> dict[str, Path]:
+        """`count` adapters of one rank on all projections, or on the output projection, by name; made on first use.
 
         They are links to the same random weights: the engine treats them as separate adapters, but the disk holds them
         once.
         """
-        (source,) = random_adapters(RandomModel(self.size.geometry, (rank,), self.dtype_name), self.work_dir).values()
+        kind = "head-r" if on_head else "r"
+        model = RandomModel(self.size.geometry, (rank,), self.dtype_name, on_head=on_head)
+        (source,) = random_adapters(model, self.work_dir).values()
         named = self.work_dir / "linked" / self.dtype_name
         named.mkdir(parents=True, exist_ok=True)
-        made = {name: named / name for name in (f"r{rank}-{index:03d}" for index in range(count))}
+        made = {name: named / name for name in (f"{kind}{rank}-{index:03d}" for index in range(count))}
         for link in made.values():
             link.unlink(missing_ok=True)  # for a model of another size
             link.symlink_to(source.resolve())

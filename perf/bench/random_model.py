@@ -31,12 +31,14 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class RandomModel:
-    """Values that determine a model's weights, and the weights of an adapter of each of `ranks` on all projections."""
+    """Values that determine a model's weights, and the weights of an adapter of each of `ranks`."""
 
     geometry: Geometry
     ranks: tuple[int, ...] = (8, 16, 32, 64, 8, 16, 32, 64)
     dtype: str = "bfloat16"
     seed: int = 0
+    on_head: bool = False
+    """The adapters change the output projection alone; otherwise all projections of all layers."""
 
 
 def checkpoint(model: RandomModel, work_dir: Path) -> Path:
@@ -87,13 +89,16 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
     dtype = getattr(torch, model.dtype)
     generator = torch.Generator().manual_seed(1 + model.seed * 1000 + index)
     tensors = {}
-    for layer in range(shape.layers):
-        for projection in shape.projections:
-            d_in, d_out = projection.dims
-            at = f"base_model.model.model.layers.{layer}.{projection.path}."
-            a = torch.randn(rank, d_in, generator=generator) / math.sqrt(d_in)
-            b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
-            tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
+    if model.on_head:
+        dims, targets = {"lm_head": (shape.hidden, shape.vocab)}, ["lm_head"]
+    else:
+        layers, targets = range(shape.layers), sorted(shape.projections.names)
+        dims = {f"model.layers.{layer}.{each.path}": each.dims for layer in layers for each in shape.projections}
+    for path_in_model, (d_in, d_out) in dims.items():
+        at = f"base_model.model.{path_in_model}."
+        a = torch.randn(rank, d_in, generator=generator) / math.sqrt(d_in)
+        b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
+        tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -105,7 +110,7 @@ def _write_adapter(model: RandomModel, index: int, rank: int, path: Path) -> Non
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(shape.projections.names),
+        "target_modules": targets,
     }
     _write_json(path / "adapter_config.json", config)
 

@@ -9,6 +9,7 @@ import pytest
 
 from chorus.perf.bench import adapter_step
 from chorus.perf.bench.adapter_step import Build, Turn, conclude, main
+from chorus.perf.bench.subject import Subject
 
 FLAGS = ["--model-size=tiny", "--steps=2"]
 
@@ -51,6 +52,30 @@ def test_the_bars_hold_what_adapters_add_in_a_round_against_the_build_beside(cap
 def test_without_another_build_only_the_rate_is_judged(capsys):
     assert conclude({"this": [Turn(10.0, 12.0)]}) == 0
     assert "over_beside" not in json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_beside_adapters_on_the_head_the_base_model_keeps_its_rate(capsys):
+    assert conclude({"this": [Turn(10.0, 10.4)]}, "head") == 1
+    assert conclude({"this": [Turn(10.0, 10.2)]}, "head") == 0
+    assert [json.loads(line)["load"] for line in capsys.readouterr().out.splitlines() if line[0] == "{"] == ["head"] * 2
+
+
+@pytest.mark.parametrize("load", ["head", "mixed"])
+def test_the_rows_of_a_load(monkeypatch, load):
+    """Adapters that are measured are those that the load is named for."""
+    seen = []
+    monkeypatch.setattr(Subject, "decode_seconds", lambda self, names, *of: seen.append((self, names)) or [1.0])
+    targets = []
+
+    def turns(turn):
+        turn()
+        store = seen[0][0].engine.store
+        targets.extend(store.get(name).manifest.targets for name in seen[1][1] if name is not None)
+
+    adapter_step.measure("tiny", load, 2, 1, turns)
+    assert seen[0][1] == [None] * 8 and len(seen[1][1]) == 8
+    assert [len(each) for each in targets] == ([1] * 4 if load == "head" else [7] * 8)
+    assert load == "mixed" or {*targets} == {("lm_head",)}
 
 
 def test_a_build_that_ends_is_an_error():
