@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config_json import ConfigJson, UnsupportedModel
@@ -96,8 +97,8 @@ def _read_state(checkpoint: Checkpoint, name: str) -> _State:
         raise fields.refuse("quant_type", f"not supported; supported: {', '.join(_KINDS)}")
     nested = f"{name}.nested_absmax" in checkpoint
     offset = raw.get("nested_offset", 0.0)
-    if not isinstance(offset, int | float):
-        raise fields.refuse("nested_offset", "a number is needed")
+    if not isinstance(offset, int | float) or not math.isfinite(offset):
+        raise fields.refuse("nested_offset", "a finite number is needed")
     return _State(
         found,
         kind=fields.text("quant_type"),

@@ -74,6 +74,10 @@ def test_bad_tensors_are_named_with_the_mend(tmp_path, form, end, value, why):
         (b"{", f"tensor {STATE} is not JSON"),
         (b'{"quant_type": "nf5", "blocksize": 64, "shape": [16, 16]}', f"{STATE}.quant_type is 'nf5': not supported"),
         (b'{"quant_type": "nf4", "blocksize": 0, "shape": [16, 16]}', f"{STATE}.blocksize is 0: a whole number"),
+        (
+            b'{"quant_type": "nf4", "blocksize": 64, "shape": [16, 16], "nested_offset": NaN}',
+            f"{STATE}.nested_offset is nan: a finite number is needed",
+        ),
         (b'{"quant_type": "nf4", "blocksize": 64, "shape": [16, 8]}', "says shape [16, 8], config.json needs [16, 16]"),
     ],
 )
