@@ -181,7 +181,7 @@ def test_adapters_that_begin_within_a_prompt(tmp_path, drive, mixed_graph_tokens
 def test_requests_leave_the_window_by_default_where_flashinfer_serves(
     tiny, drive, flashinfer, monkeypatch, attention, obstacle, limit
 ):
-    monkeypatch.setattr(cuda, "flashinfer_obstacle", lambda *_: obstacle)
+    monkeypatch.setattr(cuda, "flashinfer_obstacle", lambda *_, **how: obstacle)
     driver = drive(tiny("mistral-window"), attention=attention, max_model_len=None)
     model = driver.engine.executor.model
     assert (model.max_model_len, model.window) == (limit, 24 if limit == 24 else None)
