@@ -139,7 +139,7 @@ class DecodeBuffers:
         return views
 
     def _fill_table(self, tables: list[Sequence[int]]) -> None:
-        """Copy what is new of the block tables of the first entries, or sequences."""
+        """Copy new pages of the block tables into the page table: one row for each entry, or for each sequence."""
         lengths, rows = [len(table) for table in tables], len(tables)
         if lengths != self._lengths[:rows] or tables != self._tables[:rows]:
             for row, table in enumerate(tables):

@@ -144,8 +144,8 @@ def check_tables(manifest: AdapterManifest, path: Path, max_rank: int) -> None:
         )
     if targets := manifest.mixture_targets:
         raise AdapterFormatError(
-            f"{path}: changes {', '.join(targets)}, parts of a mixture of experts, which a GPU serves alone; "
-            "set device to 'cpu', or train attention and dense layers alone"
+            f"{path}: changes {', '.join(targets)}, parts of a mixture of experts, which adapters can't change on a "
+            "GPU; set device to 'cpu', or train attention and dense layers only"
         )
     if manifest.rank > max_rank:
         raise AdapterFormatError(

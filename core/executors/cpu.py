@@ -47,7 +47,7 @@ from ..model.sampler import (
 from ..model.shadow import ShadowWeights
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
-from ..model.verification import accept_drafts, rows_with_logits
+from ..model.verification import accept_drafts
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult, adapter_runs
 from .adapters import ModelAdapters
@@ -183,7 +183,7 @@ class CpuExecutor(ModelExecutor):
 
 
 class SampleStep(Protocol):
-    """Samples the tokens of a step; see `sample_tokens`. rows: see `rows_with_logits`."""
+    """Samples the tokens of a step; see `sample_tokens`. rows: see `StepPlan.rows_with_logits`."""
 
     def __call__(
         self,
@@ -216,7 +216,7 @@ class CpuSteps(ABC, Generic[A]):
     def __init__(
         self, decoder: _Decoder[A], lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
     ) -> None:
-        """sizes: of the buckets, of which the largest holds any decode step."""
+        """sizes: of the buckets; the largest has room for every decode step."""
         self._computing = decoder
         self._lora = lora
         self._layout = layout
@@ -281,7 +281,7 @@ class CpuSteps(ABC, Generic[A]):
         return self.graphs.replay(bucket, StepForm(plan.mode))
 
     def _fill_drafted(self, bucket: int, rows: Sequence[ScheduledSequence]) -> None:
-        """Fill a bucket with sequences of which some have drafts. Attention takes the tokens of a sequence together."""
+        """Fill a bucket for a step with drafts. Attention handles all tokens of a sequence together."""
         lengths = [len(row.tokens) for row in rows]
         views = self._buffers.fill(
             bucket,
@@ -324,7 +324,7 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         self._decoder, self.sampling = decoder, TorchSampling()
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
-        rows = rows_with_logits(plan)
+        rows = plan.rows_with_logits()
         asking = asking_rows(plan, rows)
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
@@ -358,7 +358,7 @@ class NativeSteps(CpuSteps[NativeRows]):
             decoder.offload(offload)
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
-        rows = rows_with_logits(plan)
+        rows = plan.rows_with_logits()
         asking, adapters = asking_rows(plan, rows), adding(plan, rows)
         plain = [index for index in asking if index not in adapters] if self._samples else []
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}

@@ -35,7 +35,7 @@ from ..model.nvtx_spans import span
 from ..model.open_weights import open_weights
 from ..model.shard import WHOLE, Shard
 from ..model.tensor_parts import kept_bytes
-from ..model.verification import accept_drafts, rows_with_logits
+from ..model.verification import accept_drafts
 from ..requests.draft_length import most_logits
 from ..requests.types import ScheduledSequence, StepPlan, StepResult
 from . import cuda_memory
@@ -186,7 +186,7 @@ class CudaExecutor(CudaShapes):
     def start(self, plan: StepPlan) -> _Started:
         """Launch a step. Work that depends on its tokens runs in order on the device, whatever the host does."""
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            rows, steps = rows_with_logits(plan), self.steps
+            rows, steps = plan.rows_with_logits(), self.steps
             outputs = self._launch(plan, rows, steps.asks_logits(rows))
             sample = partial(steps.sample, rows, *outputs)
             read = None if plan.sources is not None and steps.look_back(rows) else sample()
@@ -201,7 +201,7 @@ class CudaExecutor(CudaShapes):
         asks_logits: an entry needs more than the largest of its logits.
         """
         with self._watched(), torch.inference_mode(), span(_name(plan)):
-            self._launch(plan, rows_with_logits(plan), asks_logits)
+            self._launch(plan, plan.rows_with_logits(), asks_logits)
             self.steps.join_prompt_logprobs(plan.sequences)
             return self.steps.lora.late_requests(plan.sequences) if plan.adapters else []
 

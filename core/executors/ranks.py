@@ -28,7 +28,6 @@ from ..model.sampler import asking_rows
 from ..model.shadow import ShadowWeights
 from ..model.shard import Shard
 from ..model.tensor_parts import kept_bytes
-from ..model.verification import rows_with_logits
 from ..requests.plan_wire import adapter_to_wire, plan_to_wire
 from ..requests.types import StepPlan, StepResult
 from .base import ExecutorBase, ModelExecutor
@@ -198,7 +197,7 @@ class RanksExecutor(RanksExecutorBase[CpuExecutor]):
         self._known.introduce_all(plan)
         self._steps = number = self._steps + 1
         self._ranks.begin(number)
-        kept = asking_rows(plan, rows_with_logits(plan))
+        kept = asking_rows(plan, plan.rows_with_logits())
         step = "step", number, plan_to_wire(plan, samples=False), kept, coming
         result, late = self._processes.beside(partial(self._run, plan, number), *step)
         for request_id in {name for names in late for name in names}:

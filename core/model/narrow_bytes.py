@@ -6,7 +6,6 @@ Tests: tests/core/model/test_narrow_bytes.py
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,9 +13,7 @@ from ...ops.narrow_weights import BITS, is_kept
 from .config import ModelConfig
 from .quantization.format import Narrow
 from .quantization.round_to_nearest import RoundToNearest
-from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, sources, tensor_shapes
-
-_OF_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+from .tensor_parts import EMBED, IN_LAYER, LM_HEAD, ROUTERS, is_of_expert, sources, tensor_shapes
 
 
 class WeightBytes(NamedTuple):
@@ -45,28 +42,28 @@ def weight_bytes(config: ModelConfig, itemsize: int, quantiser: RoundToNearest |
     """
     shapes = tensor_shapes(config)
     matrices = {part: shape for part, shape in shapes.items() if len(shape) == 2 and IN_LAYER.match(part)}
-    of_experts = [matrices.pop(part) for part in [*matrices] if _OF_EXPERT.search(part)]
     head_name = LM_HEAD if LM_HEAD in shapes else EMBED
     others = itemsize * sum(math.prod(shapes[part]) for part in shapes.keys() - matrices.keys() - {head_name})
-    experts = itemsize * sum(map(math.prod, of_experts))
-    others -= experts
+    every = (each for layer in config.projections.layers for each in layer)
+    experts = itemsize * sum(each.num_weights for each in every if each.experts)
     head = itemsize * math.prod(shapes[head_name])
     if quantiser is not None and quantiser.lm_head:
-        others += 0 if head_name == LM_HEAD else head  # the embeddings stay beside it
+        others += 0 if head_name == LM_HEAD else head  # the embeddings are kept as well
         vocab, hidden = shapes[head_name]
         head = _kept_bytes((vocab, hidden), _of(quantiser, hidden)) or head
     projections, dense = _of_projections(config, matrices, itemsize, quantiser)
-    return WeightBytes(projections, dense, head, experts, others)
+    return WeightBytes(projections - experts, dense, head, experts, others)
 
 
 def _of_projections(
     config: ModelConfig, matrices: Mapping[str, tuple[int, ...]], itemsize: int, quantiser: RoundToNearest | None
 ) -> tuple[int, int]:
-    """`WeightBytes.projections` and `.dense` of these parts."""
+    """Bytes of these parts, and `WeightBytes.dense`. Parts of mixtures are not kept narrow."""
     names, projections, dense = sources(config, ()), 0, 0
     for part, (outputs, inputs) in matrices.items():
-        num_bytes = itemsize * outputs * inputs
-        kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
+        num_bytes, kept = itemsize * outputs * inputs, None
+        if not (is_of_expert(part) or part.endswith(ROUTERS)):
+            kept = _kept_bytes((outputs, inputs), _narrow(config, names[part].name, inputs, quantiser))
         projections += num_bytes if kept is None else kept
         dense += 0 if kept is None else num_bytes
     return projections, dense

@@ -29,7 +29,7 @@ class StepLora(Protocol):
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
     def offload(self, group: int, x: torch.Tensor, layer: int, /) -> None:
-        """Give other processes what they compute of a group's products; called before the base product."""
+        """Send offload workers their part of a group's products; called before the base product."""
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
         """Add the adapters' products of a group of projections with a common input: QKV, ATTN_O, GATE_UP or DOWN, or

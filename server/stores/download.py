@@ -22,6 +22,7 @@ from ...memory.files.added_tokens import TEXT_FILES
 from ...memory.files.config import CONFIG_FILE
 from ...memory.files.content_store import ContentStore, StagedUpload, TooLarge
 from ...memory.files.form import WEIGHTS_FILE
+from ...memory.files.tokenizer_json import MAX_BYTES
 from .allowed import Allowed
 from .archive import SUFFIXES, Archive
 from .deadline import Deadline
@@ -34,9 +35,6 @@ MAX_CONFIG_BYTES = 1 << 20
 """Most bytes of a configuration that are read here; configurations that can be served are smaller
 (docs/reference/adapter-files.md).
 """
-
-MAX_TEXT_BYTES = 64 << 20
-"""Most bytes of a file of a tokenizer or template."""
 
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -98,7 +96,7 @@ def _write_files(store: Store, location: Location, draft: StagedUpload, otherwis
     _check_sum(location, digest.hexdigest())
     for name in TEXT_FILES:
         with suppress(NotInStore, NoAccess):  # a bucket that may not be listed refuses access to what it doesn't have
-            draft.write(name, b"".join(_bounded(store.read(name), MAX_TEXT_BYTES)))
+            draft.write(name, b"".join(_bounded(store.read(name), MAX_BYTES)))
     if _config(store) != config:
         raise StoreAway("its files changed in the store while they were read")
     draft.write(CONFIG_FILE, config)

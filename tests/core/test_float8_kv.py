@@ -22,7 +22,7 @@ from chorus.ops import native_library
 from chorus.ops.float8_kv import UNSCALED, KvScales
 
 from .merging.test_merged import merge
-from .tiny_families import ADAPTERS, Tiny
+from .tiny_families import ADAPTERS, Tiny, token_by_token
 
 pytestmark = pytest.mark.numerics
 
@@ -56,15 +56,10 @@ def rounded_caches(scales: list[KvScales] | None = None) -> Iterator[None]:
 
 def reference(it: Tiny, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
     """Greedy tokens, and by how much the closest one leads."""
-    model, tokens, margin, cache, inputs = it.use(adapter), [], float("inf"), None, prompt
+    model = it.use(adapter)
     it.router_margins.clear()
     with torch.inference_mode(), rounded_caches():
-        while len(tokens) < count:
-            output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
-            best = output.logits[0, -1].topk(2)
-            margin = min(margin, float(best.values[0] - best.values[1]))
-            inputs, cache = [int(best.indices[0])], output.past_key_values
-            tokens += inputs
+        tokens, margin = token_by_token(model, prompt, count)
     return tokens, min(margin, *(10 * each for each in it.router_margins), 1.0)
 
 

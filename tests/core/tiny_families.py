@@ -347,6 +347,18 @@ ADAPTERS = {
 }
 
 
+def token_by_token(model: Any, inputs: list[int], count: int) -> tuple[list[int], float]:
+    """Greedy tokens with the model's own cache, and by how much the closest one leads."""
+    tokens, margin, cache = list[int](), float("inf"), None
+    while len(tokens) < count:
+        output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+        best = output.logits[0, -1].topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        inputs, cache = [int(best.indices[0])], output.past_key_values
+        tokens += inputs
+    return tokens, margin
+
+
 @dataclass(eq=False)
 class Tiny:
     """A model with three adapters, and the same in transformers + peft."""
@@ -402,7 +414,7 @@ class Tiny:
         An engine's answer is the draft: the reference computes it in one pass, and goes on by itself from the first
         token that is not its own choice.
         """
-        model, tokens, margin, cache, inputs = self.use(adapter), [], float("inf"), None, prompt
+        model, tokens, margin, inputs = self.use(adapter), [], float("inf"), prompt
         draft = [] if _depends_on_length(model) else self._draft(adapter, prompt, count)
         with torch.inference_mode():
             if draft:
@@ -413,13 +425,8 @@ class Tiny:
                     if guess != choice:
                         break
                 inputs = prompt + tokens
-            while len(tokens) < count:
-                output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
-                best = output.logits[0, -1].topk(2)
-                margin = min(margin, float(best.values[0] - best.values[1]))
-                inputs, cache = [int(best.indices[0])], output.past_key_values
-                tokens += inputs
-        return tokens, margin
+            more, lead = token_by_token(model, inputs, count - len(tokens))
+        return tokens + more, min(margin, lead)
 
     def _draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
         engine = self._engine

@@ -902,7 +902,7 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         gc.enable()
 
 
-@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 43)])
+@pytest.mark.parametrize(("arrives", "most"), [(False, 24), (True, 42)])
 def test_a_step_enters_few_files(drive, tiny, arrives, most):
     """A replay here calls the captured functions, so the kernels' launches are counted, too."""
     driver = drive(adapters=["r1-qv"], max_num_seqs=3, async_scheduling=not arrives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from chorus.core.model.quantization.round_to_nearest import RoundToNearest
 from chorus.core.model.read_config import read_model_config
 from chorus.ops.narrow_weights import NarrowWeight
 
+from ..tiny_families import save_family
 from .quantization.forms import FORMS
 from .quantization.integer_forms import awq, compressed_integers, gptq
 from .quantization.twins import write_twins
@@ -68,6 +70,19 @@ def test_of_groups_that_a_gpu_can_keep(tmp_path, name):
     plain = weight_bytes(read_model_config(twin), 2)
     assert (plain.dense, plain.head, plain.others) == (0, found.head, found.others)
     assert (found.dense == 0) == (name in ("gptq act order", "bnb nf4", "nvfp4"))
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "glm-4-moe"])
+def test_a_mixture_is_counted_in_the_models_dtype(tmp_path, family):
+    """Its experts, the shared one and the router are dequantised."""
+    save_family(family, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "fp8"}}))
+    model = read_model_config(tmp_path)
+    every = [each for layer in model.projections.layers for each in layer]
+    found = weight_bytes(model, 2)
+    assert found.experts == 2 * sum(each.num_weights for each in every if each.experts)
+    assert found.dense == 2 * sum(each.num_weights for each in every if not each.is_of_mixture)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

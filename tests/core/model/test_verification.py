@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from chorus.core.model.verification import accept_drafts, positions_of
+from chorus.core.model.verification import accept_drafts
 from chorus.core.requests.request_params import RequestParams
-from chorus.core.requests.types import NOT_FINITE, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from chorus.core.requests.types import NOT_FINITE, ScheduledSequence, StepPlan, StepResult, TokenLogprobs, positions_of
 
 
 def sequence(name, tokens, drafts=0, start=10):

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.executors.choice import open_executor
 from chorus.core.model.config import UnsupportedModel
-from chorus.core.model.verification import positions_of
 from chorus.core.policies import Policies
 from chorus.core.requests.draft_length import MOST_DRAFTS
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.core.requests.record import from_record, to_record
 from chorus.core.requests.request_params import InvalidRequest
-from chorus.core.requests.types import FinishReason
+from chorus.core.requests.types import FinishReason, positions_of
 from chorus.graphs.runner import StepMode
 
 from ..merging.test_merged import merge

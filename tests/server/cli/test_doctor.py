@@ -85,7 +85,9 @@ def test_a_compiler_that_is_false_is_none(monkeypatch, told):
     assert "compiler     none" in told()
 
 
-def test_a_gpu_without_triton_is_not_used_and_that_is_said(monkeypatch, told):
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU, as far as torch tells of it."""
     for name, value in (
         ("is_available", True),
         ("mem_get_info", (1 << 30, 2 << 30)),
@@ -93,6 +95,10 @@ def test_a_gpu_without_triton_is_not_used_and_that_is_said(monkeypatch, told):
         ("get_device_name", "A GPU"),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_without_triton_is_not_used_and_that_is_said(monkeypatch, told):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(doctor, "uses_gpu", lambda device: False)
     monkeypatch.setattr(doctor, "flashinfer_obstacle", lambda *_: "there is no module for it")
@@ -102,18 +108,12 @@ def test_a_gpu_without_triton_is_not_used_and_that_is_said(monkeypatch, told):
     assert "- FlashInfer for attention: there is no module for it" in text
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("obstacle", "said"),
     [(None, ", also with a KV cache in FP8"), ("none", "; with a KV cache in FP8 our decode kernel")],
 )
 def test_flashinfer_with_a_kv_cache_in_float8(monkeypatch, told, obstacle, said):
-    for name, value in (
-        ("is_available", True),
-        ("mem_get_info", (1 << 30, 2 << 30)),
-        ("get_device_capability", (9, 0)),
-        ("get_device_name", "A GPU"),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "version", lambda name: "0.6.4")
     monkeypatch.setattr(doctor, "flashinfer_obstacle", lambda *_, float8_kv=False: obstacle if float8_kv else None)
     assert f"in bfloat16 are there or can be built{said}" in told()
