@@ -7,6 +7,7 @@ Tests: tests/ops/test_expert_tiles_interpreted.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,13 @@ class Stack:
 
     bias: torch.Tensor | None = None
     """`[experts, outputs]`."""
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        """The matrix of an expert."""
+        return self.data[expert]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.data)
 
 
 @dataclass(frozen=True, slots=True)
