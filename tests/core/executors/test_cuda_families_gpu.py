@@ -1,0 +1,201 @@
+"""Families, quantised weights, FP8 KV caches, drafts and adapter forms on a GPU, captured and eager.
+
+In float32: the tokens of transformers + peft, which compute them on the CPU of the same machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.graphs.runner import StepMode
+from chorus.ops.expert_tiles import Stack
+from chorus.ops.narrow_weights import NarrowWeight
+from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
+from chorus.perf.bench.sizes import Geometry
+from chorus.perf.inline_reads import InlineReads
+
+from ...conftest import ModelSpec, Subject, save_model
+from ..adapter_zoo import save_zoo
+from ..conftest import Driver, RecordingExecutor, ticking
+from ..merging.test_merged import merge
+from ..model_module_forms import FORMS as MODULE_FORMS
+from ..model_module_forms import save_form
+from ..speculation.stand_ins import Free
+from ..test_float8_kv import check as check_cases
+from ..test_float8_kv import make_cases
+from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64, tied=True)
+
+#: One of each kind: they come first, so that a run that is cut short has seen them.
+KINDS = ["qwen3", "mixtral", "qwen3.5", "gpt-oss", "gemma-3", "qwen3.5-moe", "glm-4-moe-groups", "cohere-2", "olmo-2"]
+OTHERS = [name for name in (*FAMILIES, *HYBRIDS, *EXPERTS) if name not in KINDS]
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[..., Driver]]:
+    """`drive(it, names, **config)`: an engine on the GPU with these adapters of `it`."""
+    engines: list[Engine] = []
+
+    def make(it: Any, names: Any = (), **config: Any) -> Driver:
+        defaults = {
+            "dtype": "float32", "device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 24, "block_tokens": 16,
+            "memory_bytes": 32 << 20, "max_lora_rank": 40, "threads": 1, "mixed_graph_tokens": 24, "max_model_len": 128,
+            "graph_capture": "lazy",
+        }  # fmt: skip
+        settings = EngineConfig(model=it.model, **{**defaults, **config})
+        executor = RecordingExecutor(CudaExecutor(settings))
+        engine = Engine(settings, executor, ticking(), InlineReads())
+        engines.append(engine)
+        for name in names:
+            engine.store.register(name, it.adapters[name])
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def check(it: Any, driver: Driver, *requests: tuple[str | None, int, int]) -> None:
+    """Requests of (adapter, prompt length, tokens) get the answers that transformers and peft give."""
+    want = {}
+    for index, (adapter, length, count) in enumerate(requests):
+        prompt, want[f"{index}"] = it.case(adapter, length, seed=index, count=count)
+        driver.add(f"{index}", adapter, prompt, max_tokens=count)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+
+
+@pytest.mark.parametrize("family", [*KINDS, *OTHERS])
+def test_families(tiny, drive, family):
+    """Chunks, captured pieces of mixed steps, captured decode steps, adapters beside the base model."""
+    it = tiny(family)
+    driver = drive(it, [*ADAPTERS])
+    check(it, driver, (None, 60, 6), ("r3-all", 9, 12), ("r8-qv", 40, 9), ("r17-o-mlp", 17, 8), (None, 5, 10))
+    executor = driver.executor.inner
+    assert executor.captured
+    if family in EXPERTS:
+        layers = executor.steps.decoder.layers
+        assert all(isinstance(layer.experts.down, Stack) for layer in layers if layer.experts is not None)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe-mixed", "qwen3.5", "gemma-2"])
+def test_merged_steps(tiny, drive, family):
+    it = tiny(family)
+    driver = drive(it, ["r3-all", "r8-qv"])
+    merge(driver, "r3-all")
+    check(it, driver, (None, 20, 4), ("r3-all", 9, 6), ("r8-qv", 12, 4))
+    assert StepMode.MERGED in {plan.mode for plan in driver.plans}
+
+
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma-3", "qwen3.5"])
+def test_fp8_kv_caches(tiny, drive, family, attention):
+    """The tokens of transformers whose cache rounds alike."""
+    it = tiny(family)
+    driver = drive(it, [*ADAPTERS], kv_cache_dtype="fp8", attention=attention)
+    assert driver.executor.layout.float8_kv
+    check_cases(driver, make_cases(it, 6))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "gpt-oss"])
+def test_drafts(tiny, drive, family):
+    """Right ones, and ones that are wrong from some token on, beside prompts and in captured steps."""
+    it = tiny(family)
+    driver = drive(it, [*ADAPTERS], speculation="ngram")
+    driver.engine.speculation.cost = Free()
+    want = {}
+    for index, adapter in enumerate([None, *ADAPTERS, None]):
+        prompt, tokens = it.case(adapter, 9 + index, seed=index, count=14)
+        want[str(index)] = tokens
+        said = [*tokens[:7], 9, *tokens[8:]] if index % 2 else tokens
+        driver.add(str(index), adapter, prompt, max_tokens=14, prediction=said)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+    stats = driver.engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_proposed_tokens
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Adapters of every form on projections: DoRA, biases, rank patterns and the like."""
+    return save_zoo(tmp_path_factory.mktemp("zoo"), biased=True)
+
+
+def test_adapter_forms(zoo, drive):
+    driver = drive(zoo, [*zoo.adapters], max_num_seqs=4, max_lora_rank=64)
+    check(zoo, driver, *((name, 3 + index, 5) for index, name in enumerate([None, *zoo.adapters])))
+    assert driver.executor.inner.captured
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """Adapters on the head, on embeddings, on both and on layers too."""
+    root = tmp_path_factory.mktemp("modules")
+    save_model(SPEC, root / "model")
+    for seed, (name, arguments) in enumerate(MODULE_FORMS.items()):
+        save_form(root / "model", root / name, seed, **arguments)
+    return Subject(root / "model", {name: root / name for name in MODULE_FORMS})
+
+
+@pytest.mark.parametrize("mixed", [0, 24])
+def test_adapters_on_heads_and_embeddings(modules, drive, mixed):
+    driver = drive(modules, [*MODULE_FORMS], max_model_len=64, mixed_graph_tokens=mixed)
+    want = {}
+    for index, name in enumerate([None, *MODULE_FORMS, None]):
+        prompt = modules.prompt(name, 4 + 2 * index, 5, seed=index)
+        want[str(index)] = modules.greedy(name, prompt, 5)
+        driver.add(str(index), name, prompt, max_tokens=5)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+
+
+GEOMETRY = Geometry(hidden=256, ffn=512, layers=2, heads=4, kv_heads=2, vocab=512, positions=256)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Subject:
+    """A random model in bfloat16 with heads of 64 and adapters of two ranks."""
+    model = RandomModel(GEOMETRY, ranks=(8, 16), dtype="bfloat16", seed=12)
+    root = tmp_path_factory.mktemp("plain")
+    return Subject(checkpoint(model, root), adapters(model, root))
+
+
+@pytest.mark.parametrize("small_gemm", ["off", "on", "fused"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_give_the_bits_of_what_they_stand_for(plain, drive, tmp_path, quantization, small_gemm):
+    """Prompts and decode steps beside adapters, captured: tokens and log-probabilities are the same floats."""
+    twin = tmp_path / "twin"
+    shutil.copytree(plain.model, twin)
+    for file in Path(twin).glob("*.safetensors"):
+        tensors = load_file(file)
+        for key, tensor in tensors.items():
+            if key.endswith("_proj.weight"):
+                tensors[key] = RoundToNearest(quantization)(tensor.float()).dequantised().to(tensor.dtype)
+        save_file(tensors, file, {"format": "pt"})
+    found = []
+    for model, config in ((plain.model, {"quantization": quantization}), (twin, {})):
+        it = Subject(model, plain.adapters)
+        driver = drive(it, it.adapters, dtype="bfloat16", small_gemm=small_gemm, max_num_batched_tokens=64, **config)
+        layer = driver.executor.inner.steps.decoder.layers[0]
+        assert isinstance(layer.down, NarrowWeight) == bool(config)
+        generator = torch.Generator().manual_seed(3)
+        for index, name in enumerate([None, *it.adapters, None, None]):
+            prompt = torch.randint(3, GEOMETRY.vocab, (5 + 9 * index,), generator=generator).tolist()
+            driver.add(str(index), name, prompt, max_tokens=8, logprobs=3)
+        answers = driver.drain()
+        found.append({key: (each.tokens, [one.top for one in each.logprobs]) for key, each in answers.items()})
+    assert found[0] == found[1]
