@@ -132,8 +132,13 @@ def compiling(threads: int) -> Iterator[None]:
     if mode is None:
         yield
         return
-    with ThreadPoolExecutor(threads) as pool, mode(pool):
-        yield
+    from triton.runtime._async_compile import active_mode
+
+    try:
+        with ThreadPoolExecutor(threads) as pool, mode(pool):
+            yield
+    finally:
+        active_mode.set(None)  # after a kernel that does not compile, Triton 3.6 would refuse all later ones
 
 
 class _Compiled(NamedTuple):

@@ -75,6 +75,37 @@ def _pick(index, VALUES: tl.constexpr, COUNT: tl.constexpr):
     return tl.where(index == 0, VALUES[0], tl.where(index == 1, VALUES[1], last))
 
 
+# For Triton 3.6 an attribute of a constant is no constant as an argument, but is one by an annotation.
+
+
+@triton.jit
+def _module_of(group, C: tl.constexpr):
+    """The module's index in tables of offsets."""
+    IDS: tl.constexpr = C.modules.ids
+    return _pick(group, IDS, C.modules.count)
+
+
+@triton.jit
+def _width_of(group, C: tl.constexpr):
+    """The module's outputs."""
+    WIDTHS: tl.constexpr = C.modules.widths
+    return _pick(group, WIDTHS, C.modules.count)
+
+
+@triton.jit
+def _block_of(group, C: tl.constexpr):
+    """The module's first block of columns in the grid."""
+    BLOCKS: tl.constexpr = C.modules.blocks
+    return _pick(group, BLOCKS, C.modules.count)
+
+
+@triton.jit
+def _column_of(group, C: tl.constexpr):
+    """The module's first column of y."""
+    COLUMNS: tl.constexpr = C.modules.columns
+    return _pick(group, COLUMNS, C.modules.count)
+
+
 @triton.jit
 def _find_module(block, C: tl.constexpr):
     """Return the index of the module, of up to four, that has a block of columns."""
@@ -198,7 +229,7 @@ def shrink_decode(x, adapters, layer, layers, max_pages, tokens, x_stride, C: tl
         if PDL:
             cuda.gdc_wait()
         return
-    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _pick(group, C.modules.ids, MODULES))
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _module_of(group, C))
     pages = adapters.pages + table_row.to(tl.int64) * max_pages
     warp = tl.arange(0, WARPS)
     each = tl.arange(0, BLOCK_R // WARPS)[:, None] * WARPS + warp[None, :]
@@ -236,7 +267,7 @@ def shrink_prefill(x, adapters, layer, layers, max_pages, tokens, x_stride, C: t
     table_row = tl.load(tiles + _TABLE_ROW)
     if table_row < 0:
         return
-    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _pick(group, C.modules.ids, MODULES))
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _module_of(group, C))
     base = tl.load(adapters.first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
@@ -291,7 +322,6 @@ def expand_decode(y, adapters, layer, layers, max_pages, tokens, y_stride, C: tl
     PDL: tl.constexpr = C.pdl
     BLOCK_R: tl.constexpr = C.block_r
     BLOCK_N: tl.constexpr = C.block_n
-    MODULES: tl.constexpr = C.modules.count
     if PDL:
         cuda.gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -304,11 +334,11 @@ def expand_decode(y, adapters, layer, layers, max_pages, tokens, y_stride, C: tl
             cuda.gdc_wait()
         return
     group = _find_module(block, C)
-    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + _pick(group, C.modules.ids, MODULES))
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + _module_of(group, C))
     pages = adapters.pages + table_row.to(tl.int64) * max_pages
-    width = _pick(group, C.modules.widths, MODULES)
-    column = (block - _pick(group, C.modules.blocks, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = y + token * y_stride + _pick(group, C.modules.columns, MODULES) + column
+    width = _width_of(group, C)
+    column = (block - _block_of(group, C)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = y + token * y_stride + _column_of(group, C) + column
     rows = tl.arange(0, BLOCK_R)
     is_changed, start, near = _find_block(adapters, table_row, layer, layers, offset, slab, 0, rows, C)
     if not PDL:
@@ -351,7 +381,7 @@ def expand_prefill(y, adapters, layer, layers, max_pages, tokens, y_stride, C: t
     if table_row < 0:
         return
     group = _find_module(block, C)
-    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + _pick(group, C.modules.ids, MODULES))
+    offset = tl.load(adapters.offsets + table_row * _OFFSETS + _B + _module_of(group, C))
     base = tl.load(adapters.first_elem + table_row * layers + layer)
     if (offset < 0) | (base < 0):
         return
@@ -360,8 +390,8 @@ def expand_prefill(y, adapters, layer, layers, max_pages, tokens, y_stride, C: t
     rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
     pages = adapters.pages + table_row.to(tl.int64) * max_pages
-    width = _pick(group, C.modules.widths, MODULES)
-    column = (block - _pick(group, C.modules.blocks, MODULES)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    width = _width_of(group, C)
+    column = (block - _block_of(group, C)) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
     for row in range(0, rank, BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
@@ -374,7 +404,7 @@ def expand_prefill(y, adapters, layer, layers, max_pages, tokens, y_stride, C: t
             at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (C.records.blocks * _ROWS)
             value += tl.load(adapters.h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
-    target = y + token.to(tl.int64)[:, None] * y_stride + _pick(group, C.modules.columns, MODULES) + column[None, :]
+    target = y + token.to(tl.int64)[:, None] * y_stride + _column_of(group, C) + column[None, :]
     mask = own[:, None] & (column < width)[None, :]
     after = tl.load(target, mask=mask, other=0.0).to(tl.float32) + factor * total
     tl.store(target, after.to(y.dtype.element_ty), mask=mask)

@@ -35,7 +35,17 @@ from .narrow_weights import NarrowWeight
 from .narrow_weights_triton import unpacked
 from .sgmv_schedule import ExpandShape
 from .sgmv_tables import BEGIN, OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS, RANK, SCALE, SLAB, TABLE_ROW, TILE_WIDTH
-from .sgmv_triton import Adapters, Shrunk, _find_block, _find_columns, _find_module, _pick
+from .sgmv_triton import (
+    Adapters,
+    Shrunk,
+    _block_of,
+    _column_of,
+    _find_block,
+    _find_columns,
+    _find_module,
+    _module_of,
+    _width_of,
+)
 from .small_gemm_schedule import (
     FULL,
     MAX_EXPANDED_ROWS,
@@ -292,8 +302,8 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
     group, begin, width = 0, 0, C.modules.widths[0]
     if MODULES > 1 and not SILU:
         group = _find_module(block, C)
-        begin, width = _pick(group, C.modules.columns, MODULES), _pick(group, C.modules.widths, MODULES)
-        block -= _pick(group, C.modules.blocks, MODULES)
+        begin, width = _column_of(group, C), _width_of(group, C)
+        block -= _block_of(group, C)
     within = block * BLOCK_N + tl.arange(0, BLOCK_N)
     own_column = within < width
     column = begin + within
@@ -309,7 +319,7 @@ def multiply_rows(y, x, weight, bias, adapters, tokens, layer, layers, max_pages
                 _prefetch(first + place + D_OUT * ROW)
     level = (layer, layers, max_pages)
     if MODULES:
-        module, up = _pick(group, C.modules.ids, MODULES), C.modules.ids[1]
+        module, up = _module_of(group, C), C.modules.ids[1]
         tile = _load_tiles(adapters.tiles, 0, num_tiles, C.tiles)
         b, own = _load_rank_rows(adapters, level, tile, module, 0, within, width, C)
         if SILU:

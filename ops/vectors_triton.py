@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .launch_triton import KernelLauncher
 from .sgmv_tables import MAX_MODULES
-from .sgmv_triton import _find_module, _pick
+from .sgmv_triton import _block_of, _column_of, _find_module, _module_of, _width_of
 from .vectors_schedule import vector_blocks, vector_constants, vector_options
 from .vectors_tables import VectorTables
 
@@ -52,24 +52,23 @@ def scale_rows(y, vectors, layer, layers, max_pages, y_stride, C: tl.constexpr):
     `Vectors`. layers, max_pages: lengths of rows of first and pages. C: `VectorConstants`.
     """
     BLOCK: tl.constexpr = C.block_n
-    COUNT: tl.constexpr = C.modules.count
     PAGE: tl.constexpr = C.page
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.load(vectors.rows + token).to(tl.int64)
     if row < 0:
         return
     group = _find_module(block, C)
-    module = _pick(group, C.modules.ids, COUNT)
+    module = _module_of(group, C)
     begin = tl.load(vectors.first + (row * layers + layer) * _MODULES + module)
     if begin < 0:
         return
-    width = _pick(group, C.modules.widths, COUNT)
-    column = (block - _pick(group, C.modules.blocks, COUNT)) * BLOCK + tl.arange(0, BLOCK)
+    width = _width_of(group, C)
+    column = (block - _block_of(group, C)) * BLOCK + tl.arange(0, BLOCK)
     own = column < width
     pages = vectors.pages + row * max_pages
     scale = _load_vector(vectors.arena, pages, begin, column, own, PAGE)
     offset = _load_vector(vectors.arena, pages, begin + (width + 3) // 4 * 4, column, own, PAGE)
-    target = y + token * y_stride + _pick(group, C.modules.columns, COUNT) + column
+    target = y + token * y_stride + _column_of(group, C) + column
     before = tl.load(target, mask=own, other=0.0).to(tl.float32)
     after = (before - offset) / scale if C.undo else before * scale + offset
     tl.store(target, after.to(y.dtype.element_ty), mask=own)

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl  # noqa: E402
 
-from chorus.ops.launch_triton import KernelLauncher  # noqa: E402
+from chorus.ops.launch_triton import KernelLauncher, compiling  # noqa: E402
 from chorus.perf.kernels.idle_triton import idle_compiler  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -161,3 +161,22 @@ def test_a_profilers_hook_sees_every_launch():
             triton.knobs.runtime.launch_enter_hook.remove(hook)
         data, (enter, _leave) = launches.hooks[2]
         assert data is not None and enter.calls == []
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["triton 3.6", "later"])
+def test_a_kernel_that_does_not_compile_leaves_compiling_possible(monkeypatch, resets):
+    """Up to Triton 3.6 the context stays active when its end raises, and then refuses all later ones."""
+    from triton.runtime._async_compile import active_mode
+
+    def leave(self: Any, *_: Any) -> None:
+        if resets:
+            active_mode.set(None)
+        raise ArithmeticError("a kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.AsyncCompileMode, "__exit__", leave)
+        with pytest.raises(ArithmeticError, match="a kernel"), compiling(1):
+            pass
+    with compiling(1):
+        assert active_mode.get() is not None
+    assert active_mode.get() is None
