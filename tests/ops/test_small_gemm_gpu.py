@@ -86,7 +86,7 @@ def test_bits_of_a_row_do_not_depend_on_its_company(dtype, launch):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_narrow_weight_has_the_bits_of_the_weight_that_it_stands_for(form):
+def test_a_narrow_weight_has_the_values_of_the_weight_that_it_stands_for(form):
     """Of Llama-3.1-8B's shapes, and of small ones; the kernel that widens them gives the same as torch."""
     chosen = [case for case in (*cases(4, 14), *LARGE[:4], *LARGE[7:10]) if form[0] == 8 or not case.shape[0] % 2]
     with compiling(available_cpus()):

@@ -1,10 +1,12 @@
 """Families, quantised weights, FP8 KV caches, drafts and adapter forms on a GPU, captured and eager.
 
-In float32: the tokens of transformers + peft, which compute them on the CPU of the same machine.
+In float32: the tokens of the CPU executor, which its own tests hold against transformers + peft. These are no reference
+here, because some versions of transformers ignore soft caps (5.17, Gemma 2) or limits of experts (5.17, gpt-oss).
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.model.quantization.round_to_nearest import RoundToNearest
+from chorus.core.model.read_config import read_model_config
 from chorus.graphs.runner import StepMode
 from chorus.ops.expert_tiles import Stack
 from chorus.ops.narrow_weights import NarrowWeight
@@ -26,15 +30,14 @@ from chorus.perf.bench.random_model import RandomModel, adapters, checkpoint
 from chorus.perf.bench.sizes import Geometry
 from chorus.perf.inline_reads import InlineReads
 
-from ...conftest import ModelSpec, Subject, save_model
+from ...conftest import MIN_MARGIN, ModelSpec, Subject, save_model
 from ..adapter_zoo import save_zoo
 from ..conftest import Driver, RecordingExecutor, ticking
 from ..merging.test_merged import merge
 from ..model_module_forms import FORMS as MODULE_FORMS
 from ..model_module_forms import save_form
 from ..speculation.stand_ins import Free
-from ..test_float8_kv import check as check_cases
-from ..test_float8_kv import make_cases
+from ..test_float8_kv import CLEAR
 from ..tiny_families import ADAPTERS, EXPERTS, FAMILIES, HYBRIDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -74,56 +77,100 @@ def drive() -> Iterator[Callable[..., Driver]]:
         engine.close()
 
 
-def check(it: Any, driver: Driver, *requests: tuple[str | None, int, int]) -> None:
-    """Requests of (adapter, prompt length, tokens) get the answers that transformers and peft give."""
+def case(cpu: Driver, adapter: str | None, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
+    """A random prompt and the CPU's `count` greedy tokens, all clear choices."""
+    generator = torch.Generator().manual_seed(seed)
+    for turn in itertools.count():
+        prompt = torch.randint(3, 90, (length,), generator=generator).tolist()
+        answer = cpu.run(f"{seed}.{turn}.{length}", adapter, prompt, max_tokens=count, logprobs=2)
+        if min(each.top[0][1] - each.top[1][1] for each in answer.logprobs) >= MIN_MARGIN:
+            return prompt, answer.tokens
+    raise AssertionError
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[Callable[..., Driver]]:
+    """`on_cpu(it, names, **config)`: an engine on PyTorch's operators, for a request at a time."""
+    engines: list[Engine] = []
+
+    def make(it: Any, names: Any = (), **config: Any) -> Driver:
+        defaults = {"dtype": "float32", "device": "cpu", "cpu_kernels": "torch", "memory_bytes": 64 << 20, "threads": 1}
+        settings = EngineConfig(model=it.model, prefix_cache=False, **{**defaults, **config})
+        executor = RecordingExecutor(CpuExecutor(settings))
+        engine = Engine(settings, executor, ticking(), InlineReads())
+        engines.append(engine)
+        for name in names:
+            engine.store.register(name, it.adapters[name])
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def check(cpu: Driver, driver: Driver, *requests: tuple[str | None, int, int]) -> None:
+    """Requests of (adapter, prompt length, tokens), all at once, get the answers that the CPU gives to each alone."""
     want = {}
     for index, (adapter, length, count) in enumerate(requests):
-        prompt, want[f"{index}"] = it.case(adapter, length, seed=index, count=count)
+        prompt, want[f"{index}"] = case(cpu, adapter, length, count, seed=index)
         driver.add(f"{index}", adapter, prompt, max_tokens=count)
     answers = driver.drain()
     assert {name: answers[name].tokens for name in want} == want
 
 
 @pytest.mark.parametrize("family", [*KINDS, *OTHERS])
-def test_families(tiny, drive, family):
+def test_families(tiny, drive, on_cpu, family):
     """Chunks, captured pieces of mixed steps, captured decode steps, adapters beside the base model."""
     it = tiny(family)
     driver = drive(it, [*ADAPTERS])
-    check(it, driver, (None, 60, 6), ("r3-all", 9, 12), ("r8-qv", 40, 9), ("r17-o-mlp", 17, 8), (None, 5, 10))
+    check(
+        on_cpu(it, ADAPTERS),
+        driver,
+        (None, 60, 6),
+        ("r3-all", 9, 12),
+        ("r8-qv", 40, 9),
+        ("r17-o-mlp", 17, 8),
+        (None, 5, 10),
+    )
     executor = driver.executor.inner
-    assert executor.captured
+    if read_model_config(it.model).attention.head_dim % 16 == 0 and "gpt-oss" not in family:  # as our attention needs
+        assert executor.captured
     if family in EXPERTS:
         layers = executor.steps.decoder.layers
         assert all(isinstance(layer.experts.down, Stack) for layer in layers if layer.experts is not None)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe-mixed", "qwen3.5", "gemma-2"])
-def test_merged_steps(tiny, drive, family):
+def test_merged_steps(tiny, drive, on_cpu, family):
     it = tiny(family)
     driver = drive(it, ["r3-all", "r8-qv"])
     merge(driver, "r3-all")
-    check(it, driver, (None, 20, 4), ("r3-all", 9, 6), ("r8-qv", 12, 4))
+    check(on_cpu(it, ADAPTERS), driver, (None, 20, 4), ("r3-all", 9, 6), ("r8-qv", 12, 4))
     assert StepMode.MERGED in {plan.mode for plan in driver.plans}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma-3", "qwen3.5"])
-def test_fp8_kv_caches(tiny, drive, family):
-    """The tokens of transformers whose cache rounds alike. In float32 PyTorch's operators attend."""
+def test_fp8_kv_caches(tiny, drive, on_cpu, family):
+    """In float32 PyTorch's operators attend."""
     it = tiny(family)
     driver = drive(it, [*ADAPTERS], kv_cache_dtype="fp8")
     assert driver.executor.layout.float8_kv
-    check_cases(driver, make_cases(it, 6))
+    cpu = on_cpu(it, ADAPTERS, kv_cache_dtype="fp8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.MIN_MARGIN", CLEAR)
+        check(cpu, driver, (None, 50, 8), ("r3-all", 9, 8), ("r8-qv", 40, 8), ("r17-o-mlp", 17, 8))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "gpt-oss"])
-def test_drafts(tiny, drive, family):
+def test_drafts(tiny, drive, on_cpu, family):
     """Right ones, and ones that are wrong from some token on, beside prompts and in captured steps."""
     it = tiny(family)
+    cpu = on_cpu(it, ADAPTERS)
     driver = drive(it, [*ADAPTERS], speculation="ngram")
     driver.engine.speculation.cost = Free()
     want = {}
     for index, adapter in enumerate([None, *ADAPTERS, None]):
-        prompt, tokens = it.case(adapter, 9 + index, seed=index, count=14)
+        prompt, tokens = case(cpu, adapter, 9 + index, 14, seed=index)
         want[str(index)] = tokens
         said = [*tokens[:7], 9, *tokens[8:]] if index % 2 else tokens
         driver.add(str(index), adapter, prompt, max_tokens=14, prediction=said)
@@ -139,9 +186,13 @@ def zoo(tmp_path_factory):
     return save_zoo(tmp_path_factory.mktemp("zoo"), biased=True)
 
 
-def test_adapter_forms(zoo, drive):
+def test_adapter_forms(zoo, drive, on_cpu):
     driver = drive(zoo, [*zoo.adapters], max_num_seqs=4, max_lora_rank=64)
-    check(zoo, driver, *((name, 3 + index, 5) for index, name in enumerate([None, *zoo.adapters])))
+    check(
+        on_cpu(zoo, zoo.adapters, max_lora_rank=64),
+        driver,
+        *((name, 3 + index, 5) for index, name in enumerate([None, *zoo.adapters])),
+    )
     assert driver.executor.inner.captured
 
 
@@ -195,7 +246,8 @@ def test_quantised_weights_give_the_bits_of_what_they_stand_for(plain, drive, tm
         it = Subject(model, plain.adapters)
         driver = drive(it, it.adapters, dtype="bfloat16", small_gemm=small_gemm, max_num_batched_tokens=64, **config)
         layer = driver.executor.inner.steps.decoder.layers[0]
-        assert isinstance(layer.down, NarrowWeight) == bool(config)
+        is_kept = bool(config) and small_gemm != "off"  # they are dequantised once where our kernel is off
+        assert isinstance(layer.down, NarrowWeight) == is_kept
         generator = torch.Generator().manual_seed(3)
         for index, name in enumerate([None, *it.adapters, None, None]):
             prompt = torch.randint(3, GEOMETRY.vocab, (5 + 9 * index,), generator=generator).tolist()
