@@ -23,13 +23,17 @@ MAX_ROWS = TILE_ROWS[-1]
 #: takes longer than separate launches.
 MAX_EXPANDED_ROWS = 32
 
-#: Outputs from which on programs of 32 columns are as many as a large GPU's multiprocessors (4096 / 32 = 128, and an
-#: H100 has 132). Chosen from the shapes, not measured. Below, programs have 16 columns: each reads all of x.
-_WIDE = 4096
+#: Outputs from which on programs of 64 rows of the weight are many for any GPU. Below, programs have fewer rows, so
+#: that all of them run at once: on an H200 a product is fastest if its programs are one wave with much under way
+#: (`perf/notebook/gpu.md`).
+_WIDE = 16384
 
-#: The same for programs of 128 columns. A tile of 64 rows has at least twice as many columns, because otherwise
-#: programs would take longer to read x from the L2 cache than to read the weight.
-_WIDEST = 16384
+#: Inputs of a part of the sum that are multiplied at once.
+_BLOCK_K = 128
+
+#: Programs of two for each multiprocessor of an H100 or H200. As many of 96 KiB of shared memory run at once, of 64 KiB
+#: half as many more.
+_TWICE = 264
 
 #: Bytes of weights that a program fetches before the previous launch has ended: 25 MB on an H100 that is full of
 #: programs, half of its L2 cache.
@@ -49,7 +53,7 @@ class GemmSchedule:
     warps: int
     stages: int
     """Blocks of inputs in flight at once."""
-    block_k: int = 64
+    block_k: int = _BLOCK_K
     """Inputs of a part that are multiplied at once."""
     max_registers: int = 0
     """Registers per thread; 0: the assembler chooses, and may spill a few to fit more programs on a multiprocessor."""
@@ -82,7 +86,7 @@ class WeightForm(NamedTuple):
     bits: int = 16
     """Bits of a weight; 16: it has the dtype of the product, whatever that is, and nothing else counts."""
     group: int = 0
-    """Inputs that share a scale."""
+    """Inputs that share a scale; 0: all of a row."""
     zeros: bool = False
     """It has zero points."""
     float8: bool = False
@@ -139,16 +143,24 @@ def gemm_schedule(outputs: int, rows: int, form: WeightForm = FULL, *, expanded:
     """The schedule of a weight of `outputs` rows for up to `rows` rows of x.
 
     expanded: it also expands adapters, whose rank-rows leave a tile of 64 rows registers for 32 columns. The sum of a
-    tile is split alike for every weight. In a tile of 16 rows, part s has inputs 64·s to 64·s + 63 of every 256, in
+    tile is split alike for every weight. In a tile of 16 rows, part s has inputs 128·s to 128·s + 127 of every 512, in
     order; in a tile of 64 rows there is one part, in order.
     """
+    if form.group % _BLOCK_K:  # a block of inputs has one scale
+        return replace(gemm_schedule(outputs, rows, form._replace(group=0), expanded=expanded), block_k=_BLOCK_K // 2)
     if tile_rows(rows) == TILE_ROWS[0]:
         registers = 255 if expanded and form.bits < 16 else 0  # else a few of float16's spill
-        block_n = 32 if outputs >= _WIDE else 16
-        return GemmSchedule(16, block_n, splits=4, warps=4, stages=4, max_registers=registers)
-    block_n = 32 if expanded or outputs < _WIDE else 64 if outputs < _WIDEST else 128
-    registers = 255 if expanded else 0
-    return GemmSchedule(64, block_n, splits=1, warps=8, stages=3 if block_n > 64 else 4, max_registers=registers)
+        few = GemmSchedule(16, 16, splits=4, warps=4, stages=4, max_registers=registers)
+        if outputs >= _WIDE:
+            own = 128 if form.bits == 16 else 0  # by itself the compiler chooses 80, and spills
+            wide = GemmSchedule(16, 64, splits=4, warps=4, stages=2, max_registers=own)
+            return replace(few, block_n=32, stages=3) if expanded else wide
+        return few if few.blocks((outputs,)) <= _TWICE else replace(few, stages=3)
+    if expanded:
+        return GemmSchedule(64, 32, splits=1, warps=8, stages=4, max_registers=255)
+    if outputs >= _WIDE:
+        return GemmSchedule(64, 64, splits=1, warps=4, stages=3)
+    return GemmSchedule(64, 32, splits=1, warps=4, stages=4)
 
 
 def gemm_constants(

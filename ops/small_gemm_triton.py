@@ -412,10 +412,10 @@ def multiply(
 ) -> torch.Tensor:
     """Return `x @ weightᵀ + bias`, `[rows, out]`; with `silu`, `silu(gate) · up` of its halves, `[rows, out / 2]`.
 
-    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. A narrow weight is widened as it is loaded, so
-    the result has the bits of a product with `weight.dense()`. shrunk: result of `Sgmv.shrink` for x, whose LoRA terms
-    are to be added. compile_only: compile the kernels that would be launched, in parallel within
-    `launch_triton.compiling`, and compute nothing.
+    x: `[rows, in]`, at most MAX_ROWS. weight: `[out, in]`, contiguous. A narrow weight is widened as it is loaded, to
+    the numbers of `weight.dense()`; matrix instructions may add up a block's in another order. shrunk: result of
+    `Sgmv.shrink` for x, whose LoRA terms are to be added. compile_only: compile the kernels that would be launched, in
+    parallel within `launch_triton.compiling`, and compute nothing.
     """
     tokens, d_in = x.shape
     if tokens > MAX_ROWS:
@@ -429,7 +429,8 @@ def multiply(
         return y
     shape = None if shrunk is None else shrunk.shape
     early = dependent_launch.begins_early(x.device)
-    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), _form(weight), bias is not None, silu, shape, early)
+    form = _form(weight, d_in)
+    launch, blocks = _launch(len(weight), d_in, tile_rows(tokens), form, bias is not None, silu, shape, early)
     adapters, free = (Adapters(*(x,) * 7), (0,) * 4) if shrunk is None else (shrunk.adapters, shrunk.free)
     tensors, strides = (y, x, _parts(weight), x if bias is None else bias, adapters), (x.stride(0),)
     if compile_only:
@@ -439,10 +440,10 @@ def multiply(
     return y
 
 
-def _form(weight: torch.Tensor | NarrowWeight) -> WeightForm:
+def _form(weight: torch.Tensor | NarrowWeight, d_in: int) -> WeightForm:
     if not isinstance(weight, NarrowWeight):
         return FULL
-    return WeightForm(weight.bits, weight.group, weight.zeros is not None, weight.float8)
+    return WeightForm(weight.bits, weight.group if weight.group < d_in else 0, weight.zeros is not None, weight.float8)
 
 
 def _parts(weight: torch.Tensor | NarrowWeight) -> Weight:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..report.command import conclude, parser
 from ..report.table import Table
-from .variants import SHARED_LIMIT, compile_all, plain_variants, variants
+from .variants import SHARED_LIMIT, compile_all, plain_variants, translate_all, variants
 
 _COLUMNS = (
     "arch",
@@ -49,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     os.environ.pop("TRITON_INTERPRET", None)
     begin = time.perf_counter()
+    if args.translate:
+        refused = translate_all(args.compile[0])
+        for variant, why in refused:
+            print(f"FAILED {variant}: {why}")
+        print(f"translated by triton {version('triton')} in {time.perf_counter() - begin:.0f} s")
+        return int(bool(refused))
     every = [*variants(), *plain_variants()]
     chosen = [variant for variant in every if re.search(args.only, f"{variant.kernel} {variant.group}")]
     known = json.loads(args.known.read_text("utf-8")) if args.known and args.known.is_file() else {}
@@ -109,6 +115,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="file of variants that were compiled before, and are not compiled again",
     )
+    what = "only take the widest variants through Triton's front end, with whichever version is installed"
+    add("--translate", action="store_true", help=what)
     add("--keep", action="store_true", help="write all known variants to the file")
     add("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     return command.parse_args(argv)

@@ -281,7 +281,7 @@ def test_offload_workers_begin_prompts_of_adapters_that_are_being_copied(drive):
     warm, cold = drive("float32"), drive("float32", offload_workers=2, host_cache_bytes=1 << 28)
     executor = cold.executor.inner
     offload = executor._offload  # noqa: SLF001
-    offload.backend = ColdStart.OFFLOAD
+    offload.cold_start = ColdStart.OFFLOAD
     copies = torch.cuda.ExternalStream(executor.adapters.dma.copies.streams[True])
     asked = list(zip(itertools.cycle(cold.engine.store.names()), prompts(12, seed=17), strict=False))
     same = offloaded = 0
@@ -332,10 +332,10 @@ def test_merged_float32_tokens_equal_the_cpus(drive):
 def test_merged_graphs_equal_eager_steps_bit_for_bit_and_outlive_their_adapter(drive):
     captured, eager = drive("bfloat16"), drive("bfloat16", graph_capture="off")
     counts = []
-    for turn, name in enumerate(["a02-r16", "a04-r64", "a02-r16"]):
+    for name in ["a02-r16", "a04-r64", "a02-r16"]:
         for driver in (captured, eager):
             merge(driver, name)
-            asked = list(zip(itertools.cycle(names(driver)), prompts(16, seed=turn), strict=False))
+            asked = list(zip(itertools.cycle(names(driver)), prompts(16), strict=False))
             add_all(driver, [*asked, *[(name, prompt) for prompt in prompts(4)]], 10)
         answers, others = captured.drain(), eager.drain()
         mine, its = answers.pop(f"beside {name}").tokens, others.pop(f"beside {name}").tokens
@@ -346,7 +346,7 @@ def test_merged_graphs_equal_eager_steps_bit_for_bit_and_outlive_their_adapter(d
         for driver in (captured, eager):
             driver.engine.unmerge()
             driver.answers.clear()
-    assert len({*counts}) == 1, f"merging another adapter captured something: {counts}"
+    assert counts[1] == counts[2], "steps of a merged adapter were captured again"
     assert counts[0] > len(ALL_KEYS)
     assert eager.executor.inner.captured == []
 
