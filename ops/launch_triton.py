@@ -34,7 +34,7 @@ class KernelLauncher:
 
     A launch by Triton itself looks up the options, the type of every argument and the values that the kernel is
     specialized for: about 20 µs of Python. This class keeps the compiled kernel by everything that it depends on, and
-    launches it as Triton does (`JITFunction.run`, which is the same from 3.4 to 3.9). A kernel depends on the device,
+    launches it as Triton does (`JITFunction.run`, which is the same from 3.6 to 3.9). A kernel depends on the device,
     on the types and alignment of the tensors, and on the values of integers that it may be specialized for. Launches go
     through Triton itself if a tensor is not aligned, if an integer needs more than 32 bits, if a profiler has hooks, or
     if the kernel is interpreted.
@@ -126,16 +126,11 @@ def compiling(threads: int) -> Iterator[None]:
     """Compile on `threads` threads all kernels that are only compiled inside this context.
 
     Leaving it waits for all of them and raises the error of any that failed. The compiler's parts run outside Python.
-    Before triton 3.5, kernels are compiled one after another.
     """
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:
-        yield
-        return
     from triton.runtime._async_compile import active_mode
 
     try:
-        with ThreadPoolExecutor(threads) as pool, mode(pool):
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
             yield
     finally:
         active_mode.set(None)  # after a kernel that does not compile, Triton 3.6 would refuse all later ones
