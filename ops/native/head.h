@@ -130,7 +130,7 @@ class OutputHead {
 
    private:
     static constexpr int kRunLogits = 1 << 15;  // of a run of panels: they stay in L2 while adapters' terms are added
-    static constexpr int kRunsOfThread = 4;     // at least, where they are long: threads end at about the same time
+    static constexpr int kRunsOfThread = 4;  // at least, where they are long: threads end at about the same time
 
     struct Scratch {
         std::vector<float> logits;  // of a run of panels
