@@ -160,9 +160,9 @@ class Decoder final : public AnyDecoder {
                 return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
             });
         }
-        head_.plan(step.logits_wanted, step.samples);
         embedding_lora_.plan(step.model_segments);
         head_.plan_adapters(step);
+        head_.plan(step.logits_wanted, step.samples);
     }
 
     // A thread's part of a step.

@@ -36,7 +36,14 @@ class OutputHead {
     // rows: of logits in the step. samples: whether any is sampled from.
     void plan(int rows, bool samples) {
         best_.resize((size_t)team_.size() * rows);
-        for (auto& s : scratch_) grow(s.logits, (size_t)std::min(rows, kRowChunk) * kPanel);
+        const int tile_rows = std::clamp(rows, 1, kRowChunk);
+        run_panels_ = 1;
+        if (lora_.any()) {
+            const int most = std::min(kColumnChunk, kRunLogits / tile_rows) / kPanel;
+            run_panels_ = std::clamp(weights_.panels() / (kRunsOfThread * team_.size()), 1, most);
+        }
+        stride_ = run_panels_ == 1 ? kPanel : spread<float>(run_panels_ * kPanel);
+        for (auto& s : scratch_) grow(s.logits, (size_t)tile_rows * stride_);
         if (samples) panels_.plan(rows, weights_.outputs);
     }
 
@@ -66,20 +73,27 @@ class OutputHead {
         Best* best = best_.data() + (long)me.thread * to.count;
         std::fill(best, best + to.count, Best{});
         const Product<T> head{x, to.count, weights_, {to.logits, vocab}, scratch_[me.thread].fixed.begin()};
-        each_part(team_, me, head.units(), [&](int i, bool more) {
-            const Tile t = head.tile_of(i);
+        const int panels = weights_.panels(), runs = (panels + run_panels_ - 1) / run_panels_;  // of a row chunk
+        each_part(team_, me, head.chunks() * runs, [&](int i, bool more) {
+            const int first = i % runs * run_panels_, last = std::min(panels, first + run_panels_);
+            const int unit = i / runs * panels + first;
+            const Tile t = head.tile_of(unit);
+            const int columns = std::min(vocab, last * kPanel) - t.column;
             const Rows<float> y =
-                direct ? head.y.from(t.row, t.column) : Rows<float>{scratch_[me.thread].logits.data(), kPanel};
-            head.run(t, y, nullptr, more);
-            lora_.add(me.thread, to.first + t.row, t.rows, t.column, t.columns, x.from(-to.first), y);
+                direct ? head.y.from(t.row, t.column) : Rows<float>{scratch_[me.thread].logits.data(), stride_};
+            for (int p = 0; p < last - first; p++)
+                head.run(head.tile_of(unit + p), y.from(0, p * kPanel), nullptr, more || first + p + 1 < last);
+            lora_.add(me.thread, to.first + t.row, t.rows, t.column, columns, x.from(-to.first), y);
             for (int r = 0; r < t.rows; r++) {
                 const int row = t.row + r;
-                finish(y[r], t.columns);
-                best[row].see(y[r], t.columns, t.column);
+                finish(y[r], columns);
+                best[row].see(y[r], columns, t.column);
                 if (to.samples && to.samples[row].inverse_temperature > 0)
-                    panels_.see(row, y[r], t.columns, t.column, to.samples[row].weighed(vocab));
+                    for (int c = 0; c < columns; c += kPanel)
+                        panels_.see(row, y[r] + c, std::min(kPanel, columns - c), t.column + c,
+                                    to.samples[row].weighed(vocab));
                 if (to.kept && to.kept[row] >= 0)
-                    convert(y[r], t.columns, to.logits + (long)to.kept[row] * vocab + t.column);
+                    convert(y[r], columns, to.logits + (long)to.kept[row] * vocab + t.column);
             }
         });
     }
@@ -115,8 +129,11 @@ class OutputHead {
     }
 
    private:
+    static constexpr int kRunLogits = 1 << 15;  // of a run of panels: they stay in L2 while adapters' terms are added
+    static constexpr int kRunsOfThread = 4;  // at least, where they are long: threads end at about the same time
+
     struct Scratch {
-        std::vector<float> logits;  // of one panel
+        std::vector<float> logits;  // of a run of panels
         FixedScratch<T> fixed;
         Candidates candidates;
     };
@@ -131,6 +148,8 @@ class OutputHead {
     const float scale_, softcap_;
     Team& team_;
     HeadLora<T> lora_;
+    int run_panels_ = 1;  // computed one after the other, before adapters' terms: rank-rows are read in runs that long
+    long stride_ = kPanel;  // of `logits` of a thread
     std::vector<Scratch> scratch_;
     std::vector<Best> best_;
     Panels panels_;

@@ -184,6 +184,7 @@ class HeadLora {
         for (auto& s : scratch_) s.reserve(rank, hidden_);
     }
 
+    bool any() const { return !entries_.empty() || !rows_.empty(); }
     int units() const { return (int)units_.size(); }
 
     // A unit of x · Aᵀ; all before the first `add`.
@@ -210,13 +211,21 @@ class HeadLora {
             const int begin = std::max(row, entry.first), end = std::min(row + rows, entry.last);
             if (begin < end) replace(thread, *entry.adapter, begin, end, column, columns, x, y.from(-row, -column));
         }
-        for (int e = 0; e < (int)entries_.size(); e++) {
+        auto upcoming = [&](int e) {  // the next entry with some of the rows
+            while (e < (int)entries_.size() && (entries_[e].last <= row || entries_[e].first >= row + rows)) e++;
+            return e;
+        };
+        auto b_of = [&](int e) -> RankRows {
+            if (e == (int)entries_.size()) return {};
+            return b_rows(*entries_[e].adapter, layer_, module_, {e, 0, column, columns, 0, 0});
+        };
+        for (int e = upcoming(0); e < (int)entries_.size();) {
             const Entry& entry = entries_[e];
             const int begin = std::max(row, entry.first), end = std::min(row + rows, entry.last);
-            if (begin >= end) continue;
-            const LoraUnit unit{e, 0, column, columns, begin, end - begin};
-            expand<T>(arena_, b_rows(*entry.adapter, layer_, module_, unit), unit, h_of(entry), y.from(-row, -column),
-                      scratch_[thread], {});
+            const int next = upcoming(e + 1);
+            expand<T>(arena_, b_of(e), {e, 0, column, columns, begin, end - begin}, h_of(entry), y.from(-row, -column),
+                      scratch_[thread], b_of(next));
+            e = next;
         }
     }
 

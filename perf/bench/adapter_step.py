@@ -2,10 +2,11 @@
 
 Each build is a process that waits for its turn. A turn is decode steps of eight rows without adapters, and with those
 of `--load`: `mixed`, one of mixed ranks on all projections for each row; `head`, one on the output projection for each
-of four rows, beside four of the base model. A turn's time is its quietest tenth, as other processes' memory traffic
-comes and goes in milliseconds. Every second round runs in reverse order. Thus two layouts of adapters in memory, which
-no process has at once, are compared on a shared machine. `--beside` is the Python of an environment that imports
-another checkout with this command.
+of four rows, beside four of the base model; `unused`, no row has one, but the engine has the four of `head` in memory,
+and is compared with another engine that has none. A turn's time is its quietest tenth, as other processes' memory
+traffic comes and goes in milliseconds. Every second round runs in reverse order. Thus two layouts of adapters in
+memory, which no process has at once, are compared on a shared machine. `--beside` is the Python of an environment that
+imports another checkout with this command.
 
 Tests: tests/perf/bench/test_adapter_step.py
 """
@@ -16,8 +17,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ RANKS = (8, 16, 32, 64)
 MOST_TIME = 0.85
 """Most that adapters may add to a step, of what they add in the build beside."""
 
-LEAST_RATE = {"mixed": 0.79, "head": 0.97}
+LEAST_RATE = {"mixed": 0.79, "head": 0.97, "unused": 0.99}
 """Least that the rate of steps with adapters may be, of that of steps without, by load."""
 
 HEAD_RANK = 16
@@ -92,23 +93,43 @@ def measure(size: str, load: str, steps: int, threads: int, turns: Callable[[Cal
     with TemporaryDirectory(prefix="chorus-adapters-") as name:
         work = Path(name)
         context = Context("cpu", SIZES[size], True, WallTimer(), ResultStore(work, {}), work)
-        if load == "head":
-            adapters = context.adapters(HEAD_RANK, _ROWS // 2, on_head=True)
-        else:
+        if load == "mixed":
             adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
-        rows = [*adapters, *[None] * (_ROWS - len(adapters))]
-        max_len = _PROMPT + 2 * steps + 64
-        limits: dict[str, Any] = {"max_seqs": _ROWS, "max_batched": _ROWS * _PROMPT, "max_len": max_len}
-        with Subject(
-            context, adapters, inline_reads=True, clock=time.process_time, **limits, threads=threads
-        ) as subject:
-            subject.load(list(adapters))
+        else:
+            adapters = context.adapters(HEAD_RANK, _ROWS // 2, on_head=True)
+        base: list[str | None] = [None] * _ROWS
+        limits: dict[str, Any] = {
+            "max_seqs": _ROWS,
+            "max_batched": _ROWS * _PROMPT,
+            "max_len": _PROMPT + 2 * steps + 64,
+        }
 
-            def quiet(names: Sequence[str | None]) -> float:
-                seconds = sorted(subject.decode_seconds(names, _PROMPT, steps))
-                return seconds[len(seconds) // 10]
+        @contextmanager
+        def engine(adapters: Mapping[str, Path]) -> Iterator[Subject]:
+            """An engine that has these adapters in memory."""
+            clock = time.process_time
+            with Subject(context, adapters, inline_reads=True, clock=clock, **limits, threads=threads) as subject:
+                subject.load(list(adapters))
+                yield subject
 
-            turns(lambda: Turn(quiet([None] * _ROWS), quiet(rows)))
+        def quiet(subject: Subject, names: Sequence[str | None]) -> float:
+            seconds = sorted(subject.decode_seconds(names, _PROMPT, steps))
+            return seconds[len(seconds) // 10]
+
+        def unused() -> Turn:
+            """Of engines made for the turn, as each has its own place in memory."""
+            with engine({}) as without, engine(adapters) as having:
+                seconds = {each: quiet(each, base) for each in (without, having)}
+                for each in (having, without):
+                    seconds[each] = min(seconds[each], quiet(each, base))
+                return Turn(seconds[without], seconds[having])
+
+        if load == "unused":
+            turns(unused)
+            return
+        rows = [*adapters, *base[len(adapters) :]]
+        with engine(adapters) as subject:
+            turns(lambda: Turn(quiet(subject, base), quiet(subject, rows)))
 
 
 def _answer(turn: Callable[[], Turn]) -> None:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from chorus.memory.adapters.adapter import Tier
 from chorus.perf.bench import adapter_step
 from chorus.perf.bench.adapter_step import Build, Turn, conclude, main
 from chorus.perf.bench.subject import Subject
@@ -76,6 +77,30 @@ def test_the_rows_of_a_load(monkeypatch, load):
     assert seen[0][1] == [None] * 8 and len(seen[1][1]) == 8
     assert [len(each) for each in targets] == ([1] * 4 if load == "head" else [7] * 8)
     assert load == "mixed" or {*targets} == {("lm_head",)}
+
+
+def test_an_engine_with_adapters_that_no_row_uses_is_held_against_one_without(monkeypatch):
+    asked = []
+
+    def decode_seconds(self, names, *of):
+        store = self.engine.store
+        resident = [name for name in store.names() if store.tier(store.get(name)) is Tier.DEVICE]
+        asked.append((len(resident), {store.get(name).manifest.targets for name in resident}, list(names)))
+        return [2.0 + len(asked) if resident else 1.0 + len(asked)]
+
+    monkeypatch.setattr(Subject, "decode_seconds", decode_seconds)
+    found = []
+    adapter_step.measure("tiny", "unused", 2, 1, lambda turn: found.extend([turn(), turn()]))
+    assert [count for count, _, _ in asked] == [0, 4, 4, 0] * 2
+    assert all(targets == {("lm_head",)} for count, targets, _ in asked if count)
+    assert all(names == [None] * 8 for _, _, names in asked)
+    assert found == [Turn(2.0, 4.0), Turn(6.0, 8.0)]  # the quieter of two, with the order turned round
+
+
+def test_adapters_that_no_row_uses_may_cost_a_hundredth(capsys):
+    assert conclude({"this": [Turn(10.0, 10.2)]}, "unused") == 1
+    assert conclude({"this": [Turn(10.0, 10.05)]}, "unused") == 0
+    assert "MISSED" in capsys.readouterr().out
 
 
 def test_a_build_that_ends_is_an_error():
