@@ -1,6 +1,6 @@
 # What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
 .PHONY: help slow kernel-tests check format style complexity types imports spelling constraints docs docs-check style-report test sanitize demo kernels gate simulation lives bench rest \
-    timed studies compare levels plain families
+    timed studies compare levels plain families oldest
 .DEFAULT_GOAL := check
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -80,6 +80,10 @@ kernels: ## compile the GPU kernels without a GPU; KEEP=--keep writes perf/kerne
 	python -m chorus.perf.kernels --compile sm_90,sm_80,sm_100,sm_120 --known perf/kernels/known.json $(KEEP) --workers $(JOBS) \
 	    | tee $(RESULTS)/kernels
 
+oldest: ## the oldest Triton that a GPU may have takes the kernels, too
+	[ -d build/triton-3.6 ] || pip install -q --no-deps --target build/triton-3.6 triton==3.6.0
+	PYTHONPATH=build/triton-3.6 python -m chorus.perf.kernels --compile sm_90 --translate
+
 studies: ## quick simulator studies
 	mkdir -p $(RESULTS)
 	python -m chorus.perf.simulate $(STUDIES) --quick --seeds 1 --jobs $(JOBS) --out $(RESULTS) > /dev/null
@@ -121,7 +125,7 @@ plain: ## numerics tests against a package built without a compiler in PLAIN
 
 levels: $(addprefix level-,$(LEVELS))
 
-rest: studies simulation slow types plain levels kernels check ## everything that .ci/run does after README's commands
+rest: studies simulation slow types plain levels kernels oldest check ## everything that .ci/run does after README's commands
 
 bench: ## race peers: BESIDE="--beside vllm=ENV/bin/vllm llamacpp=TREE"
 	python -m chorus.perf.bench --quick --device cpu --model-size 125m --out build/bench --sections limits peers $(BESIDE)

@@ -181,3 +181,17 @@ def other_kernel():
     kernel = JITFunction(module.multiply_rows.fn)
     kernel._unsafe_update_src(kernel.src + "\n    tl.device_assert(True)")  # noqa: SLF001 - as another file would
     return kernel
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("broken", [False, True])
+def test_translation_names_what_the_front_end_refuses(monkeypatch, capsys, broken):
+    """As Triton 3.6 refused the fields of a constant where a function takes a constant."""
+    wanted = Variant("widen_rows", "widen-int8", "bf16", 64)
+    if broken:
+        monkeypatch.setattr(Variant, "signature", lambda self: {})
+    monkeypatch.setattr("chorus.perf.kernels.variants.widest", lambda chosen: [wanted])
+    assert kernels.main(["--compile", "sm_90", "--translate"]) == broken
+    said = capsys.readouterr().out
+    assert ("FAILED Variant(kernel='widen_rows'" in said) == broken
+    assert "translated by triton 3." in said
