@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from chorus.core.executors.base import ModelExecutor
+from chorus.core.policies import Policies
 from chorus.graphs.runner import StepMode
 from chorus.ops import native_library
 
 from . import test_family_paths
 from .merging.test_merged import merge
+from .speculation.stand_ins import Drawn, Free, Right, Wrong
 from .tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
@@ -103,3 +105,84 @@ def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0
+
+
+def speculating(drive, it, proposer, **limits):
+    driver = drive(it, speculation="ngram", policies=Policies(proposer=proposer), **limits)
+    driver.engine.speculation.cost = Free()
+    return driver
+
+
+def proposers(want):
+    """Right, wrong and random proposals for the requests of `want`."""
+
+    def answer(request):
+        return want.get(request.id, [])
+
+    return [Right(answer), Wrong(answer), *(Drawn(answer, random.Random(seed)) for seed in range(3))]
+
+
+@on_one_or_two_ranks
+@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
+def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, is_merged):
+    """In decode steps, and in mixed ones next to the prompts of later requests."""
+    it, want = tiny(family), {}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 128, "tensor_parallel_size": ranks}
+    for proposer in proposers(want):
+        driver = speculating(drive, it, proposer, **limits)
+        if is_merged:
+            merge(driver, "r3-all")
+        want |= test_family_paths.answers(it, driver, 6, seed=6, tokens=24)
+        assert told(driver, want) == want
+        stats, drafted = driver.engine.stats(), [plan for plan in driver.plans if plan.num_drafts]
+        assert stats.num_proposed_tokens > 0
+        assert (stats.num_accepted_tokens > 0) == (type(proposer) is not Wrong)
+        assert {plan.bucket is None for plan in drafted} == {False, True}
+        assert (StepMode.MERGED in {plan.mode for plan in drafted}) == is_merged
+
+
+@on_one_or_two_ranks
+def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, family, ranks):
+    """A second turn begins where the cache has the first one's answer: at a state, and inputs that it takes in."""
+    it, want = tiny(family), {}
+    for proposer in proposers(want):
+        driver = speculating(
+            drive, it, proposer, adapters={}, block_tokens=16, state_checkpoint_tokens=16, tensor_parallel_size=ranks
+        )
+        kept = []
+        keep = driver.engine.prefix.keep_checkpoint
+        driver.engine.prefix.keep_checkpoint = lambda *args, keep=keep, kept=kept: (kept.append(args[2]), keep(*args))[1]
+        for seed in range(4):
+            prompt, whole = it.case(None, 9, seed=seed, count=56)
+            for cut in (0, 30, 45):
+                name = f"{seed}.{cut}"
+                want[name] = whole[cut:]
+                driver.add(name, None, prompt + whole[:cut], max_tokens=56 - cut)
+                assert told(driver, {name: None}) == {name: whole[cut:]}
+        assert driver.engine.stats().num_prefix_hit_tokens > 4 * (32 + 48) * 0.8
+        assert any(kept) or type(proposer) is not Right
+        assert not any(kept) or type(proposer) is not Wrong
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@on_one_or_two_ranks
+def test_preempted_requests_keep_their_accepted_drafts(tiny, drive, family, ranks, preemption):
+    it, want = tiny(family), {}
+    limits = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "preemption": preemption,
+        "max_model_len": 128,
+        "tensor_parallel_size": ranks,
+    }
+    layout = drive(it, adapters={}, speculation="ngram", **limits).engine.executor.layout
+    pages = 2 * layout.pages_for_tokens(80, chunk=64)
+    for proposer in proposers(want)[::2]:
+        driver = speculating(drive, it, proposer, adapters={}, num_pages=pages, **limits)
+        want |= answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
+        assert told(driver, want) == want
+        stats = driver.engine.stats()
+        assert stats.num_preemptions > 0
+        assert (stats.num_swaps_out > 0) == (preemption == "swap")
+        assert stats.num_accepted_tokens > 0
