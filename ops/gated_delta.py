@@ -129,7 +129,7 @@ def _take_in(number: int, weights: DeltaWeights, state: DeltaState) -> None:
 def _drafted(
     mixed: torch.Tensor, number: int, weights: DeltaWeights, state: DeltaState, eps: float
 ) -> list[torch.Tensor]:
-    """One sequence's tokens, of which the last so many are drafts: the state does not see them, but has their inputs."""
+    """One sequence's tokens, of which the last so many are drafts: the state has their inputs, but is before them."""
     assert state.drafts is not None
     known, v_heads, channels = mixed[:-number], state.recurrent.shape[1], state.conv.shape[2]
     parts = [(_prompt if len(known) > 1 else _tokens)(known, weights, state, eps)]

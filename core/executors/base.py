@@ -218,8 +218,8 @@ class ModelExecutor(ExecutorBase):
         self.layout = self._page_layout(config, limit)
         if config.speculation != "off" and self.layout.states is not None and not self.states_go_back:
             raise UnsupportedModel(
-                f"speculation is {config.speculation!r}, but this model has recurrent states, and on a GPU they can't go "
-                "back to the token before a rejected one; set it to 'off', or serve the model on a CPU"
+                f"speculation is {config.speculation!r}, but this model has recurrent states, and on a GPU they "
+                "can't go back to the token before a rejected one; set it to 'off', or device to 'cpu'"
             )
 
     def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:

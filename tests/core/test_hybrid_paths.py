@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 
@@ -10,12 +11,14 @@ import torch
 
 from chorus.core.executors.base import ModelExecutor
 from chorus.core.policies import Policies
+from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.graphs.runner import StepMode
 from chorus.ops import native_library
 
 from . import test_family_paths
 from .merging.test_merged import merge
 from .speculation.stand_ins import Drawn, Free, Right, Wrong
+from .speculation.test_speculation import WAYS, ask, same
 from .tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
@@ -113,6 +116,16 @@ def speculating(drive, it, proposer, **limits):
     return driver
 
 
+def noted(keep, kept):
+    """`PrefixCache.keep_checkpoint`, with the accepted drafts of each checkpoint added to `kept`."""
+
+    def keep_checkpoint(block, pages, accepted):
+        kept.append(accepted)
+        return keep(block, pages, accepted)
+
+    return keep_checkpoint
+
+
 def proposers(want):
     """Right, wrong and random proposals for the requests of `want`."""
 
@@ -142,16 +155,15 @@ def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, i
 
 
 @on_one_or_two_ranks
-def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, family, ranks):
+def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, family, ranks, monkeypatch):
     """A second turn begins where the cache has the first one's answer: at a state, and inputs that it takes in."""
     it, want = tiny(family), {}
     for proposer in proposers(want):
         driver = speculating(
             drive, it, proposer, adapters={}, block_tokens=16, state_checkpoint_tokens=16, tensor_parallel_size=ranks
         )
-        kept = []
-        keep = driver.engine.prefix.keep_checkpoint
-        driver.engine.prefix.keep_checkpoint = lambda *args, keep=keep, kept=kept: (kept.append(args[2]), keep(*args))[1]
+        prefix, kept = driver.engine.prefix, []
+        monkeypatch.setattr(prefix, "keep_checkpoint", noted(prefix.keep_checkpoint, kept))
         for seed in range(4):
             prompt, whole = it.case(None, 9, seed=seed, count=56)
             for cut in (0, 30, 45):
@@ -186,3 +198,57 @@ def test_preempted_requests_keep_their_accepted_drafts(tiny, drive, family, rank
         assert stats.num_preemptions > 0
         assert (stats.num_swaps_out > 0) == (preemption == "swap")
         assert stats.num_accepted_tokens > 0
+
+
+SAMPLED = [*WAYS[:7], WAYS[8], WAYS[9], *WAYS[14:]]
+"""Sampling parameters of requests that speculate, and one of those that don't."""
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dtype):
+    """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit. Some steps fail, and
+    run again sequence by sequence.
+    """
+    if kernels == "torch" and dtype == "bfloat16":
+        pytest.skip("steps of other sizes round otherwise")
+    it, rng = tiny(family), random.Random(family)
+    asked = [
+        ([None, *ADAPTERS][index % 4], [rng.randrange(3, 150) for _ in range(rng.randint(3, 30))], "",
+         {"max_tokens": 30, **way})
+        for index, way in enumerate(SAMPLED)
+    ]  # fmt: skip
+    limits = {"dtype": dtype, "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 128}
+    plain = drive(it, **limits)
+    ask(plain, it, asked)
+    want = plain.drain()
+
+    def answer(request):
+        return want[request.id].tokens
+
+    def fail(plan):
+        if plan.num_drafts and plan.step_id % 5 == 0 and len(plan.sequences) > 1:
+            raise RuntimeError("an injected fault")
+
+    for proposer in (Right(answer), Drawn(answer, random.Random(7))):
+        driver = speculating(drive, it, proposer, before=fail, **limits)
+        ask(driver, it, asked)
+        same(driver.drain(), want, kernels)
+        assert driver.engine.stats().num_accepted_tokens > 10
+
+
+def test_a_plan_for_another_process_has_the_drafts_that_states_take_in(tiny, drive):
+    it, want = tiny("qwen3.5"), {}
+    driver = speculating(drive, it, Right(lambda request: want[request.id]), adapters={})
+    sent = []
+
+    def send(plan):
+        sent.append((plan_to_wire(plan), [row.states.accepted for row in plan.sequences]))
+
+    driver.executor.before = send
+    want |= answers(it, driver, 2, seed=5, tokens=20)
+    assert told(driver, want) == want
+    assert max(max(accepted) for _, accepted in sent) > 1
+    for wire, accepted in sent:
+        received = plan_from_wire(json.loads(json.dumps(wire)), lambda entry: None)
+        assert [row.states.accepted for row in received.sequences] == accepted
