@@ -5,9 +5,9 @@ request therefore has several slots, each with pages for a whole state: a step r
 step that is discarded or run again reads the same slot again. A slot that has been written stays as it is until its
 its turn comes, so it can become a checkpoint of the prefix cache without a copy: the request takes other pages for it.
 
-A state can't go back to the token before a rejected draft. So a step writes the state before its drafts, and next to it
-their inputs, a row for each in every layer. The next step first takes in the inputs of those that were accepted. A draft
-costs a row of inputs, where a state of its own would be tens of times as large.
+A state can't go back to the token before a rejected draft. So a step writes the state before its drafts, and next to
+it their inputs, a row for each in every layer. The next step first takes in the inputs of those that were accepted. A
+draft costs a row of inputs, where a state of its own would be tens of times as large.
 
 Pure arithmetic and lists of page numbers, no tensors.
 """

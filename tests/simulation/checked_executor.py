@@ -356,7 +356,7 @@ def state_of(kv: object, num_pages: int) -> list[object]:
 
 
 def state_in(memory: Memory, layout: PageLayout, pages: Sequence[int], accepted: int) -> object:
-    """The KV of the last token that the state in some pages has seen, with its accepted drafts; None if it is no state."""
+    """The KV of the last token that a state has seen, with its accepted drafts; None if the pages hold no state."""
     assert layout.states is not None
     first = layout.states.first_draft_page
     held = [memory[page][0] for page in pages]
