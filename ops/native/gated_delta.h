@@ -226,7 +226,8 @@ class GatedDelta {
         const int kept_b = s_.channels() + v_head, b = kept_b + s_.v_size();
         const float rate = std::exp(w.a_log[v_head]);
         for (int t = 0; t < row.total(); t++) {
-            const float* from = t < row.accepted ? draft(t).in + kept_b : mixed[row.mixed(t)] + b;  // b, and a after all b
+            // b, and a after the b of all heads
+            const float* from = t < row.accepted ? draft(t).in + kept_b : mixed[row.mixed(t)] + b;
             const float x = from[s_.v_heads] + w.dt_bias[v_head];
             const float softplus = x > 20 ? x : std::log1p(std::exp(x));
             float* gates_of = gates()[row.place(t)] + 2 * v_head;
