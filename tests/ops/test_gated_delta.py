@@ -205,6 +205,7 @@ def test_rejected_drafts_leave_no_trace(shape, seed):
     for at, (parts, accepted, drafts) in enumerate(steps):
         order = sorted(range(len(parts)), key=lambda index: len(parts[index]) == 1)  # several tokens come first
         counts = [len(parts[index]) for index in order]
+        assert state.drafts is not None
         own = DeltaState(state.conv[order], state.recurrent[order], state.drafts[order])
         out = gated_delta(
             torch.cat([parts[index] for index in order]), layer.weights, own, [0, *itertools.accumulate(counts)], eps,
