@@ -132,7 +132,7 @@ def proposers(want):
     def answer(request):
         return want.get(request.id, [])
 
-    return [Right(answer), Wrong(answer), *(Drawn(answer, random.Random(seed)) for seed in range(3))]
+    return [Right(answer), Wrong(answer), Drawn(answer, random.Random(0))]
 
 
 @on_one_or_two_ranks
@@ -164,18 +164,19 @@ def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, family, ranks
         )
         prefix, kept = driver.engine.prefix, []
         monkeypatch.setattr(prefix, "keep_checkpoint", noted(prefix.keep_checkpoint, kept))
-        for seed in range(4):
+        for seed in range(2):
             prompt, whole = it.case(None, 9, seed=seed, count=56)
             for cut in (0, 30, 45):
                 name = f"{seed}.{cut}"
                 want[name] = whole[cut:]
                 driver.add(name, None, prompt + whole[:cut], max_tokens=56 - cut)
                 assert told(driver, {name: None}) == {name: whole[cut:]}
-        assert driver.engine.stats().num_prefix_hit_tokens > 4 * (32 + 48) * 0.8
+        assert driver.engine.stats().num_prefix_hit_tokens > 2 * (32 + 48) * 0.8
         assert any(kept) or type(proposer) is not Right
         assert not any(kept) or type(proposer) is not Wrong
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @on_one_or_two_ranks
