@@ -10,6 +10,9 @@ For every token t, from its row `[q, k, v | z | b | a]` of the input projection:
 
 All of it is float32. A sequence's state is S, and the convolution's last inputs; both go from step to step.
 
+A sequence's last tokens may be drafts. The state after a step is the one before its drafts; their inputs, rows
+`[q, k, v | b | a]`, are kept beside it, and the next step takes in those of the accepted ones first.
+
 Tests: tests/ops/test_gated_delta.py
 """
 
@@ -69,33 +72,73 @@ class DeltaState:
     recurrent: torch.Tensor
     """`[sequences, v_heads, k_dim, v_dim]`."""
 
+    drafts: torch.Tensor | None = None
+    """`[sequences, most drafts, channels + 2 · v_heads]`: inputs of the last step's drafts; None where neither that
+    step nor this one has any."""
+
     def of(self, sequences: slice) -> DeltaState:
         """Of some sequences, in the same memory."""
-        return DeltaState(self.conv[sequences], self.recurrent[sequences])
+        drafts = None if self.drafts is None else self.drafts[sequences]
+        return DeltaState(self.conv[sequences], self.recurrent[sequences], drafts)
 
 
 def gated_delta(
-    mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, qo_indptr: Sequence[int], eps: float
+    mixed: torch.Tensor,
+    weights: DeltaWeights,
+    state: DeltaState,
+    qo_indptr: Sequence[int],
+    eps: float,
+    accepted: Sequence[int] = (),
+    drafts: Sequence[int] = (),
 ) -> torch.Tensor:
     """Compute the layer between its projections; return `[tokens, v_heads · v_dim]` in the dtype of `mixed`, and
     update `state` in place.
 
     mixed: `[tokens, channels + v_heads · v_dim + 2 · v_heads]`: rows of the input projection. qo_indptr: sequence i has
     the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1; sequences with more than one token come first. eps: of the norm.
+    accepted: drafts of the step before that each sequence has accepted; by default none. drafts: the last of the
+    tokens of each sequence, fewer than all; by default none.
 
     A sequence doesn't depend on the others. One token takes the recurrent form; several take the chunked form, on a GPU
-    a scan, so how a prompt is cut changes rounding.
+    a scan, so how a prompt is cut changes rounding. Drafts take the form of one token.
     """
     count = len(state.conv)
+    for index, number in enumerate(accepted):
+        if number:
+            _take_in(number, weights, state.of(slice(index, index + 1)))
     prefills = count_prefills(qo_indptr, count)
     first = qo_indptr[prefills]
-    parts = [
-        _prompt(mixed[qo_indptr[index] : qo_indptr[index + 1]], weights, state.of(slice(index, index + 1)), eps)
-        for index in range(prefills)
-    ]
+    parts = []
+    for index in range(prefills):
+        rows, own = mixed[qo_indptr[index] : qo_indptr[index + 1]], state.of(slice(index, index + 1))
+        number = drafts[index] if drafts else 0
+        parts += _drafted(rows, number, weights, own, eps) if number else [_prompt(rows, weights, own, eps)]
     if prefills < count:
         parts.append(_tokens(mixed[first : first + count - prefills], weights, state.of(slice(prefills, count)), eps))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _take_in(number: int, weights: DeltaWeights, state: DeltaState) -> None:
+    """Let one sequence's state go on over its first drafts of the step before."""
+    assert state.drafts is not None
+    for row in state.drafts[0, :number].split(1):
+        convolved = _convolved_tokens(row[:, : state.conv.shape[2]], weights.conv, state.conv)
+        _recurrent(_inputs(convolved, row, weights, state), state.recurrent)
+
+
+def _drafted(
+    mixed: torch.Tensor, number: int, weights: DeltaWeights, state: DeltaState, eps: float
+) -> list[torch.Tensor]:
+    """One sequence's tokens, of which the last so many are drafts: the state has their inputs, but is before them."""
+    assert state.drafts is not None
+    known, v_heads, channels = mixed[:-number], state.recurrent.shape[1], state.conv.shape[2]
+    parts = [(_prompt if len(known) > 1 else _tokens)(known, weights, state, eps)]
+    ahead = DeltaState(state.conv.clone(), state.recurrent.clone())
+    for index, row in enumerate(mixed[-number:].split(1)):
+        state.drafts[0, index, :channels] = row[0, :channels]
+        state.drafts[0, index, channels:] = row[0, -2 * v_heads :]
+        parts.append(_tokens(row, weights, ahead, eps))
+    return parts
 
 
 def _prompt(mixed: torch.Tensor, weights: DeltaWeights, state: DeltaState, eps: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32, c_void_p
 from dataclasses import asdict, fields
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -59,6 +60,16 @@ class NativeStates(Protocol):
     @property
     def fresh(self) -> torch.Tensor:
         """`[sequences]` bool: those that begin with a state of zeros."""
+        ...
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        """For each sequence, the drafts of the step before whose inputs its state takes in first."""
+        ...
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """For each sequence, the last of its tokens, whose inputs are kept beside its state."""
         ...
 
 
@@ -347,6 +358,9 @@ class NativeDecoder:
         step = self._step
         step.state_read, step.state_written = _pointer(states.read), _pointer(states.written)
         step.state_fresh, step.state_stride = _pointer(states.fresh), states.read.shape[1]
+        accepted, drafts = array("i", accumulate(states.accepted, initial=0)), array("i", states.drafts)
+        step.state_accepted, step.state_drafts = accepted.buffer_info()[0], drafts.buffer_info()[0]
+        self._state_counts = accepted, drafts  # the step has their addresses
 
     def _set_segments(self, segments: Segments) -> OffloadTables | None:
         """Describe a step's segments, once for all steps with the same ones; return the offloaded ones."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -24,13 +25,16 @@ def run_delta(
     *,
     begins: Sequence[bool] = (),
     after: DeltaState | None = None,
+    accepted: Sequence[int] = (),
+    drafts: Sequence[int] = (),
     threads: int = 1,
     times: int = 1,
 ) -> tuple[torch.Tensor, float]:
     """As `gated_delta`, in float32, with sequences in any order. Returns the seconds of one time, too.
 
     begins: sequences whose state is zero, whatever `state` holds; by default none. after: where the states after the
-    step go, instead of their own place. times: how often the layer is computed.
+    step go, instead of their own place; with drafts it must be given. accepted, drafts: see `DeltaState`, instead of
+    the states' own. times: how often the layer is computed.
     """
     found = library()
     if found is None:
@@ -41,6 +45,11 @@ def run_delta(
     out = torch.empty(len(mixed), v_heads * v_dim)
     indptr = torch.tensor(qo_indptr, dtype=torch.int32)
     fresh = torch.tensor(begins or [False] * count, dtype=torch.int32)
+    accepted_before = torch.tensor([0, *accumulate(accepted or [0] * count)], dtype=torch.int32)
+    last = torch.tensor(drafts or [0] * count, dtype=torch.int32)
+    most = 0 if state.drafts is None else state.drafts.shape[1]
+    if max(*accepted, *drafts, 0, 0) > most or (any(drafts) and after is state):
+        raise ValueError(f"states keep the inputs of {most} drafts, and those of a step go to another place")
     step = DeltaDescriptor(
         k_heads=(channels - v_heads * v_dim) // (2 * k_dim),
         v_heads=v_heads,
@@ -55,10 +64,15 @@ def run_delta(
         rows=count,
         qo_indptr=indptr.data_ptr(),
         begins=fresh.data_ptr(),
+        accepted=accepted_before.data_ptr(),
+        drafts=last.data_ptr(),
+        most_drafts=most,
         conv_in=_pointer(state.conv),
         recurrent_in=_pointer(state.recurrent),
+        drafts_in=None if state.drafts is None else _pointer(state.drafts),
         conv_out=_pointer(after.conv),
         recurrent_out=_pointer(after.recurrent),
+        drafts_out=None if after.drafts is None else _pointer(after.drafts),
         mixed=_pointer(mixed),
         out=_pointer(out),
     )

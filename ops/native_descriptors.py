@@ -151,6 +151,7 @@ class ModelDescriptor(Structure):
         ("page_elems", c_int64), ("page_bytes", c_int64),
         *((name, c_int32) for name in ("output_gate", "k_heads", "v_heads", "k_dim", "v_dim", "conv_size")),
         ("delta_eps", c_float), *((name, c_int32) for name in ("convs_per_page", "heads_per_page", "conv_pages")),
+        *((name, c_int32) for name in ("most_drafts", "drafts_per_page", "draft_page")),
         *((name, c_int32) for name in
           ("kv_copies", "embed_module", "head_module", "embed_rows_module", "head_rows_module", "first_token")),
     ]  # fmt: skip
@@ -185,6 +186,7 @@ class StepDescriptor(Structure):
         ("max_stall_ns", c_int64),
         *((name, c_void_p) for name in ("logits", "logit_rows", "best", "samples", "layer", "offloaded")),
         *((name, c_void_p) for name in ("state_read", "state_written", "state_fresh")),
+        *((name, c_void_p) for name in ("state_accepted", "state_drafts")),
         ("state_stride", c_int64),
         ("model_segments", SegmentsDescriptor),
         ("model_ready", c_void_p),
@@ -236,10 +238,10 @@ class DeltaDescriptor(Structure):
         ("eps", c_float),
         *((name, c_void_p) for name in ("taps", "dt_bias", "a_log", "norm")),
         ("rows", c_int32),
-        *(
-            (name, c_void_p)
-            for name in ("qo_indptr", "begins", "conv_in", "recurrent_in", "conv_out", "recurrent_out", "mixed", "out")
-        ),
+        *((name, c_void_p) for name in ("qo_indptr", "begins", "accepted", "drafts")),
+        ("most_drafts", c_int32),
+        *((name, c_void_p) for name in ("conv_in", "recurrent_in", "drafts_in", "conv_out", "recurrent_out")),
+        *((name, c_void_p) for name in ("drafts_out", "mixed", "out")),
     ]
 
 

@@ -95,6 +95,9 @@ class NativeDelta:
     convs_per_page: int
     heads_per_page: int
     conv_pages: int
+    most_drafts: int
+    drafts_per_page: int
+    draft_page: int
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from ..model.layers import GatedDeltaSpec
 from ..model.quantization.round_to_nearest import quantiser_of
 from ..model.read_config import read_model_config
 from ..model.shard import WHOLE, Shard
+from ..requests.draft_length import MOST_DRAFTS
 from ..requests.grammars import Grammars, grammars_of
 from ..requests.types import StepPlan, StepResult
 
@@ -180,6 +181,9 @@ class ModelExecutor(ExecutorBase):
     state_slots = 2
     """Slots of a request for its recurrent states: one more than steps that are under way at once."""
 
+    states_go_back = True
+    """True if recurrent states take in accepted drafts only: see `StateSlots`."""
+
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE) -> None:
         """shard: the share of the model that the executor computes. Raises UnsupportedModel."""
         import torch
@@ -212,10 +216,10 @@ class ModelExecutor(ExecutorBase):
             model.vocab_size, limit, model.eos_token_ids, window, grammars, generates=model.has_lm_head, head=head
         )
         self.layout = self._page_layout(config, limit)
-        if config.speculation != "off" and self.layout.states is not None:
+        if config.speculation != "off" and self.layout.states is not None and not self.states_go_back:
             raise UnsupportedModel(
-                f"speculation is {config.speculation!r}, but this model has recurrent states, which can't go back "
-                "to the token before a rejected one; set it to 'off'"
+                f"speculation is {config.speculation!r}, but this model has recurrent states, and on a GPU they "
+                "can't go back to the token before a rejected one; set it to 'off', or device to 'cpu'"
             )
 
     def _page_layout(self, config: EngineConfig, max_model_len: int) -> PageLayout:
@@ -229,7 +233,9 @@ class ModelExecutor(ExecutorBase):
                 block_tokens=block_tokens,
                 itemsize=self._dtype.itemsize,
                 state_slots=self.state_slots,
-                state=_state_shape(model.delta, model.num_layers - len(model.attention_layers)),
+                state=_state_shape(
+                    model.delta, model.num_layers - len(model.attention_layers), speculates=config.speculation != "off"
+                ),
                 float8_kv=config.kv_cache_dtype == "fp8",
                 windows=tuple(mixer.window_within(max_model_len) for mixer in model.attention_layers),
             )
@@ -253,7 +259,7 @@ class ModelExecutor(ExecutorBase):
         return False
 
 
-def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | None:
+def _state_shape(delta: GatedDeltaSpec | None, num_layers: int, *, speculates: bool) -> StateShape | None:
     if delta is None:
         return None
     return StateShape(
@@ -261,6 +267,8 @@ def _state_shape(delta: GatedDeltaSpec | None, num_layers: int) -> StateShape | 
         conv_elems=math.prod(delta.conv_shape),
         num_heads=delta.num_v_heads,
         head_elems=delta.k_dim * delta.v_dim,
+        draft_elems=delta.draft_size,
+        most_drafts=MOST_DRAFTS if speculates else 0,
     )
 
 

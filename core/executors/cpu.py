@@ -292,6 +292,8 @@ class CpuSteps(ABC, Generic[A]):
         )
         qo_indptr = [0, *accumulate(lengths), *range(sum(lengths) + 1, bucket + 1)]
         self._attention_of(bucket).plan(qo_indptr, views.page_table[: len(views.kv_lens)], views.kv_lens)
+        if self._states is not None:
+            self._states.set_step(rows, qo_indptr)
 
     def _attention_of(self, bucket: int) -> A:
         if (found := self._bucket_attention.get(bucket)) is None:

@@ -82,6 +82,7 @@ class CudaShapes(ModelExecutor):
     """The shapes of a checkpoint that GPUs serve, with their defaults."""
 
     state_slots = 3
+    states_go_back = False
 
     def __init__(self, config: EngineConfig, shard: Shard = WHOLE, *, device: CudaDevice) -> None:
         """Raises UnsupportedModel."""

@@ -61,6 +61,16 @@ class StepStates(Protocol):
         """Sequence i has the tokens `qo_indptr[i]` … `qo_indptr[i + 1]`-1, in the batch's order."""
         ...
 
+    @property
+    def accepted(self) -> Sequence[int]:
+        """For each sequence, the drafts of the step before whose inputs its state takes in first."""
+        ...
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """For each sequence, the last of its tokens, which its state must not see yet."""
+        ...
+
     def of(self, layer: int, /) -> DeltaState:
         """The states before the step, zeros where a sequence begins. layer: its index in the model.
 

@@ -230,7 +230,7 @@ class DecoderModel:
             raise RuntimeError(f"layer {index} is Gated DeltaNet, and the step has no states for it")
         with span("delta.run"):
             state = states.of(index)
-            mixed = gated_delta(inputs, weights, state, states.qo_indptr, spec.eps)
+            mixed = gated_delta(inputs, weights, state, states.qo_indptr, spec.eps, states.accepted, states.drafts)
             states.write(index, state)
         return mixed
 

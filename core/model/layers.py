@@ -202,6 +202,11 @@ class GatedDeltaSpec:
         return self.channels + self.v_size + 2 * self.num_v_heads
 
     @property
+    def draft_size(self) -> int:
+        """Width of what a draft's state is made of: queries, keys and values, then b and a."""
+        return self.channels + 2 * self.num_v_heads
+
+    @property
     def conv_shape(self) -> tuple[int, int]:
         """The convolution's state of a sequence in a layer, float32: its inputs of the last tokens, oldest first."""
         return self.conv_size - 1, self.channels

@@ -238,6 +238,9 @@ def _native_delta(delta: GatedDeltaSpec | None, layout: PageLayout) -> native_mo
         convs_per_page=places.convs_per_page,
         heads_per_page=places.heads_per_page,
         conv_pages=places.num_conv_pages,
+        most_drafts=places.shape.most_drafts,
+        drafts_per_page=places.drafts_per_page,
+        draft_page=places.first_draft_page,
     )
 
 

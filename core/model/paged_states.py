@@ -34,6 +34,10 @@ class PagedStates:
         self._index = [count - 1 for count in accumulate(layer.delta is not None for layer in config.layers)]
         self._heads = [self._heads_of(index) for index in range(self._layout.shape.num_layers)]
         self.qo_indptr: Sequence[int] = [0]
+        self.accepted: Sequence[int] = ()
+        """For each sequence, the drafts of the step before whose inputs its state takes in first."""
+        self.drafts: Sequence[int] = ()
+        """For each sequence, the last of its tokens, whose inputs are kept beside its state."""
         self._make_tables(most)
         self.read, self.written = self._tables[:, :0].unbind(0)
         """`[sequences, pages of a state]` int64: what each sequence reads, and writes."""
@@ -47,13 +51,18 @@ class PagedStates:
 
     def set_step(self, sequences: Sequence[ScheduledSequence], qo_indptr: Sequence[int]) -> None:
         """Begin a step. qo_indptr: see `StepStates`; entries beyond the sequences are padding."""
-        count = len(qo_indptr) - 1
+        count, most = len(qo_indptr) - 1, self._layout.shape.most_drafts
         read, written = [], []
-        for each in sequences:
+        accepted, drafts = [0] * count, [0] * count
+        for index, each in enumerate(sequences):
             if each.states is None:
                 raise RuntimeError("a sequence has no pages for its states")
             read.append(each.states.read_by(each.state_step))
             written.append(each.states.written_by(each.state_step))
+            accepted[index], drafts[index] = each.states.accepted, each.drafts
+            if max(accepted[index], each.drafts) > most or each.drafts >= len(each.tokens):
+                raise RuntimeError(f"a sequence has {each.drafts} drafts, and states keep the inputs of {most}")
+        self.accepted, self.drafts = accepted, drafts
         padding = [[PagePool.DUMMY] * self._layout.num_pages] * (count - len(sequences))
         self.qo_indptr = qo_indptr
         if count > len(self._fresh):
@@ -74,7 +83,7 @@ class PagedStates:
         recurrent = heads.unflatten(1, shape)
         conv.masked_fill_(self.fresh[:, None, None], 0)  # an index of booleans would have a GPU wait for the host
         recurrent.masked_fill_(self.fresh[:, None, None, None], 0)
-        return DeltaState(conv, recurrent)
+        return DeltaState(conv, recurrent, self._drafts_of(index) if any(self.accepted) or any(self.drafts) else None)
 
     def write(self, layer: int, state: DeltaState) -> None:
         """See `StepStates.write`."""
@@ -85,6 +94,19 @@ class PagedStates:
         for page, begin, end in self._heads[index]:
             self._pages[self.written[:, page], begin:end] = heads[:, done : done + end - begin]
             done += end - begin
+        for draft in range(max(self.drafts, default=0)):
+            assert state.drafts is not None
+            page, at = self._layout.draft(index, draft)
+            self._pages[self.written[:, page], at : at + self._spec.draft_size] = state.drafts[:, draft]
+
+    def _drafts_of(self, index: int) -> torch.Tensor:
+        """See `DeltaState.drafts`."""
+        width = self._spec.draft_size
+        found = self._pages.new_zeros(len(self.accepted), self._layout.shape.most_drafts, width)
+        for draft in range(max(self.accepted)):
+            page, at = self._layout.draft(index, draft)
+            found[:, draft] = self._pages[self.read[:, page], at : at + width]
+        return found
 
     def _heads_of(self, index: int) -> list[tuple[int, int, int]]:
         """A layer's heads in the pages of a state: index of the page, first element and the one after the last."""

@@ -12,7 +12,7 @@ from .grammar import Grammar
 from .request_params import RequestParams
 from .types import ScheduledSequence, StepPlan
 
-VERSION = 10
+VERSION = 11
 
 _PARAMS = tuple(one.name for one in fields(RequestParams))
 _GRAMMAR = tuple(one.name for one in fields(Grammar))
@@ -66,6 +66,7 @@ def _sequence_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
         "samples": sequence.samples,
         "drafts": sequence.drafts,
         "states": _states_to_wire(sequence),
+        "state_drafts": 0 if sequence.states is None else sequence.states.accepted,
     }
 
 
@@ -85,11 +86,12 @@ def _sampling_to_wire(sequence: ScheduledSequence) -> dict[str, Any]:
 
 
 def _sequence_from_wire(sequence: Mapping[str, Any]) -> ScheduledSequence:
-    slots = sequence["states"]
-    values: dict[str, Any] = {**sequence, "states": None if slots is None else StateSlots(slots)}
-    if "params" not in sequence:
+    values = dict[str, Any](sequence)
+    slots, accepted = values["states"], values.pop("state_drafts")
+    values["states"] = None if slots is None else StateSlots(slots, accepted=accepted)
+    if "params" not in values:
         return ScheduledSequence(**values, params=RequestParams(), seed=0, token_ids=[], num_prompt_tokens=0)
-    values["params"] = params_from_wire(sequence["params"])
+    values["params"] = params_from_wire(values["params"])
     return ScheduledSequence(**values)
 
 

@@ -100,7 +100,7 @@ class RequestMemory:
         taken, windows = self.prefix.take(blocks, request.num_tokens), self.layout.group_windows
         table = BlockTable(self.pool, self.prefix, self.block_tokens, taken, windows)
         if self.layout.state_pages:
-            table.states = StateSlots([self.prefix.take_checkpoint(blocks[-1])] if blocks else [])
+            table.states = self._states_after(blocks)
         adapter = request.adapter
         if adapter is not None:
             try:
@@ -126,6 +126,13 @@ class RequestMemory:
             self._drop_image(request, image)
         if request.restoring is None:
             self.grow(request, request.num_computed_tokens + count)
+
+    def _states_after(self, blocks: list[Block]) -> StateSlots:
+        """The checkpoint that a request begins with, if it has a cached prefix, and no slots of its own yet."""
+        if not blocks:
+            return StateSlots([])
+        checkpoint = self.prefix.take_checkpoint(blocks[-1])
+        return StateSlots([list(checkpoint.pages)], accepted=checkpoint.accepted)
 
     def _add_state_slots(self, states: StateSlots) -> None:
         """Give a request pages of its own for its states. A checkpoint that it begins with stays its first slot until
@@ -163,11 +170,13 @@ class RequestMemory:
         computed, block = request.num_computed_tokens, request.last_block
         if block is None or not request.caching or not self.checkpoint_tokens:
             return
+        if states.spare:  # the slot is a checkpoint already, after fewer of the step's drafts
+            return
         is_due = computed == self._next_checkpoint(request, computed - 1)
         if not is_due or computed != request.num_known_blocks * self.block_tokens or block.checkpoint is not None:
             return
         size = self.layout.state_pages
-        if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current):
+        if self.reclaimer.make_room(size) and self.prefix.keep_checkpoint(block, states.current, states.accepted):
             states.share(self.pool.allocate(size, PageKind.KV))
 
     def _make_room(self, request: Request, missing: int) -> bool:
@@ -267,6 +276,7 @@ class RequestMemory:
             return
         if table.states is not None:
             self.prefix.release(table.states.leave_checkpoint())
+            table.states.accepted = image.accepted
         request.room = image.blocks.stop * self.block_tokens
         request.num_computed_tokens = image.num_tokens
         if request.restoring is None:
@@ -316,16 +326,18 @@ class RequestMemory:
             request.room += block
         return True
 
-    def move_on(self, request: Request) -> None:
+    def move_on(self, request: Request, *, was_draft: bool = False) -> None:
         """Release the request's pages that no later token sees, and let its state follow its computed tokens; what the
-        prefix cache knows stays cached.
+        prefix cache knows stays cached. was_draft: the last one is an accepted draft of a step that is counted already.
         """
         computed, table = request.num_computed_tokens, request.block_table
         if computed >= request.leaves_at:
             table.leave(computed)
             request.leaves_at = self.layout.first_leaving(computed)
         if table.states is not None:
-            if left := table.states.advance():
+            if was_draft:
+                table.states.accepted += 1
+            elif left := table.states.advance():
                 self.prefix.release(left)
             self._keep_state(request, table.states)
 

@@ -483,7 +483,7 @@ class Scheduler:
         for each in (result, *result.after_drafts):
             if request.finished or sequence.request_id not in each.tokens:
                 break
-            output = self._advance(request, sequence, each, info, 1)
+            output = self._advance(request, sequence, each, info, 1, was_draft=each is not result)
             assert output is not None
             outputs.append(output)
         accepted = sum(output.token_ids[0] == draft for output, draft in zip(outputs, drafts, strict=False))
@@ -496,16 +496,23 @@ class Scheduler:
         return outputs
 
     def _advance(
-        self, request: Request, sequence: ScheduledSequence, result: StepResult, info: StepInfo, count: int
+        self,
+        request: Request,
+        sequence: ScheduledSequence,
+        result: StepResult,
+        info: StepInfo,
+        count: int,
+        *,
+        was_draft: bool = False,
     ) -> RequestOutput | None:
         """Apply `count` computed tokens to a request: append the sampled token, end the request if done, return its
-        output.
+        output. was_draft: it is one token, an accepted draft.
         """
         computed = request.num_computed_tokens = request.num_computed_tokens + count
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
         if computed >= request.leaves_at or sequence.states is not None:
-            self._memory.move_on(request)
+            self._memory.move_on(request, was_draft=was_draft)
         if not sequence.samples:
             return self._pool(request, info)
         token = result.tokens[sequence.request_id]

@@ -92,11 +92,13 @@ class WindowPages:
 class KeptState:
     """The state after a block's tokens: evictable by itself."""
 
-    __slots__ = ("block", "pages")
+    __slots__ = ("accepted", "block", "pages")
 
-    def __init__(self, block: Block, pages: Sequence[int]) -> None:
+    def __init__(self, block: Block, pages: Sequence[int], accepted: int) -> None:
         self.block = block
         self.pages = list(pages)
+        self.accepted = accepted
+        """The last so many tokens of the block were accepted drafts; the state has their inputs: see `StateSlots`."""
 
 
 class Root(Block):
@@ -245,19 +247,21 @@ class PrefixCache:
                     self._offer(block)
                     self._offer_checkpoint(block)
 
-    def take_checkpoint(self, block: Block) -> list[int]:
-        """Add a reference to the pages of a block's checkpoint, which there is; return them."""
+    def take_checkpoint(self, block: Block) -> KeptState:
+        """Add a reference to the pages of a block's checkpoint, which there is; return it."""
         checkpoint = block.checkpoint
         assert checkpoint is not None
         self._order.discard(checkpoint)
         self._pool.retain(checkpoint.pages)
-        return list(checkpoint.pages)
+        return checkpoint
 
-    def keep_checkpoint(self, block: Block, pages: Sequence[int]) -> bool:
-        """Keep the state after a block's tokens, whose pages the caller uses; False if that is impossible, or done."""
+    def keep_checkpoint(self, block: Block, pages: Sequence[int], accepted: int = 0) -> bool:
+        """Keep the state after a block's tokens, whose pages the caller uses; False if that is impossible, or done.
+        accepted: see `KeptState`.
+        """
         if block.checkpoint is not None or not block.is_known:
             return False
-        block.checkpoint = KeptState(block, pages)
+        block.checkpoint = KeptState(block, pages, accepted)
         for page in pages:
             self.by_page[page] = block
             self._pool.keep(page)

@@ -52,6 +52,8 @@ class KvImage:
     """For each page of these blocks' page groups: False if it had left its window. After them come the pages of the
     request's state."""
     num_tokens: int
+    accepted: int = 0
+    """Of these tokens, accepted drafts that the state has the inputs of: see `StateSlots`."""
     is_whole: bool = False
     """True if all of it is in host memory."""
     is_used: bool = False
@@ -121,7 +123,8 @@ class SwappedKv:
         if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
             return None
         data, transfer = self.backend.copy_out(copied)
-        image = KvImage(data, num_bytes, blocks, held, num_tokens, is_whole=transfer is None)
+        accepted = 0 if table.states is None else table.states.accepted
+        image = KvImage(data, num_bytes, blocks, held, num_tokens, accepted, is_whole=transfer is None)
         self._images[image] = None
         self.num_bytes += num_bytes
         if transfer is not None:

@@ -148,7 +148,8 @@ class Decoder final : public AnyDecoder {
         grow_rows(normed_, tokens, m_.hidden);
         grow_rows(q_, tokens, q_size());
         grow_rows(attended_, tokens, std::max(q_size(), m_.delta.v_size()));
-        if (m_.delta.v_heads) delta_.plan(step.tokens);
+        if (m_.delta.v_heads)
+            delta_.plan(step.tokens + step.state_accepted[step.rows], m_.most_drafts > 0, team_.size());
         grow_rows(act_, tokens, m_.ffn);
         decode_ = projections_.few() && step.tokens == step.rows;
         if (decode_) {

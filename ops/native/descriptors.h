@@ -66,6 +66,7 @@ struct ModelDesc {
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
     DeltaShape delta;  // without heads where no layer has Gated DeltaNet
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
+    int32_t most_drafts, drafts_per_page, draft_page;  // of inputs of drafts beside it; the last: first page
     int32_t kv_copies;  // TP ranks that have the same K/V heads
     int32_t embed_module, head_module;  // of the embeddings and the output projection; -1: adapters have none
     int32_t embed_rows_module, head_rows_module;  // likewise, of whole rows of them
@@ -124,6 +125,8 @@ struct StepDesc {
     const int64_t *state_read,
         *state_written;  // [rows, state_stride]: pages of each row's state before and after the step
     const uint8_t* state_fresh;  // [rows]: 1: the row begins with a state of zeros
+    const int32_t* state_accepted;  // [rows + 1]: drafts of the step before that rows before row i have accepted
+    const int32_t* state_drafts;  // [rows]: the last tokens of each, which its state must not see yet
     int64_t state_stride;
     // Adapters of the model's own modules, with what the fields above say of segments.
     Segments model_segments;

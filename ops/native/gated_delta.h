@@ -3,6 +3,9 @@
 // A step's tokens take the recurrent form, one after the other, whether they decode or are a prompt's: the chunked form of
 // a GPU has as many multiply-adds in float32 (some 65,000 a token and head of 128 × 128), and here a state's columns stay in
 // cache for as many tokens as there are. So a sequence's bits depend neither on its batch nor on how its prompt is cut.
+//
+// A sequence's last tokens may be drafts. The state after a step is the one before its drafts, whose inputs are kept beside it:
+// the next step takes in those of the accepted ones first. A draft so costs a row of inputs, not a state of its own.
 #pragma once
 #include <chrono>
 #include <cmath>
@@ -22,6 +25,7 @@ struct DeltaShape {
     int v_size() const { return v_heads * v_dim; }
     int channels() const { return 2 * k_size() + v_size(); }
     int in_size() const { return channels() + v_size() + 2 * v_heads; }
+    int draft_size() const { return channels() + 2 * v_heads; }  // of a draft's inputs: q, k and v, then b and a
     int heads() const { return 2 * k_heads + v_heads; }  // of q, k and v
 };
 
@@ -40,7 +44,15 @@ struct StatePart {
 
 // A sequence's tokens in a step.
 struct DeltaRow {
-    int first, tokens;
+    int first, tokens;  // of the step's tokens
+    int accepted;  // drafts of the step before, whose inputs come first
+    int drafts;  // the last of its tokens
+    int before;  // accepted drafts of the sequences before it
+
+    int total() const { return accepted + tokens; }
+    int kept() const { return total() - drafts; }  // of these, those that the state after the step has seen
+    int mixed(int t) const { return first + t - accepted; }  // the step's token t of `total`, from `accepted` on
+    int place(int t) const { return first + before + t; }  // of token t among those of all sequences
 };
 
 // Vectors of a state's columns that are worked on together. A prompt's tokens pass over them one after the other, so that
@@ -129,9 +141,11 @@ class GatedDelta {
 
     const DeltaShape& shape() const { return s_; }
 
-    void plan(int tokens) {
+    // tokens: of the step, and accepted drafts. drafts: whether it has any.
+    void plan(int tokens, bool drafts, int threads) {
         grow_rows(convolved_, tokens, s_.channels());
         grow_rows(gates_, tokens, 2 * s_.v_heads);
+        if (drafts) grow_rows(drafted_, threads, s_.k_dim * s_.v_dim);
     }
 
     // Compute a layer.
@@ -139,7 +153,7 @@ class GatedDelta {
     //   me      the thread; all threads of the team run the same layer
     //   w       the layer's weights
     //   states  of `rows()` sequences: row(i), conv(i): [conv_size - 1, channels], the convolution's last inputs, oldest
-    //           first; head(i, h): [k_dim, v_dim]
+    //           first; head(i, h): [k_dim, v_dim]; draft(i, d): [draft_size], the inputs of draft d
     //   mixed   [tokens, in_size]: of the input projection
     //   out     [tokens, v_size]
     template <class T, class States>
@@ -149,13 +163,14 @@ class GatedDelta {
         each_part(team, me, states.rows() * heads, [&](int i, bool) {
             const DeltaRow row = states.row(i / heads);
             const int head = i % heads, v_head = head - 2 * s_.k_heads;
-            convolve_head(w, row, states.conv(i / heads), head, mixed);
-            if (v_head >= 0) find_gates(w, row, v_head, mixed);
+            const auto draft = [&](int d) { return states.draft(i / heads, d); };
+            convolve_head(w, row, states.conv(i / heads), draft, head, mixed);
+            if (v_head >= 0) find_gates(w, row, draft, v_head, mixed);
         });
         each_part(team, me, states.rows() * v_heads, [&](int i, bool more) {
             const float* next = more ? states.head((i + 1) / v_heads, (i + 1) % v_heads).in : nullptr;
-            run_head(w, states.row(i / v_heads), i % v_heads, states.head(i / v_heads, i % v_heads), {next}, mixed,
-                     out);
+            run_head(w, states.row(i / v_heads), i % v_heads, states.head(i / v_heads, i % v_heads), {next}, me.thread,
+                     mixed, out);
         });
     }
 
@@ -164,7 +179,9 @@ class GatedDelta {
     Rows<float> gates() { return rows_of(gates_, 2 * s_.v_heads); }
 
     // The convolution and silu of a head's channels, and the norm of a head of q or k; the channels' state is updated.
-    void convolve_head(const DeltaWeights& w, DeltaRow row, StatePart state, int head, Rows<const float> mixed) {
+    template <class Draft>
+    void convolve_head(const DeltaWeights& w, DeltaRow row, StatePart state, const Draft& draft, int head,
+                       Rows<const float> mixed) {
         const bool is_v = head >= 2 * s_.k_heads, is_q = head < s_.k_heads;
         const int width = is_v ? s_.v_dim : s_.k_dim, channels = s_.channels(), before = s_.conv_size - 1;
         const int first = is_v ? 2 * s_.k_size() + (head - 2 * s_.k_heads) * s_.v_dim : head * s_.k_dim;
@@ -173,10 +190,11 @@ class GatedDelta {
             state.in = state.out;
         }
         auto input = [&](int t) {  // of the row's token t, below 0: of the state
-            return t >= 0 ? mixed[row.first + t] + first : state.in + (long)(before + t) * channels + first;
+            if (t < 0) return state.in + (long)(before + t) * channels + first;
+            return t < row.accepted ? draft(t).in + first : mixed[row.mixed(t)] + first;
         };
-        for (int t = 0; t < row.tokens; t++) {
-            float* y = convolved()[row.first + t] + first;
+        for (int t = is_q ? row.accepted : 0; t < row.total(); t++) {
+            float* y = convolved()[row.place(t)] + first;
             Floats squares = floats(0);
             for (int c = 0; c < width; c += kLanes) {
                 const Head here = head_of(width - c);
@@ -193,28 +211,38 @@ class GatedDelta {
             scale_by(y, width, (is_q ? 1.0f / __builtin_sqrtf((float)s_.k_dim) : 1.0f) / length);
         }
         for (int i = 0; i < before; i++) {
-            const float* from = input(row.tokens - before + i);
+            const float* from = input(row.kept() - before + i);
             std::memmove(state.out + (long)i * channels + first, from, width * sizeof(float));
         }
+        for (int d = 0; d < row.drafts; d++)
+            std::memcpy(draft(d).out + first, input(row.kept() + d), width * sizeof(float));
     }
 
     static Head head_of(int n) { return chorus::head(n); }
 
     // Of each token, how much of a head's state is kept, and how much of a new value enters it.
-    void find_gates(const DeltaWeights& w, DeltaRow row, int v_head, Rows<const float> mixed) {
-        const int b = s_.channels() + s_.v_size() + v_head, a = b + s_.v_heads;
+    template <class Draft>
+    void find_gates(const DeltaWeights& w, DeltaRow row, const Draft& draft, int v_head, Rows<const float> mixed) {
+        const int kept_b = s_.channels() + v_head, b = kept_b + s_.v_size();
         const float rate = std::exp(w.a_log[v_head]);
-        for (int t = row.first; t < row.first + row.tokens; t++) {
-            const float x = mixed[t][a] + w.dt_bias[v_head];
+        for (int t = 0; t < row.total(); t++) {
+            // b, and a after the b of all heads
+            const float* from = t < row.accepted ? draft(t).in + kept_b : mixed[row.mixed(t)] + b;
+            const float x = from[s_.v_heads] + w.dt_bias[v_head];
             const float softplus = x > 20 ? x : std::log1p(std::exp(x));
-            gates()[t][2 * v_head] = std::exp(-rate * softplus);
-            gates()[t][2 * v_head + 1] = 1 / (1 + std::exp(-mixed[t][b]));
+            float* gates_of = gates()[row.place(t)] + 2 * v_head;
+            gates_of[0] = std::exp(-rate * softplus);
+            gates_of[1] = 1 / (1 + std::exp(-from[0]));
+            if (t < row.kept()) continue;
+            float* to = draft(t - row.kept()).out + kept_b;
+            to[0] = from[0];
+            to[s_.v_heads] = from[s_.v_heads];
         }
     }
 
-    // The delta rule and the gated norm of a head's tokens.
+    // The delta rule and the gated norm of a head's tokens, on a thread.
     template <class T>
-    void run_head(const DeltaWeights& w, DeltaRow row, int v_head, StatePart state, NextState ahead,
+    void run_head(const DeltaWeights& w, DeltaRow row, int v_head, StatePart state, NextState ahead, int thread,
                   Rows<const float> mixed, Rows<T> out) {
         const int v_dim = s_.v_dim, column = v_head * v_dim;
         if (!state.in) {
@@ -223,40 +251,48 @@ class GatedDelta {
         }
         // A prompt's tokens read what the token before has written.
         const bool streams =
-            row.tokens == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
+            row.total() == 1 && state.in != state.out && v_dim % kLanes == 0 && (uintptr_t)state.out % 64 == 0;
+        float* drafted = row.drafts ? rows_of(drafted_, s_.k_dim * v_dim)[thread] : nullptr;
         auto run = [&](auto count, int at) {
             const int c = at * kLanes;
             const Head last = head_of(std::min(kLanes, v_dim - c - (count() - 1) * kLanes));
             const StatePart part{state.in + c, state.out + c};
-            scan<count()>(row, v_head, part, c, last, streams, ahead);
+            scan<count()>(row, v_head, part, drafted ? drafted + c : nullptr, c, last, streams, ahead);
         };
         const int vectors = (v_dim + kLanes - 1) / kLanes;
-        if (row.tokens == 1) in_parts<kWholeRow>(vectors, run);
+        if (row.total() == 1) in_parts<kWholeRow>(vectors, run);
         else in_parts<kStateVectors>(vectors, run);
         if (streams) end_streams();
-        for (int t = row.first; t < row.first + row.tokens; t++) {
-            const float* y = convolved()[t] + 2 * s_.k_size() + column;
-            gated_norm(y, mixed[t] + s_.channels() + column, w.norm, v_dim, out[t] + column);
+        for (int t = row.accepted; t < row.total(); t++) {
+            const float* y = convolved()[row.place(t)] + 2 * s_.k_size() + column;
+            const int at = row.mixed(t);
+            gated_norm(y, mixed[at] + s_.channels() + column, w.norm, v_dim, out[at] + column);
         }
     }
 
     // Some columns of a head's state, token after token; v's columns become the output's.
+    //
+    //   drafted  where the state of drafts is
     template <int COUNT>
-    void scan(DeltaRow row, int v_head, StatePart state, int column, Head last, bool streams, NextState& ahead) {
-        const int k_dim = s_.k_dim, v_dim = s_.v_dim, end = row.first + row.tokens;
+    void scan(DeltaRow row, int v_head, StatePart state, float* drafted, int column, Head last, bool streams,
+              NextState& ahead) {
+        const int k_dim = s_.k_dim, v_dim = s_.v_dim;
         const int q_at = v_head / (s_.v_heads / s_.k_heads) * k_dim, k_at = q_at + s_.k_size();
         const int v_at = 2 * s_.k_size() + v_head * v_dim + column;
         Floats sums[COUNT], delta[COUNT], y[COUNT];
-        state_sums<COUNT>(state.in, convolved()[row.first] + k_at, k_dim, v_dim, last, sums, ahead);
-        for (int t = row.first; t < end; t++) {
-            float* own = convolved()[t];
-            const float decay = gates()[t][2 * v_head], beta = gates()[t][2 * v_head + 1];
+        state_sums<COUNT>(state.in, convolved()[row.place(0)] + k_at, k_dim, v_dim, last, sums, ahead);
+        for (int t = 0; t < row.total(); t++) {
+            float* own = convolved()[row.place(t)];
+            const float* of_token = gates()[row.place(t)] + 2 * v_head;
+            const float decay = of_token[0], beta = of_token[1];
+            if (t == row.kept()) state.out = drafted;
 #pragma GCC unroll 8
             for (int j = 0; j < COUNT; j++) {
                 const Head here = j + 1 < COUNT ? head_of(kLanes) : last;
                 delta[j] = fnma(floats(decay), sums[j], load16(own + v_at + j * kLanes, here)) * floats(beta);
             }
-            const DeltaToken token{own + q_at, own + k_at, t + 1 < end ? convolved()[t + 1] + k_at : nullptr, decay};
+            const float* next_k = t + 1 < row.total() ? convolved()[row.place(t + 1)] + k_at : nullptr;
+            const DeltaToken token{own + q_at, own + k_at, next_k, decay};
             NextState none{nullptr};
             if (token.next_k) step_state<COUNT, true, false>(state, token, k_dim, v_dim, last, delta, y, sums, none);
             else if (streams) step_state<COUNT, false, true>(state, token, k_dim, v_dim, last, delta, y, sums, ahead);
@@ -286,6 +322,7 @@ class GatedDelta {
 
     DeltaShape s_;
     Buffer<float> convolved_, gates_;
+    Buffer<float> drafted_;  // a head's state after a draft, of each thread
 };
 
 // A step of one layer, as a call of its own.
@@ -295,8 +332,13 @@ struct DeltaDesc {
     int32_t rows;
     const int32_t* qo_indptr;  // [rows + 1]
     const int32_t* begins;  // [rows]: 1: its state is zero
+    const int32_t* accepted;  // [rows + 1]: drafts of the step before that sequences before row i have accepted
+    const int32_t* drafts;  // [rows]: the last tokens of each
+    int32_t most_drafts;
     const float *conv_in, *recurrent_in;  // [rows, conv_size - 1, channels]; [rows, v_heads, k_dim, v_dim]
+    const float* drafts_in;  // [rows, most_drafts, draft_size]
     float *conv_out, *recurrent_out;  // the same; may be the same memory
+    float* drafts_out;  // the same; other memory
     const float* mixed;  // [tokens, in_size]
     float* out;  // [tokens, v_size]
 };
@@ -306,7 +348,14 @@ struct PlainStates {
     const DeltaDesc& d;
 
     int rows() const { return d.rows; }
-    DeltaRow row(int i) const { return {d.qo_indptr[i], d.qo_indptr[i + 1] - d.qo_indptr[i]}; }
+    DeltaRow row(int i) const {
+        return {d.qo_indptr[i], d.qo_indptr[i + 1] - d.qo_indptr[i], d.accepted[i + 1] - d.accepted[i], d.drafts[i],
+                d.accepted[i]};
+    }
+    StatePart draft(int i, int draft) const {
+        const long at = ((long)i * d.most_drafts + draft) * d.shape.draft_size();
+        return {d.drafts_in + at, d.drafts_out + at};
+    }
     StatePart conv(int i) const {
         const long at = (long)i * (d.shape.conv_size - 1) * d.shape.channels();
         return {d.begins[i] ? nullptr : d.conv_in + at, d.conv_out + at};
@@ -318,9 +367,9 @@ struct PlainStates {
 };
 
 // Run a layer several times, and return the seconds of one.
-inline double run_delta(Team& team, const DeltaDesc& desc, int times) {
+inline double run_delta(Team& team, int threads, const DeltaDesc& desc, int times) {
     GatedDelta delta(desc.shape);
-    delta.plan(desc.qo_indptr[desc.rows]);
+    delta.plan(desc.qo_indptr[desc.rows] + desc.accepted[desc.rows], desc.most_drafts > 0, threads);
     const Rows<const float> mixed{desc.mixed, desc.shape.in_size()};
     const Rows<float> out{desc.out, desc.shape.v_size()};
     team.run([](Team::Member&) {});  // they are awake

@@ -129,7 +129,7 @@ CHORUS_API double chorus_update_rate(int threads, char* memory, int64_t bytes) {
 //   times    that it is computed; the states go on
 CHORUS_API double chorus_delta_run(int threads, const DeltaDesc* desc, int times) {
     Team team(threads);
-    return run_delta(team, *desc, times);
+    return run_delta(team, threads, *desc, times);
 }
 
 // Multiply rows by the matrices that they go to, on a team that the calling thread keeps; see multiply_each.

@@ -13,7 +13,11 @@ struct PagedStates {
     int layer;  // counted among those with a state
 
     int rows() const { return step.rows; }
-    DeltaRow row(int i) const { return {step.qo_indptr[i], step.qo_indptr[i + 1] - step.qo_indptr[i]}; }
+    DeltaRow row(int i) const {
+        const int32_t* accepted = step.state_accepted + i;
+        return {step.qo_indptr[i], step.qo_indptr[i + 1] - step.qo_indptr[i], accepted[1] - accepted[0],
+                step.state_drafts[i], accepted[0]};
+    }
     StatePart conv(int i) const {
         const DeltaShape& s = model.delta;
         const int per_page = model.convs_per_page;
@@ -23,6 +27,10 @@ struct PagedStates {
         const DeltaShape& s = model.delta;
         const int at = layer * s.v_heads + h, per_page = model.heads_per_page;
         return part(i, model.conv_pages + at / per_page, (int64_t)(at % per_page) * s.k_dim * s.v_dim);
+    }
+    StatePart draft(int i, int draft) const {
+        const int at = layer * model.most_drafts + draft, per_page = model.drafts_per_page;
+        return part(i, model.draft_page + at / per_page, (int64_t)(at % per_page) * model.delta.draft_size());
     }
 
    private:

@@ -34,6 +34,7 @@ class StepStates:
 
     def __init__(self, sequences: Sequence[Mapping[int, DeltaState]], qo_indptr: Sequence[int]) -> None:
         self._sequences, self.qo_indptr = sequences, qo_indptr
+        self.accepted = self.drafts = [0] * len(sequences)
 
     def of(self, layer: int) -> DeltaState:
         states = [sequence[layer] for sequence in self._sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 
 from chorus.core.executors.base import ModelExecutor
+from chorus.core.policies import Policies
+from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.graphs.runner import StepMode
 from chorus.ops import native_library
 
 from . import test_family_paths
 from .merging.test_merged import merge
+from .speculation.stand_ins import Drawn, Free, Right, Wrong
+from .speculation.test_speculation import WAYS, ask, same
 from .tiny_families import ADAPTERS, HYBRIDS
 
 pytestmark = [pytest.mark.numerics, pytest.mark.parametrize("kernels", ["torch", "native"])]
@@ -103,3 +108,148 @@ def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):
     want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
     assert told(driver, want) == want
     assert driver.engine.stats().num_swaps_out > 0
+
+
+def speculating(drive, it, proposer, **limits):
+    driver = drive(it, speculation="ngram", policies=Policies(proposer=proposer), **limits)
+    driver.engine.speculation.cost = Free()
+    return driver
+
+
+def noted(keep, kept):
+    """`PrefixCache.keep_checkpoint`, with the accepted drafts of each checkpoint added to `kept`."""
+
+    def keep_checkpoint(block, pages, accepted):
+        kept.append(accepted)
+        return keep(block, pages, accepted)
+
+    return keep_checkpoint
+
+
+def proposers(want):
+    """Right, wrong and random proposals for the requests of `want`."""
+
+    def answer(request):
+        return want.get(request.id, [])
+
+    return [Right(answer), Wrong(answer), Drawn(answer, random.Random(0))]
+
+
+@on_one_or_two_ranks
+@pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
+def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, is_merged):
+    """In decode steps, and in mixed ones next to the prompts of later requests."""
+    it, want = tiny(family), {}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 128, "tensor_parallel_size": ranks}
+    for proposer in proposers(want):
+        driver = speculating(drive, it, proposer, **limits)
+        if is_merged:
+            merge(driver, "r3-all")
+        want |= test_family_paths.answers(it, driver, 6, seed=6, tokens=24)
+        assert told(driver, want) == want
+        stats, drafted = driver.engine.stats(), [plan for plan in driver.plans if plan.num_drafts]
+        assert stats.num_proposed_tokens > 0
+        assert (stats.num_accepted_tokens > 0) == (type(proposer) is not Wrong)
+        assert {plan.bucket is None for plan in drafted} == {False, True}
+        assert (StepMode.MERGED in {plan.mode for plan in drafted}) == is_merged
+
+
+@on_one_or_two_ranks
+def test_a_checkpoint_may_lie_between_accepted_drafts(tiny, drive, family, ranks, monkeypatch):
+    """A second turn begins where the cache has the first one's answer: at a state, and inputs that it takes in."""
+    it, want = tiny(family), {}
+    for proposer in proposers(want):
+        driver = speculating(
+            drive, it, proposer, adapters={}, block_tokens=16, state_checkpoint_tokens=16, tensor_parallel_size=ranks
+        )
+        prefix, kept = driver.engine.prefix, []
+        monkeypatch.setattr(prefix, "keep_checkpoint", noted(prefix.keep_checkpoint, kept))
+        for seed in range(2):
+            prompt, whole = it.case(None, 9, seed=seed, count=56)
+            for cut in (0, 30, 45):
+                name = f"{seed}.{cut}"
+                want[name] = whole[cut:]
+                driver.add(name, None, prompt + whole[:cut], max_tokens=56 - cut)
+                assert told(driver, {name: None}) == {name: whole[cut:]}
+        assert driver.engine.stats().num_prefix_hit_tokens > 2 * (32 + 48) * 0.8
+        assert any(kept) or type(proposer) is not Right
+        assert not any(kept) or type(proposer) is not Wrong
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@on_one_or_two_ranks
+def test_preempted_requests_keep_their_accepted_drafts(tiny, drive, family, ranks, preemption):
+    it, want = tiny(family), {}
+    limits = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "preemption": preemption,
+        "max_model_len": 128,
+        "tensor_parallel_size": ranks,
+    }
+    layout = drive(it, adapters={}, speculation="ngram", **limits).engine.executor.layout
+    pages = 2 * layout.pages_for_tokens(80, chunk=64)
+    for proposer in proposers(want)[::2]:
+        driver = speculating(drive, it, proposer, adapters={}, num_pages=pages, **limits)
+        want |= answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
+        assert told(driver, want) == want
+        stats = driver.engine.stats()
+        assert stats.num_preemptions > 0
+        assert (stats.num_swaps_out > 0) == (preemption == "swap")
+        assert stats.num_accepted_tokens > 0
+
+
+SAMPLED = [*WAYS[:7], WAYS[8], WAYS[9], *WAYS[14:]]
+"""Sampling parameters of requests that speculate, and one of those that don't."""
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_are_those_without_speculation(tiny, drive, kernels, family, dtype):
+    """Sampled tokens and log-probabilities, of mixed adapters; the native decoder's to the bit. Some steps fail, and
+    run again sequence by sequence.
+    """
+    if kernels == "torch" and dtype == "bfloat16":
+        pytest.skip("steps of other sizes round otherwise")
+    it, rng = tiny(family), random.Random(family)
+    asked = [
+        ([None, *ADAPTERS][index % 4], [rng.randrange(3, 150) for _ in range(rng.randint(3, 30))], "",
+         {"max_tokens": 30, **way})
+        for index, way in enumerate(SAMPLED)
+    ]  # fmt: skip
+    limits = {"dtype": dtype, "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 128}
+    plain = drive(it, **limits)
+    ask(plain, it, asked)
+    want = plain.drain()
+
+    def answer(request):
+        return want[request.id].tokens
+
+    def fail(plan):
+        if plan.num_drafts and plan.step_id % 5 == 0 and len(plan.sequences) > 1:
+            raise RuntimeError("an injected fault")
+
+    for proposer in (Right(answer), Drawn(answer, random.Random(7))):
+        driver = speculating(drive, it, proposer, before=fail, **limits)
+        ask(driver, it, asked)
+        same(driver.drain(), want, kernels)
+        assert driver.engine.stats().num_accepted_tokens > 10
+
+
+def test_a_plan_for_another_process_has_the_drafts_that_states_take_in(tiny, drive):
+    it, want = tiny("qwen3.5"), {}
+    driver = speculating(drive, it, Right(lambda request: want[request.id]), adapters={})
+    sent = []
+
+    def send(plan):
+        sent.append((plan_to_wire(plan), [row.states.accepted for row in plan.sequences]))
+
+    driver.executor.before = send
+    want |= answers(it, driver, 2, seed=5, tokens=20)
+    assert told(driver, want) == want
+    assert max(max(accepted) for _, accepted in sent) > 1
+    for wire, accepted in sent:
+        received = plan_from_wire(json.loads(json.dumps(wire)), lambda entry: None)
+        assert [row.states.accepted for row in received.sequences] == accepted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ class DeltaLayer:
         self.width = self.channels + v_heads * v_dim + 2 * v_heads
         self.shapes = (conv_size - 1, self.channels), (v_heads, k_dim, v_dim)
         """Of a sequence's state: what the convolution keeps, and the recurrent state."""
+        self.draft_size = self.channels + 2 * v_heads
         self.weights = DeltaWeights(
             self.normal(conv_size, self.channels),
             self.normal(v_heads),
@@ -28,12 +30,46 @@ class DeltaLayer:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._random)
 
-    def state(self, sequences: int) -> DeltaState:
-        return DeltaState(*(self.normal(sequences, *shape) for shape in self.shapes))
+    def state(self, sequences: int, drafts: int = 0) -> DeltaState:
+        """drafts: the most that a state has the inputs of."""
+        kept = torch.full((sequences, drafts, self.draft_size), torch.nan) if drafts else None
+        return DeltaState(*(self.normal(sequences, *shape) for shape in self.shapes), kept)
 
     def rows(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         return [self.normal(length, self.width) for length in lengths]
 
 
 def copy(state: DeltaState) -> DeltaState:
-    return DeltaState(state.conv.clone(), state.recurrent.clone())
+    drafts = None if state.drafts is None else state.drafts.clone()
+    return DeltaState(state.conv.clone(), state.recurrent.clone(), drafts)
+
+
+Step = tuple[list[torch.Tensor], list[int], list[int]]
+"""Of each sequence: its tokens' rows, the accepted drafts of the step before, and how many of its tokens are drafts."""
+
+
+def verified_steps(
+    layer: DeltaLayer, lengths: Sequence[int], most: int, seed: int
+) -> tuple[list[torch.Tensor], list[Step]]:
+    """Return the rows of sequences of these lengths, and steps that compute them with up to `most` drafts each.
+
+    Of a step's drafts, some are the rows that follow; after them come others, which are rejected. A sequence that has
+    ended goes on with random rows.
+    """
+    rng, rows = random.Random(seed), layer.rows(lengths)
+    done, accepted, steps = [0] * len(rows), [0] * len(rows), list[Step]()
+    while any(at < len(own) for at, own in zip(done, rows, strict=True)):
+        parts, before, drafts = [], accepted, []
+        accepted, has_drafts = [], rng.random() < 0.7
+        for index, own in enumerate(rows):
+            known, at = (rng.randint(1, 3) if not done[index] else 1), done[index]
+            count = rng.randint(1, most) if has_drafts else 0
+            right = min(rng.randint(0, count), max(0, len(own) - at - known))
+            wrong = layer.normal(count - right, layer.width)
+            padded = torch.cat((own[at : at + known + right], layer.normal(max(0, at + known - len(own)), layer.width)))
+            parts.append(torch.cat((padded, wrong)))
+            drafts.append(count)
+            accepted.append(right)
+            done[index] += known + right
+        steps.append((parts, before, drafts))
+    return rows, steps

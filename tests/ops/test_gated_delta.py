@@ -13,6 +13,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from chorus.ops.gated_delta import DeltaState, DeltaWeights, gated_delta
 
+from .delta_layers import DeltaLayer, copy, verified_steps
+
 pytestmark = pytest.mark.numerics
 
 #: heads of keys and of values, and their widths
@@ -185,3 +187,34 @@ def test_bfloat16_is_computed_in_float32(layer):
 def test_prompts_come_first(layer):
     with pytest.raises(ValueError, match="rows with more than one token must come before"):
         layer.run([layer.mixed(layer.hidden(1)), layer.mixed(layer.hidden(2))], layer.state(2))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 16, 24, 4), (1, 2, 8, 8, 2)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_rejected_drafts_leave_no_trace(shape, seed):
+    """Steps that verify drafts give the known and the accepted tokens what steps of one token each give."""
+    layer, lengths, most, eps = DeltaLayer(*shape), (30, 17, 24), 8, 1e-6
+    rows, steps = verified_steps(layer, lengths, most, seed)
+    state = layer.state(len(lengths), most)
+    plain = copy(state)
+    want = [
+        torch.cat([gated_delta(row, layer.weights, plain.of(slice(i, i + 1)), [0, 1], eps) for row in own.split(1)])
+        for i, own in enumerate(rows)
+    ]
+    done = [0] * len(rows)
+    for at, (parts, accepted, drafts) in enumerate(steps):
+        order = sorted(range(len(parts)), key=lambda index: len(parts[index]) == 1)  # several tokens come first
+        counts = [len(parts[index]) for index in order]
+        assert state.drafts is not None
+        own = DeltaState(state.conv[order], state.recurrent[order], state.drafts[order])
+        out = gated_delta(
+            torch.cat([parts[index] for index in order]), layer.weights, own, [0, *itertools.accumulate(counts)], eps,
+            [accepted[index] for index in order], [drafts[index] for index in order],
+        )  # fmt: skip
+        state.conv[order], state.recurrent[order], state.drafts[order] = own.conv, own.recurrent, own.drafts
+        following = steps[at + 1][1] if at + 1 < len(steps) else [0] * len(parts)
+        for index, found in zip(order, out.split(counts), strict=True):
+            kept = len(found) - drafts[index] + following[index]
+            begin, end = done[index], min(done[index] + kept, lengths[index])
+            torch.testing.assert_close(found[: max(0, end - begin)], want[index][begin:end], **TOLERANCE)
+            done[index] += kept

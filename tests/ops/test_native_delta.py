@@ -12,7 +12,7 @@ from chorus.ops import native_library
 from chorus.ops.gated_delta import DeltaState, gated_delta
 from chorus.ops.native_delta import run_delta
 
-from .delta_layers import DeltaLayer, copy
+from .delta_layers import DeltaLayer, copy, verified_steps
 
 pytestmark = [
     pytest.mark.native,
@@ -123,3 +123,35 @@ def test_large_inputs_stay_finite(layer, level):
     state = layer.state(2)
     assert all(each.isfinite().all() for each in layer.run(rows, state))
     assert state.recurrent.isfinite().all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rejected_drafts_change_no_bit(layer, level, seed):
+    """Steps that verify drafts give the known and the accepted tokens the bits of steps of one token each."""
+    most, lengths = 8, (30, 17, 24)
+    rows, steps = verified_steps(layer, lengths, most, seed)
+    state = layer.state(len(lengths), most)
+    plain = copy(state)
+    want = [torch.cat([layer.run([row], plain.of(slice(i, i + 1)))[0] for row in own.split(1)]) for i, own in
+            enumerate(rows)]  # fmt: skip
+    done = [0] * len(rows)
+    for at, (parts, accepted, drafts) in enumerate(steps):
+        counts = [len(part) for part in parts]
+        after = layer.state(len(lengths), most)
+        out, _ = run_delta(
+            torch.cat(parts), layer.weights, state, [0, *itertools.accumulate(counts)], EPS,
+            after=after, accepted=accepted, drafts=drafts, threads=2,
+        )  # fmt: skip
+        following = steps[at + 1][1] if at + 1 < len(steps) else [0] * len(parts)
+        for index, own in enumerate(out.split(counts)):
+            kept = counts[index] - drafts[index] + following[index]
+            begin, end = done[index], min(done[index] + kept, lengths[index])
+            assert torch.equal(own[: max(0, end - begin)], want[index][begin:end])
+            done[index] += kept
+        state = after
+
+
+def test_a_call_without_room_for_drafts_is_refused(layer):
+    (rows,), state = layer.rows((3,)), layer.state(1)
+    with pytest.raises(ValueError, match="states keep the inputs of 0 drafts"):
+        run_delta(rows, layer.weights, state, [0, 3], EPS, drafts=[2], after=layer.state(1))

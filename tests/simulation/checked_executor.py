@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.base import ExecutorBase, ModelInfo
+from chorus.core.requests.draft_length import MOST_DRAFTS
 from chorus.core.requests.types import BASE_LORA_INDEX, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter
@@ -48,7 +49,9 @@ class CheckedExecutor(ExecutorBase):
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
     ) -> None:
-        """windows: of the layers of the made-up model. state_pages: of a state of its other layers."""
+        """windows: of the layers of the made-up model. state_pages: of a state of its other layers; with speculation,
+        one page more has the inputs of drafts.
+        """
         super().__init__()
         assert config.num_pages is not None
         self.config = config
@@ -56,7 +59,14 @@ class CheckedExecutor(ExecutorBase):
         self.layout = PageLayout(len(windows), 1, 8, config.block_tokens, 4, windows)
         if state_pages:
             floats = self.layout.page_elems
-            shape = StateShape(num_layers=1, conv_elems=floats, num_heads=state_pages - 1, head_elems=floats)
+            shape = StateShape(
+                num_layers=1,
+                conv_elems=floats,
+                num_heads=state_pages - 1,
+                head_elems=floats,
+                draft_elems=floats // MOST_DRAFTS,
+                most_drafts=MOST_DRAFTS if config.speculation != "off" else 0,
+            )
             self.layout = replace(self.layout, state=shape, state_slots=3)
         self.num_pages = config.num_pages
         self.shadow, self.swaps = shadow, swaps
@@ -234,10 +244,15 @@ class CheckedExecutor(ExecutorBase):
         """Check the state that a row reads, and write the next. kv: of all its tokens."""
         if row.states is None:
             return
-        read, written = row.states.read_by(row.state_step), row.states.written_by(row.state_step)
-        if row.start and [self.memory[page][0] for page in read] != state_of(kv[row.start - 1], len(read)):
+        states, layout = row.states, self.layout.states
+        assert layout is not None
+        read, written = states.read_by(row.state_step), states.written_by(row.state_step)
+        if row.start and state_in(self.memory, self.layout, read, states.accepted) != kv[row.start - 1]:
             raise Violation(f"the state of {row.request_id} is not its own, or of another token")
-        for page, value in zip(written, state_of(kv[-1], len(written)), strict=True):
+        self._reached["state that takes in drafts"] += states.accepted > 0
+        kept, drafts = kv[len(kv) - row.drafts - 1], tuple(kv[len(kv) - row.drafts :])
+        values = state_of(kept, layout.first_draft_page) + [("drafts", kept, drafts)] * bool(drafts)
+        for page, value in zip(written, values, strict=False):
             self.memory[page][:] = [value] * self.config.block_tokens
 
     def _write(self, row: ScheduledSequence, values: Sequence[object]) -> None:
@@ -338,6 +353,22 @@ def known_and_drafts(row: ScheduledSequence) -> list[int]:
 def state_of(kv: object, num_pages: int) -> list[object]:
     """A state after a token with this KV, page by page."""
     return [("state", page, kv) for page in range(num_pages)]
+
+
+def state_in(memory: Memory, layout: PageLayout, pages: Sequence[int], accepted: int) -> object:
+    """The KV of the last token that a state has seen, with its accepted drafts; None if the pages hold no state."""
+    assert layout.states is not None
+    first = layout.states.first_draft_page
+    held = [memory[page][0] for page in pages]
+    kv = held[0][2] if isinstance(held[0], tuple) and len(held[0]) == 3 else None
+    if kv is None or held[:first] != state_of(kv, first):
+        return None
+    if not accepted:
+        return kv
+    found = held[first]
+    if not isinstance(found, tuple) or found[:2] != ("drafts", kv) or len(found[2]) < accepted:
+        return None
+    return found[2][accepted - 1]
 
 
 def of_group(group: int, value: object) -> object:

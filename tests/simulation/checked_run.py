@@ -23,7 +23,7 @@ from chorus.perf.inline_reads import InlineReads
 from ..core.speculation.stand_ins import Drawn, Free
 from .asked import Asked, Told, Violation, promise
 from .checked_adapters import CheckedAdapters, Disk, contents_read
-from .checked_executor import CheckedExecutor, of_group, state_of
+from .checked_executor import CheckedExecutor, of_group, state_in
 from .checked_order import CheckedOrder
 from .checked_shadow import CheckedShadow
 from .checked_swaps import CheckedSwaps
@@ -55,9 +55,16 @@ class CheckedRun(EngineRun):
         self._windows = rng.choice([(None,), (None,), (3,), (None, 1), (None, 5, 5), (7, None, 7, 2), (9, None)])
         self._state_pages = rng.choice([0, 0, 2, 3])
         config = self._draw_config()
-        if not self._state_pages and apart.random() < 0.4:
+        if apart.random() < 0.4:
             cached = apart.choice([0, 200, 2000])
-            config = config.model_copy(update={"speculation": "ngram", "speculation_cache_tokens": cached})
+            drafted = 3 * bool(self._state_pages)  # pages for the inputs of drafts
+            config = config.model_copy(
+                update={
+                    "speculation": "ngram",
+                    "speculation_cache_tokens": cached,
+                    "num_pages": (config.num_pages or 0) + drafted,
+                }
+            )
         self.seeds = Seeds(config.seed)
         self._composing = random.Random(config.seed) if (config.seed or 0) % 2 else None
         """What draws composed adapters: a source of its own, so that the other runs stay what they are."""
@@ -354,7 +361,9 @@ class CheckedRun(EngineRun):
             return 0
         held, kinds = checkpoint.pages, {self.engine.pool.kind(page) for page in checkpoint.pages}
         self.reached["checkpoint"] += 1
-        promise([self.executor.memory[page][0] for page in held] == state_of(kv, len(held)), "another state is kept")
+        memory, layout = self.executor.memory, self.executor.layout
+        promise(state_in(memory, layout, held, checkpoint.accepted) == kv, "another state is kept")
+        self.reached["checkpoint after accepted drafts"] += checkpoint.accepted > 0
         promise(len(kinds) == 1 and kinds <= {PageKind.KV, PageKind.CACHED}, "a checkpoint's pages are of other kinds")
         promise(not pages.intersection(held), "a checkpoint's pages are a block's, too")
         pages.update(held)

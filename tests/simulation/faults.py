@@ -28,6 +28,7 @@ from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.states import StateSlots
 from chorus.memory.transfers.swapped_kv import SwappedKv
 from chorus.perf.report.command import conclude, parser
 
@@ -301,10 +302,10 @@ def rejected_drafts_computed(patch):
     """The KV of rejected drafts counts as that of the tokens that were sampled instead."""
     advance = vars(Scheduler)["_advance"]
 
-    def over(self, request, sequence, result, info, count):
+    def over(self, request, sequence, result, info, count, **was_draft):
         if sequence.drafts and len(sequence.tokens) - sequence.drafts == count and not result.after_drafts:
             count = min(len(sequence.tokens), count + 1)
-        return advance(self, request, sequence, result, info, count)
+        return advance(self, request, sequence, result, info, count, **was_draft)
 
     patch.setattr(Scheduler, "_advance", over)
 
@@ -326,6 +327,29 @@ def drafts_beyond_the_budget(patch):
     """Proposed tokens are added to a step that has no tokens left for them."""
     drafts = Speculation.drafts
     patch.setattr(Speculation, "drafts", lambda self, requests, left, grow: drafts(self, requests, left + 3, grow))
+
+
+def accepted_drafts_missing(patch):
+    """A recurrent state does not take in the drafts that were accepted."""
+    patch.setattr(StateSlots, "accepted", property(lambda self: 0, lambda self, count: None), raising=False)
+
+
+def checkpoints_without_their_drafts(patch):
+    """A request that begins at a checkpoint does not take in the accepted drafts after its state."""
+    keep = PrefixCache.keep_checkpoint
+    patch.setattr(PrefixCache, "keep_checkpoint", lambda self, block, pages, accepted: keep(self, block, pages))
+
+
+def swapped_states_without_their_drafts(patch):
+    """A request that comes back from host memory does not take in the accepted drafts after its state."""
+    swap_out = SwappedKv.swap_out
+
+    def forget(self, *args):
+        if (image := swap_out(self, *args)) is not None:
+            image.accepted = 0
+        return image
+
+    patch.setattr(SwappedKv, "swap_out", forget)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -360,6 +384,9 @@ FAULTS: tuple[Fault, ...] = (
     drafts_without_pages,
     drafts_against_the_grammar,
     drafts_beyond_the_budget,
+    accepted_drafts_missing,
+    checkpoints_without_their_drafts,
+    swapped_states_without_their_drafts,
 )
 
 

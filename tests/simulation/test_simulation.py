@@ -65,6 +65,8 @@ EVERYWHERE = {
     "accepted draft",
     "forced draft",
     "accepted draft of a grammar",
+    "state that takes in drafts",
+    "checkpoint after accepted drafts",
     *(f"state {state}" for state in RequestState if state is not RequestState.DONE),
 }
 """Events that the runs must reach, or they check little."""

@@ -34,6 +34,7 @@ from chorus.perf.inline_reads import InlineReads
 
 from ...memory.fakes import SlowReads
 from ...simulation.checked_engine import CheckedEngine
+from ..speculation import stand_ins
 
 
 class HeldReads(InlineReads):
@@ -532,6 +533,24 @@ class TestTokensOfAStep:
             checked.step()
             assert dict(checked.plans[-1]) == {"one": 4, "other": 4, "third": 4}
         checked.drain()
+
+    def test_a_step_that_accepts_drafts_leaves_one_checkpoint(self):
+        """Its one state can't be a checkpoint twice, though two are due within its drafts."""
+        answer = CheckedEngine()
+        answer.add("a", prompt=[5] * 6, max_tokens=30)
+        answer.drain()
+        right = stand_ins.Right(lambda request: answer.asked["a"].told.tokens)
+        checked = CheckedEngine(
+            policies=Policies(proposer=right), state_pages=2, block_tokens=2, prefix_cache=True,
+            state_checkpoint_tokens=2, speculation="ngram",
+        )  # fmt: skip
+        checked.engine.speculation.cost = stand_ins.Free()
+        for _ in range(2):
+            checked.add("a", prompt=[5] * 6, max_tokens=30)
+            checked.drain()
+        assert max(count for plan in checked.plans for _, count in plan) > 6
+        assert checked.engine.stats().num_accepted_tokens > 20
+        assert checked.engine.stats().num_prefix_hit_tokens > 0
 
     @pytest.mark.parametrize("tenants", ["aa", "ab"])
     def test_prompts_that_must_not_be_cut_are_not(self, tenants):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
-from chorus.core.executors.choice import open_executor
+from chorus.core.executors.cuda import CudaShapes
 from chorus.core.model.config import UnsupportedModel
 from chorus.core.policies import Policies
 from chorus.core.requests.draft_length import MOST_DRAFTS
@@ -21,6 +21,7 @@ from chorus.core.requests.request_params import InvalidRequest
 from chorus.core.requests.types import FinishReason, positions_of
 from chorus.graphs.runner import StepMode
 
+from ...graphs.host_device import HostDevice
 from ..merging.test_merged import merge
 from .stand_ins import Drawn, Free, Right, Wrong
 
@@ -477,10 +478,10 @@ def test_nothing_is_proposed_beyond_the_last_token(subject, drive, known):
     assert all(row.kv_len < ends[row.request_id] for row in drafted(driver))
 
 
-def test_a_recurrent_model_is_refused(tiny):
-    config = EngineConfig(model=tiny("qwen3.5").model, device="cpu", dtype="float32", speculation="ngram")
-    with pytest.raises(UnsupportedModel, match="speculation is 'ngram', but this model has recurrent states"):
-        open_executor(config)
+def test_a_recurrent_model_is_refused_on_a_gpu(tiny):
+    config = EngineConfig(model=tiny("qwen3.5").model, device="cuda", dtype="float32", speculation="ngram")
+    with pytest.raises(UnsupportedModel, match="speculation is 'ngram', but this model has recurrent states, and on a"):
+        CudaShapes(config, device=HostDevice())
 
 
 def test_without_speculation_no_request_has_its_state(subject, drive):

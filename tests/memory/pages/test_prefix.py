@@ -356,7 +356,7 @@ class TestCheckpoints:
         blocks = memory.prefix.match(1, list(range(13)))
         assert blocks == list(known[:2])
         assert memory.prefix.unused(blocks) == 4
-        assert memory.prefix.take_checkpoint(blocks[-1]) == known[2]
+        assert memory.prefix.take_checkpoint(blocks[-1]).pages == known[2]
         assert memory.pool.references(known[2][0]) == 1
         assert known[1].checkpoint not in memory.order
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,13 +13,15 @@ from chorus.memory.pages.states import FLOAT_BYTES, StateLayout, StateShape, Sta
 sizes = st.integers(1, 40)
 
 
-@given(st.integers(1, 6), sizes, st.integers(1, 9), sizes, st.integers(1, 200))
-def test_parts_are_disjoint_and_whole_in_a_page(layers, conv, heads, head, floats):
-    assume(floats >= max(conv, head))
-    layout = StateLayout(StateShape(layers, conv, heads, head), FLOAT_BYTES * floats)
+@given(st.integers(1, 6), sizes, st.integers(1, 9), sizes, st.integers(1, 200), sizes, st.integers(0, 8))
+def test_parts_are_disjoint_and_whole_in_a_page(layers, conv, heads, head, floats, draft, drafts):
+    assume(floats >= max(conv, head, draft))
+    layout = StateLayout(StateShape(layers, conv, heads, head, draft, drafts), FLOAT_BYTES * floats)
     taken = set()
     for layer in range(layers):
         parts = [(layout.conv(layer), conv), *((layout.head(layer, each), head) for each in range(heads))]
+        assert all(page < layout.first_draft_page for (page, _), _ in parts)
+        parts += [(layout.draft(layer, each), draft) for each in range(drafts)]
         for (page, first), size in parts:
             own = {(page, at) for at in range(first, first + size)}
             assert page < layout.num_pages
@@ -30,6 +34,27 @@ def test_qwen3_5_of_9b():
     """24 layers of 32 heads of 128 × 128 float32, in pages of 8 layers of attention."""
     layout = StateLayout(StateShape(24, 3 * 8192, 32, 128 * 128), 16 * 8 * 2 * 4 * 256 * 2)
     assert (layout.heads_per_page, layout.num_conv_pages, layout.num_pages) == (8, 5, 5 + 96)
+
+
+def test_drafts_take_pages_only_with_speculation_and_less_than_a_state_each():
+    shape, page = StateShape(24, 3 * 8192, 32, 128 * 128, draft_elems=8192 + 64), 16 * 8 * 2 * 4 * 256 * 2
+    assert StateLayout(shape, page).num_pages == 5 + 96
+    assert StateLayout(replace(shape, most_drafts=8), page).num_pages == 5 + 96 + 13
+
+
+def test_a_page_without_room_for_a_drafts_inputs_is_refused():
+    with pytest.raises(ValueError, match="a page has 40 bytes, and a part of a layer's state takes 44"):
+        StateLayout(StateShape(1, 10, 1, 10, draft_elems=11, most_drafts=1), 40)
+    assert StateLayout(StateShape(1, 10, 1, 10, draft_elems=11), 40).num_pages == 2
+
+
+def test_the_next_step_takes_accepted_drafts_in():
+    slots = StateSlots([[1], [2]])
+    slots.advance()
+    slots.accepted += 2
+    assert (slots.current, slots.accepted) == ([2], 2)
+    slots.advance()
+    assert (slots.current, slots.accepted) == ([1], 0)
 
 
 @pytest.mark.parametrize("count", [2, 3])
