@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from .projections import Projections
@@ -177,7 +178,8 @@ def page_groups(windows: Sequence[int | None]) -> tuple[PageGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """One slab: for every targeted projection, row i of A (`in` elems), then row i of Bᵀ (`out` elems).
+    """One slab: product after product, row i of A (`in` elems) of its targeted projections, then row i of Bᵀ (`out`
+    elems) of each. So what a product reads of a rank-row is one run.
 
     a_offset, b_offset: elements from the slab's start to the row, per module id; -1 where the module is not targeted.
     Rows start on 16-byte boundaries.
@@ -189,17 +191,15 @@ class SlabLayout:
 
     @classmethod
     def build(cls, projections: Projections, targets: Sequence[str], itemsize: int) -> SlabLayout:
-        """Lay out `targets` (names of projections) in the table's order."""
+        """Lay out `targets` (names of projections) in the table's order, which is that of products."""
         step = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         offset = 0
-        a_offset, b_offset = [], []
-        for projection in projections:
-            if projection.name not in targets:
-                a_offset.append(-1)
-                b_offset.append(-1)
-                continue
-            a_offset.append(offset)
-            offset += -(-projection.inputs // step) * step
-            b_offset.append(offset)
-            offset += -(-projection.outputs // step) * step
+        a_offset, b_offset = [-1] * len(projections), [-1] * len(projections)
+        own = [(module, each) for module, each in enumerate(projections) if each.name in targets]
+        for _, product in groupby(own, key=lambda target: target[1].group):
+            modules = list(product)
+            for offsets, side in ((a_offset, 0), (b_offset, 1)):
+                for module, projection in modules:
+                    offsets[module] = offset
+                    offset += -(-projection.dims[side] // step) * step
         return cls(tuple(a_offset), tuple(b_offset), offset)

@@ -127,7 +127,7 @@ inline RankRows b_rows(const Adapter& adapter, int layer, int module, const Lora
 }
 
 // Append the shrinks of some tokens. Units are the same for all layers; a segment without rows in a layer skips its units
-// there.
+// there. Modules follow each other for the same rank-rows, as their rows of A do in a slab.
 //
 //   segments    of the step
 //   group       modules
@@ -140,12 +140,11 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
         const int last = std::min(end, segments.end[s]);
         // kTokenChunk tokens stay in the cache for all modules.
         for (int t = std::max(begin, segments.begin[s]); t < last; t += kTokenChunk)
-            for (int g = 0; g < (int)group.size(); g++) {
-                if (adapter.a_offset[group[g].module] < 0) continue;
-                for (int r = 0; r < adapter.rank; r += kRankChunk)
-                    units.push_back(
-                        {s, g, r, std::min(kRankChunk, adapter.rank - r), t, std::min(kTokenChunk, last - t)});
-            }
+            for (int r = 0; r < adapter.rank; r += kRankChunk)
+                for (int g = 0; g < (int)group.size(); g++)
+                    if (adapter.a_offset[group[g].module] >= 0)
+                        units.push_back(
+                            {s, g, r, std::min(kRankChunk, adapter.rank - r), t, std::min(kTokenChunk, last - t)});
     }
 }
 

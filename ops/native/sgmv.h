@@ -16,8 +16,8 @@ namespace chorus {
 //   k      inputs
 //   scale  of the adapter
 //   h      [TOKENS, RANKS]
-//   fetch  whether to fetch the RANKS rows that follow them in `rows`; with few tokens and products of pairs, out-of-order
-//          execution alone looks as far ahead, and without instructions for it
+//   fetch  whether to fetch the RANKS rows that follow them in `rows`. With few tokens and products of pairs, into the
+//          second-level cache: out-of-order execution alone looks far enough ahead for the first, which would lose by it
 template <class T, int TOKENS, int RANKS>
 CHORUS_INLINE void dots(Rows<const Act<T>> x, const T* const* rows, int k, float scale, Rows<Act<T>> h, bool fetch) {
     using K = Kind<T>;
@@ -34,9 +34,13 @@ CHORUS_INLINE void dots(Rows<const Act<T>> x, const T* const* rows, int k, float
             typename A::Reg a[together];
 #pragma GCC unroll 8
             for (int r = 0; r < together; r++) a[r] = K::load(rows[first + r] + i);
-            if ((TOKENS > 2 || K::steps > 1) && fetch && i % (64 / (int)sizeof(T)) == 0)
+            if (fetch && i % (64 / (int)sizeof(T)) == 0)
 #pragma GCC unroll 8
-                for (int r = 0; r < together; r++) prefetch(rows[RANKS + first + r] + i);
+                for (int r = 0; r < together; r++) {
+                    const T* next = rows[RANKS + first + r] + i;
+                    if (TOKENS > 2 || K::steps > 1) prefetch(next);
+                    else prefetch_later(next);
+                }
 #pragma GCC unroll 4
             for (int t = 0; t < TOKENS; t++) {
                 const auto b = A::load(x[t] + i);
@@ -137,9 +141,10 @@ inline void add_rows(const T* const* rows, Rows<const float> h, Rows<float> y, i
 //
 // Ranks are added in pairs, 0 and 1, 2 and 3, …, by the instruction that `tile` takes for them, so that a token's sum has
 // the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows are
-// interleaved for that: of every eight columns the first four in one register, the others in another.
+// interleaved for that: of every eight columns the first four in one register, the others in another. What is fetched goes
+// into the second-level cache: see `dots`.
 template <int TOKENS, int RANKS>
-inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y, int columns, int) {
+inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y, int columns, int ahead) {
     using K = Kind<bf16>;
     constexpr int pairs = (RANKS + 1) / 2;
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
@@ -173,10 +178,13 @@ inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y,
     };
     int c = 0;
     // No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
-    for (; c + K::width <= columns; c += K::width)
+    for (; c + K::width <= columns; c += K::width) {
+#pragma GCC unroll 16
+        for (int r = 0; r < RANKS; r++) prefetch_later(rows[RANKS + r] + std::min(c, ahead));
         add(
             y.data + c, [&](int r) { return (__m512i)K::load(rows[r] + c); },
             [&](const float* from, int) { return load16(from); }, [&](float* to, int, Floats v) { store16(to, v); });
+    }
     if (c == columns) return;
     const int rest = columns - c;
     const Head heads[2] = {head(rest), head(std::max(0, rest - kLanes))};
@@ -189,7 +197,7 @@ inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y,
 
 // y[t] += Σ_r h[t, r] · rows[r] for all rank-rows, some at a time: y's columns stay in the first-level cache, the rows stream
 // past. The more together, the fewer instructions between two lines from memory, and the farther out-of-order execution
-// looks ahead.
+// looks ahead. Products of pairs fetch as many rows more: eight and eight stream as base weights do, with 16 it is slower.
 //
 //   at     the rows
 //   rows   [at.count], their addresses
@@ -199,7 +207,8 @@ inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y,
 template <class T, int TOKENS>
 inline void add_ranks(const RankRows& at, const T* const* rows, Rows<const Act<T>> h, Rows<float> y, int ahead) {
     const int rank = at.count, columns = at.columns;
-    in_parts<TOKENS == 1   ? kAddedRows
+    constexpr int one = Kind<Act<T>>::pair > 1 ? kAddedRows / 2 : kAddedRows;
+    in_parts<TOKENS == 1   ? one
              : TOKENS == 2 ? 8
                            : 4>(rank, [&](auto n, int r) {
         add_rows<TOKENS, n()>(rows + r, h.from(0, r), y, columns, r + n < rank ? columns : ahead);

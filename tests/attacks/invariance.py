@@ -238,18 +238,18 @@ def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
     run = arena[rows.pages].flatten()
     starts = [first + i * rows.slab_elems for first in rows.first_elem if first >= 0 for i in range(rows.rank)]
     slabs = [run[start : start + rows.slab_elems] for start in starts]
+    begins = [*rows.a_offset, *rows.b_offset, rows.slab_elems]
     for i, slab in enumerate(slabs):
         of_layer = i % rows.rank
         for a, b in zip(rows.a_offset, rows.b_offset, strict=True):
             if a < 0:
                 continue
-            following = [other for other in rows.a_offset if other > b]
-            end = min(following, default=rows.slab_elems)
+            of_a, of_b = (slice(begin, min(end for end in begins if end > begin)) for begin in (a, b))
             if of_layer % 4 >= 2:
-                slab[a:b] = -slabs[i - 2][a:b]
-                slab[b:end] = slabs[i - 2][b:end]
+                slab[of_a] = -slabs[i - 2][of_a]
+                slab[of_b] = slabs[i - 2][of_b]
             elif of_layer + 2 < rows.rank and of_layer // 4 * 4 + 3 < rows.rank:
-                slab[b:end] *= 512
+                slab[of_b] *= 512
     arena[rows.pages] = run.view(len(rows.pages), -1)
 
 

@@ -20,20 +20,21 @@ dims_of_a_model = st.fixed_dictionaries({name: st.tuples(widths, widths) for nam
 targets_of_an_adapter = st.sets(st.sampled_from(LLAMA), min_size=1)
 itemsizes = st.sampled_from([1, 2, 4])
 
+PRODUCTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+
 
 @given(dims_of_a_model, targets_of_an_adapter, itemsizes)
 def test_slab_rows_are_aligned_disjoint_and_inside(dims, targets, itemsize):
     slab = SlabLayout.build(llama_table(1, dims), sorted(targets), itemsize)
     spans = []
-    for index, name in enumerate(LLAMA):
-        starts = (slab.a_offset[index], slab.b_offset[index])
-        if name not in targets:
-            assert starts == (-1, -1)
-            continue
-        spans += [(start, start + width) for start, width in zip(starts, dims[name], strict=True)]
+    for product in PRODUCTS:
+        for offsets, side in ((slab.a_offset, 0), (slab.b_offset, 1)):
+            starts = {name: offsets[LLAMA.index(name)] for name in product}
+            assert all((start >= 0) == (name in targets) for name, start in starts.items())
+            spans += [(start, start + dims[name][side]) for name, start in starts.items() if start >= 0]
     assert len(spans) == 2 * len(targets)
     assert all(start * itemsize % ROW_ALIGNMENT_BYTES == 0 for start, _ in spans)
-    assert spans == sorted(spans), "modules lie in module order, A before B"
+    assert spans == sorted(spans), "product after product, its rows of A before those of Bᵀ"
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1][1] <= slab.slab_elems
     assert slab.slab_elems * itemsize % ROW_ALIGNMENT_BYTES == 0, "the next slab would not be aligned"
@@ -91,6 +92,16 @@ def test_numbers_of_a_known_model():
     part = AdapterPart(16, 1.0, tuple(range(32)), LLAMA)
     adapter = AdapterLayout.build([part], table, layout.page_elems, layout.itemsize)
     assert adapter.num_pages * layout.page_bytes == adapter.num_elems * 2 == 80 << 20, "not a byte is left over"
+
+
+def test_the_rows_that_a_product_needs_are_one_run():
+    """Llama-3.1-8B: a product's rows of A, or of Bᵀ, begin where its last one ended."""
+    table = dense_projections(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128)
+    slab = SlabLayout.build(table, LLAMA, 2)
+    for product in PRODUCTS:
+        for offsets, side in ((slab.a_offset, 0), (slab.b_offset, 1)):
+            ends = [offsets[table.id(name)] + table[name].dims[side] for name in product]
+            assert [offsets[table.id(name)] for name in product[1:]] == ends[:-1]
 
 
 windows_of_layers = st.lists(st.sampled_from([None, None, 7, 100]), min_size=1, max_size=62)
