@@ -10,16 +10,18 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
@@ -49,6 +51,37 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import a file that has no test with the marks that `-m` asks for. Files that are named are collected."""
+    expression = config.option.markexpr
+    if not expression or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    if any(Path(argument.partition("::")[0]).resolve() == collection_path for argument in config.args):
+        return None
+    return None if may_match(expression, marks_of_file(collection_path)) else True
+
+
+@cache
+def marks_of_file(path: Path) -> frozenset[str]:
+    """Words of a test file, and the marks that this module and `interpreted.py` add to its tests: whatever its tests
+    may be marked with, as `pytest_collection_modifyitems` checks.
+    """
+    words = set(re.findall(r"\w+", path.read_text()))
+    if "numerics" in words:
+        words.add("native")
+    if path.stem.endswith("_interpreted"):
+        words |= {"long", "triton"}
+    return frozenset(words)
+
+
+def may_match(expression: str, marks: Collection[str]) -> bool:
+    """True if a test with some of `marks` matches an expression of `-m`."""
+    asked = sorted(set(re.findall(r"\w+", expression)) & set(marks))
+    chosen = itertools.chain.from_iterable(itertools.combinations(asked, count) for count in range(len(asked) + 1))
+    compiled = Expression.compile(expression)
+    return any(compiled.evaluate(lambda name, /, some=frozenset(some), **_: name in some) for some in chosen)
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpretedFile | None:
     """Have files of interpreted tests run by processes that interpret."""
     if module_path.stem.endswith("_interpreted") and not is_interpreting():
@@ -63,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     first, so that none is left alone at the end. A test that compares numbers is `native` where its kernels are, so
     that those which another level of instructions may change are told apart.
     """
+    if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
+        raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         left_out |= {item for item in items if item.get_closest_marker("slow") or _is_of_the_other_kernels(item)}
@@ -72,6 +107,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("numerics") and _kernels(item) == "native":
             item.add_marker("native")
+
+
+def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
+    """Marks of ours which `marks_of_file` doesn't find in a test's file: `-m` would not collect it."""
+    found = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in names}
+    return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
 
 
 def _is_of_the_other_kernels(item: pytest.Item) -> bool:
