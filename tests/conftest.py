@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -169,9 +169,14 @@ def _unneeded(
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
     time. Adapters are saved without PEFT's model card, which takes longer than all the rest.
+    A process that interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
+    if is_interpreting() and find_spec("triton"):
+        from .ops.bf16_interpreter import patch_language_once
+
+        patch_language_once()
     gc.collect()
     gc.freeze()
 
