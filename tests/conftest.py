@@ -120,6 +120,7 @@ def _is_of_the_other_kernels(item: pytest.Item) -> bool:
 
     return (
         _kernels(item) == "torch"
+        and item.get_closest_marker("native") is None
         and item.get_closest_marker("numerics") is not None
         and native_library.why_unavailable(torch.float32) is None
     )

@@ -415,7 +415,7 @@ class Tiny:
         token that is not its own choice.
         """
         model, tokens, margin, inputs = self.use(adapter), [], float("inf"), prompt
-        draft = [] if _depends_on_length(model) else self._draft(adapter, prompt, count)
+        draft = [] if _depends_on_length(model) else self.draft(adapter, prompt, count)
         with torch.inference_mode():
             if draft:
                 best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
@@ -428,7 +428,8 @@ class Tiny:
             more, lead = token_by_token(model, inputs, count - len(tokens))
         return tokens + more, min(margin, lead)
 
-    def _draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+    def draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+        """The answer of an engine."""
         engine = self._engine
         if adapter is not None and adapter not in engine.store:
             engine.store.register(adapter, self.adapters[adapter])
