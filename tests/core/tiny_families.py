@@ -397,7 +397,7 @@ class Tiny:
             self.reference.set_adapter(adapter)
         return self.reference
 
-    @cache  # noqa: B019 - a subject is freed with its module
+    @cache  # noqa: B019 - subjects are kept as long as the process
     def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
         """A random prompt and its `count` greedy tokens, all clear choices."""
         generator = torch.Generator().manual_seed(seed)
