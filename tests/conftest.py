@@ -91,7 +91,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests unless they are named, by themselves or by a marker. Where the native library is there,
+    """Leave out slow tests, and those of GPU kernels but for a sample, unless they are named, by themselves or by a
+    marker. Where the native library is there,
     leave out those that compare numbers of PyTorch's operators, too: `make plain` runs them without it. Long tests come
     first, so that none is left alone at the end. A test that compares numbers is `native` where its kernels are, so
     that those which another level of instructions may change are told apart.
@@ -100,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        left_out |= {item for item in items if item.get_closest_marker("slow") or _is_of_the_other_kernels(item)}
+        left_out |= {item for item in items if _is_left_out(item)}
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -113,6 +114,12 @@ def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
     """Marks of ours which `marks_of_file` doesn't find in a test's file: `-m` would not collect it."""
     found = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in names}
     return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """True if a plain `pytest` leaves a test out."""
+    is_of_kernels = item.get_closest_marker("triton") and not item.get_closest_marker("sample")
+    return bool(item.get_closest_marker("slow") or is_of_kernels or _is_of_the_other_kernels(item))
 
 
 def _is_of_the_other_kernels(item: pytest.Item) -> bool:

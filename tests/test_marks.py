@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,15 @@ def test_marks_of_a_file(file, wanted):
 def test_a_file_without_a_mark_does_not_have_it(tmp_path):
     (tmp_path / "test_it.py").write_text("import pytest\n\npytestmark = pytest.mark.numerics\n")
     assert {"slow", "triton"}.isdisjoint(marks_of_file(tmp_path / "test_it.py"))
+
+
+def test_levels_leave_out_single_tests_only():
+    """A new test of native code runs on every instruction set: none is `once` by its module or its class."""
+    for path in HERE.rglob("test_*.py"):
+        if "pytest.mark.once" not in path.read_text():
+            continue
+        tree = ast.parse(path.read_bytes())
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        once = [test for test in tests if "pytest.mark.once" in map(ast.unparse, test.decorator_list)]
+        uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "once"]
+        assert len(uses) == len(once) < len(tests), path
