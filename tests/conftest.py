@@ -30,6 +30,8 @@ from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 torch.set_num_threads(1)
+if is_interpreting():  # peft takes what is None for missing, and need not import it, which takes longer than torch
+    sys.modules["bitsandbytes"] = None  # pyright: ignore[reportArgumentType]
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
