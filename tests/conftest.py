@@ -81,7 +81,11 @@ def may_match(expression: str, marks: Collection[str]) -> bool:
     asked = sorted(set(re.findall(r"\w+", expression)) & set(marks))
     chosen = itertools.chain.from_iterable(itertools.combinations(asked, count) for count in range(len(asked) + 1))
     compiled = Expression.compile(expression)
-    return any(compiled.evaluate(lambda name, /, some=frozenset(some), **_: name in some) for some in chosen)
+
+    def matches(some: Collection[str]) -> bool:
+        return compiled.evaluate(lambda name, /, **_: name in some)
+
+    return any(map(matches, chosen))
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpretedFile | None:
