@@ -37,7 +37,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
-#: Each process has models and adapters of its own, a gigabyte in all.
+#: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8
 
 #: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
