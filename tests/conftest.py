@@ -10,9 +10,10 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
@@ -28,12 +30,14 @@ from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 torch.set_num_threads(1)
+if is_interpreting():  # peft takes what is None for missing, and need not import it, which takes longer than torch
+    sys.modules["bitsandbytes"] = None  # pyright: ignore[reportArgumentType]
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
-#: Each process has models and adapters of its own, a gigabyte in all.
+#: Each process has models and adapters of its own, a gigabyte and a half in all.
 MAX_PROCESSES = 8
 
 #: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
@@ -49,6 +53,41 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import a file that has no test with the marks that `-m` asks for. Files that are named are collected."""
+    expression = config.option.markexpr
+    if not expression or not re.fullmatch(r"test_\w+\.py", collection_path.name):
+        return None
+    if any(Path(argument.partition("::")[0]).resolve() == collection_path for argument in config.args):
+        return None
+    return None if may_match(expression, marks_of_file(collection_path)) else True
+
+
+@cache
+def marks_of_file(path: Path) -> frozenset[str]:
+    """Words of a test file, and the marks that this module and `interpreted.py` add to its tests: whatever its tests
+    may be marked with, as `pytest_collection_modifyitems` checks.
+    """
+    words = set(re.findall(r"\w+", path.read_text()))
+    if "numerics" in words:
+        words.add("native")
+    if path.stem.endswith("_interpreted"):
+        words |= {"long", "triton"}
+    return frozenset(words)
+
+
+def may_match(expression: str, marks: Collection[str]) -> bool:
+    """True if a test with some of `marks` matches an expression of `-m`."""
+    asked = sorted(set(re.findall(r"\w+", expression)) & set(marks))
+    chosen = itertools.chain.from_iterable(itertools.combinations(asked, count) for count in range(len(asked) + 1))
+    compiled = Expression.compile(expression)
+
+    def matches(some: Collection[str]) -> bool:
+        return compiled.evaluate(lambda name, /, **_: name in some)
+
+    return any(map(matches, chosen))
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpretedFile | None:
     """Have files of interpreted tests run by processes that interpret."""
     if module_path.stem.endswith("_interpreted") and not is_interpreting():
@@ -58,14 +97,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests unless they are named, by themselves or by a marker. Where the native library is there,
+    """Leave out slow tests, and those of GPU kernels but for a sample, unless they are named, by themselves or by a
+    marker. Where the native library is there,
     leave out those that compare numbers of PyTorch's operators, too: `make plain` runs them without it. Long tests come
     first, so that none is left alone at the end. A test that compares numbers is `native` where its kernels are, so
     that those which another level of instructions may change are told apart.
     """
+    if unnamed := _unnamed_marks(items, {line.partition(":")[0] for line in config.getini("markers")}):
+        raise pytest.UsageError(f"marks that the files of tests don't name, so that -m may miss them: {unnamed}")
     left_out = _beyond_pairs(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        left_out |= {item for item in items if item.get_closest_marker("slow") or _is_of_the_other_kernels(item)}
+        left_out |= {item for item in items if _is_left_out(item)}
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
@@ -74,11 +116,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("native")
 
 
+def _unnamed_marks(items: list[pytest.Item], names: set[str]) -> list[str]:
+    """Marks of ours which `marks_of_file` doesn't find in a test's file: `-m` would not collect it."""
+    found = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in names}
+    return sorted(f"{path.name}: {name}" for path, name in found if name not in marks_of_file(path))
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """True if a plain `pytest` leaves a test out."""
+    is_of_kernels = item.get_closest_marker("triton") and not item.get_closest_marker("sample")
+    return bool(item.get_closest_marker("slow") or is_of_kernels or _is_of_the_other_kernels(item))
+
+
 def _is_of_the_other_kernels(item: pytest.Item) -> bool:
     from chorus.ops import native_library
 
     return (
         _kernels(item) == "torch"
+        and item.get_closest_marker("native") is None
         and item.get_closest_marker("numerics") is not None
         and native_library.why_unavailable(torch.float32) is None
     )
@@ -128,9 +183,14 @@ def _unneeded(
 def pytest_collection_finish() -> None:
     """Freeze all objects that tests share: `gc.collect`, which many call, need not go through a million objects each
     time. Adapters are saved without PEFT's model card, which takes longer than all the rest.
+    A process that interprets patches Triton's language once.
     """
     if peft := sys.modules.get("peft"):
         peft.PeftModel.create_or_update_model_card = lambda self, output_dir: None
+    if is_interpreting() and find_spec("triton"):
+        from .ops.bf16_interpreter import patch_language_once
+
+        patch_language_once()
     gc.collect()
     gc.freeze()
 

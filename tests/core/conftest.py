@@ -313,9 +313,9 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
         engine.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    """`tiny("qwen3")`: the family's model with adapters, made once."""
+    """`tiny("qwen3")`: the family's model with adapters, made once in a process. It takes six megabytes."""
 
     @cache
     def make(name: str) -> Tiny:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -22,10 +23,15 @@ from chorus.memory.files.module_paths import ExpertForm
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.ops.expert_products import unpack
 
-from .test_experts import CHUNKS, QUICK, WITHOUT_STATES, families, few_families
-from .test_family_paths import answers, told
+from .test_experts import QUICK, WITHOUT_STATES, families, few_families
+from .test_family_paths import EVERY, answers, told
+from .tiny_families import EXPERTS
 from .tiny_mixtures import ADAPTERS, LETTERS, make_mixture, one_by_one, together
+
+CHUNKS = list(itertools.product(EXPERTS, (1, 7, 64))) if EVERY else list(zip(QUICK, (64, 7, 1), strict=True))
+"""Families and sizes of chunks."""
 
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -38,15 +44,8 @@ def kernels() -> str:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    made = {}
-
-    def make(family):
-        if family not in made:
-            made.clear()
-            made[family] = make_mixture(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return make
+    """`mixture("mixtral")`: the family's model with adapters, made once."""
+    return cache(lambda family: make_mixture(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.mark.numerics
@@ -58,6 +57,10 @@ def test_mixed_batch_equals_transformers_and_peft(mixture, drive, family, ranks)
     want = answers(it, driver, 8, seed=1, adapters=(None, *ADAPTERS))
     assert told(driver, want) == want
     assert max(plan.num_adapters for plan in driver.plans) == len(ADAPTERS)
+    weights, whole = driver.executor.rank.decoder.layers[-2].experts, read_model_config(it.model).experts
+    if ranks > 1 and weights is not None:
+        assert len(weights.gate_up) == len(weights.router.to_dense()) == whole.count
+        assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
 
 
 @families([*QUICK, "glm-4-moe"])
@@ -107,12 +110,12 @@ def test_chunks_of_any_size(mixture, drive, family, chunk):
     assert told(driver, want) == want
 
 
-@families(["mixtral"])
+@few_families
 def test_prefixes_from_the_cache(mixture, drive, family):
     it = mixture(family)
     driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
     for _ in range(2):
-        want = answers(it, driver, 4, seed=2, adapters=tuple(ADAPTERS))
+        want = answers(it, driver, 5, seed=2, adapters=(*ADAPTERS, None))
         assert told(driver, want) == want
         driver.answers.clear()
     assert driver.engine.stats().num_prefix_hit_tokens > 40

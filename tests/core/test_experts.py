@@ -1,10 +1,9 @@
-"""Models with a mixture of experts answer as transformers + peft do, over every path that serves them."""
+"""Models with a mixture of experts answer as transformers + peft do. Their paths are in `test_expert_adapters.py`."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.memory.pages.projections import dense_projections
 from chorus.ops import native_library
-from chorus.ops.expert_products import Panels, unpack
+from chorus.ops.expert_products import Panels
 
 from ..graphs.host_device import HostDevice
 from .merging.test_merged import merge
@@ -61,9 +60,6 @@ def families(quick: Sequence[str] = QUICK, of: Sequence[str] = EXPERTS) -> pytes
 
 few_families = families()
 
-CHUNKS = list(itertools.product(EXPERTS, (1, 7, 64))) if EVERY else list(zip(QUICK, (64, 7, 1), strict=True))
-"""Families and sizes of chunks."""
-
 
 @pytest.fixture
 def kernels() -> str:
@@ -83,49 +79,6 @@ def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family):
     assert chunks, "no prompt was cut"
 
 
-@pytest.mark.numerics
-@pytest.mark.native
-@few_families
-def test_two_ranks_share_every_expert(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128, tensor_parallel_size=2)
-    want = answers(it, driver, 8, seed=1)
-    assert told(driver, want) == want
-    weights, whole = driver.executor.rank.decoder.layers[-2].experts, read_model_config(it.model).experts
-    if weights is not None:
-        assert len(weights.gate_up) == len(weights.router.to_dense()) == whole.count
-        assert {unpack(each).shape[0] for each in weights.gate_up} == {whole.size}, "half of gate and half of up"
-
-
-@pytest.mark.parametrize(("family", "chunk"), CHUNKS)
-def test_chunks_of_any_size(tiny, drive, family, chunk):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=min(4, chunk), max_num_batched_tokens=chunk, block_tokens=8)
-    want = answers(it, driver, 5, seed=1)
-    assert told(driver, want) == want
-
-
-@few_families
-def test_prefixes_from_the_cache(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, block_tokens=8, max_num_batched_tokens=40, max_num_seqs=8)
-    for _ in range(2):
-        want = answers(it, driver, 4, seed=2)
-        assert told(driver, want) == want
-        driver.answers.clear()
-    assert driver.engine.stats().num_prefix_hit_tokens > 40
-
-
-@pytest.mark.slow
-@few_families
-def test_preempted_requests_swap_and_go_on(tiny, drive_crowded, family):
-    it = tiny(family)
-    driver = drive_crowded(it)
-    want = answers(it, driver, 12, seed=4, lengths=(5, 20), tokens=60)
-    assert told(driver, want) == want
-    assert driver.engine.stats().num_swaps_out > 0
-
-
 @few_families
 def test_merged_weights_beside_other_adapters(tiny, drive, family):
     it = tiny(family)
@@ -134,14 +87,6 @@ def test_merged_weights_beside_other_adapters(tiny, drive, family):
     want = answers(it, driver, 8, seed=5)
     assert told(driver, want) == want
     assert {plan.mode for plan in driver.plans} == {StepMode.MERGED}
-
-
-@families(of=WITHOUT_STATES)
-def test_steps_that_are_launched_ahead(tiny, drive, family):
-    it = tiny(family)
-    driver = drive(it, max_num_seqs=8, max_num_batched_tokens=40, is_async=True)
-    want = answers(it, driver, 6, seed=6)
-    assert told(driver, want) == want
 
 
 @pytest.mark.slow
@@ -154,30 +99,6 @@ def test_comparisons_mean_something(tiny, family):
     outputs |= {name: tuple(tuple(it.greedy(name, prompt, 8)[0]) for prompt, _ in cases) for name in ADAPTERS}
     assert len(set(outputs.values())) == 4
     assert len({token for base in outputs[None] for token in base}) >= 4
-
-
-def logprobs_of(driver, prompt: list[int], beside: list[tuple[str | None, list[int]]]) -> Any:
-    """A request of the base model, in steps with others: of which adapters, and their prompts."""
-    driver.add("it", None, prompt, max_tokens=12, logprobs=4)
-    for index, (adapter, other) in enumerate(beside):
-        driver.add(f"{index}", adapter, other, max_tokens=12)
-    return driver.drain()["it"].logprobs
-
-
-@few_families
-def test_bits_of_base_rows_do_not_change_beside_adapters(tiny, drive, family):
-    it, rng = tiny(family), random.Random(family)
-    prompts = [[rng.randrange(3, 150) for _ in range(rng.randint(5, 40))] for _ in range(6)]
-    names = [None, *ADAPTERS, *ADAPTERS][:5]
-    with_adapters, with_base = (
-        logprobs_of(
-            drive(it, max_num_seqs=8, max_num_batched_tokens=48),
-            prompts[0],
-            list(zip(adapters, prompts[1:], strict=True)),
-        )
-        for adapters in (names, [None] * 5)
-    )
-    assert with_adapters == with_base
 
 
 @pytest.mark.parametrize("family", WITHOUT_STATES)

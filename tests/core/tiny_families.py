@@ -397,7 +397,7 @@ class Tiny:
             self.reference.set_adapter(adapter)
         return self.reference
 
-    @cache  # noqa: B019 - a subject is freed with its module
+    @cache  # noqa: B019 - subjects are kept as long as the process
     def case(self, adapter: str | None, length: int, seed: int, count: int = 8) -> tuple[list[int], list[int]]:
         """A random prompt and its `count` greedy tokens, all clear choices."""
         generator = torch.Generator().manual_seed(seed)
@@ -415,7 +415,7 @@ class Tiny:
         token that is not its own choice.
         """
         model, tokens, margin, inputs = self.use(adapter), [], float("inf"), prompt
-        draft = [] if _depends_on_length(model) else self._draft(adapter, prompt, count)
+        draft = [] if _depends_on_length(model) else self.draft(adapter, prompt, count)
         with torch.inference_mode():
             if draft:
                 best = model(torch.tensor([prompt + draft[:-1]]), use_cache=False).logits[0, -len(draft) :].topk(2)
@@ -428,7 +428,8 @@ class Tiny:
             more, lead = token_by_token(model, inputs, count - len(tokens))
         return tokens + more, min(margin, lead)
 
-    def _draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+    def draft(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+        """The answer of an engine."""
         engine = self._engine
         if adapter is not None and adapter not in engine.store:
             engine.store.register(adapter, self.adapters[adapter])
