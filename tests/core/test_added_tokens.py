@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.request_params import InvalidRequest
@@ -17,6 +18,7 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.sampling import RowSamplingParams, sample, uniform
+from chorus.ops.trained_rows import TrainedRows
 
 from ..conftest import quiet
 from ..tiny_tokenizer import save_tokenizer
@@ -151,6 +153,29 @@ def test_all_forms_in_one_batch(it, drive):
     added = [token for tokens in want.values() for token in tokens if token >= VOCAB]
     assert added, "no answer has an added token"
     assert max(want["0 None"]) < VOCAB > max(want["0 plain"])
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+def test_the_native_head_chooses_among_them(tied, drive, monkeypatch, params):
+    """No logits of the model are copied for them, and PyTorch computes none."""
+    monkeypatch.setattr(TrainedRows, "added_logits", None)
+    kept = []
+    keep_logits = NativeDecoderModel.keep_logits
+
+    def recorded(self, rows, *of):
+        kept.append(list(rows))
+        keep_logits(self, rows, *of)
+
+    monkeypatch.setattr(NativeDecoderModel, "keep_logits", recorded)
+    driver = drive(tied, max_num_seqs=8)
+    for name in (None, *FORMS, "plain"):
+        prompt = prompt_of(name, 9, torch.Generator().manual_seed(8))
+        driver.add(str(name), name, prompt, max_tokens=12, seed=7, **params)
+    found = driver.drain()
+    assert not {name: answer.error for name, answer in found.items() if answer.error}
+    assert max(max(answer.tokens) for answer in found.values()) >= VOCAB
+    assert kept and not any(kept)
 
 
 @pytest.mark.parametrize("kernels", ["native"])
