@@ -148,8 +148,7 @@ class OutputHead {
                     finish(y, columns);
                 }
                 const int end = std::min(column + kPanel, panels_.columns(row));
-                if (end > vocab)
-                    add_beyond(thread, row, column + columns - vocab, end - vocab, x[row], y + columns);
+                if (end > vocab) add_beyond(thread, row, column + columns - vocab, end - vocab, x[row], y + columns);
                 return y;
             });
     }

@@ -387,6 +387,31 @@ def changed(tied, tmp_path):
     return make
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_an_id_between_them_without_a_row_is_never_sampled(it, drive, tmp_path):
+    """However unlikely all others are; a cap of logits would make it likelier."""
+    path = tmp_path / "own"
+    shutil.copytree(it.adapters["tokens"], path)
+    tensors, config = load_file(path / "adapter_model.safetensors"), path / "adapter_config.json"
+    raw = json.loads(config.read_text())
+    kept = [at for at, token in enumerate(raw["trainable_token_indices"]) if token != 151]
+    raw["trainable_token_indices"] = [raw["trainable_token_indices"][at] for at in kept]
+    config.write_text(json.dumps(raw))
+    for name in tensors:
+        if name.endswith("trainable_tokens_delta"):
+            tensors[name] = tensors[name][kept]
+    save_file(tensors, path / "adapter_model.safetensors")
+    found = manifest_of(Alone(it.model, {"own": path}, {}), "own")
+    assert (found.num_tokens, found.added) == (153, {150, 152})
+    driver = drive(it, adapters={"own": path})
+    bias = dict.fromkeys([*range(VOCAB), 150, 152], -100.0)
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        driver.add(name, "own", [5, 150, 9], max_tokens=6, temperature=temperature, seed=3, logit_bias=bias)
+    answers = driver.drain()
+    assert not {name: answer.error for name, answer in answers.items() if answer.error}
+    assert 151 not in {token for answer in answers.values() for token in answer.tokens}
+
+
 def refused(tied, path, message):
     with pytest.raises(AdapterFormatError, match=message):
         inspect_adapter(path, read_model_config(tied.model).module_paths)
