@@ -168,7 +168,7 @@ def test_the_native_head_chooses_among_them(tied, drive, monkeypatch, params):
         keep_logits(self, rows, *of)
 
     monkeypatch.setattr(NativeDecoderModel, "keep_logits", recorded)
-    driver = drive(tied, max_num_seqs=8)
+    driver = drive(tied, max_num_seqs=8, tensor_parallel_size=1)  # ranks sample on the host
     for name in (None, *FORMS, "plain"):
         prompt = prompt_of(name, 9, torch.Generator().manual_seed(8))
         driver.add(str(name), name, prompt, max_tokens=12, seed=7, **params)
