@@ -129,18 +129,17 @@ def _check(name: str, values: torch.Tensor, limit: int) -> None:
 
 
 class _LogitsRoom:
-    """Memory for rows of `width` values, as many as were needed at once so far."""
+    """Memory for rows of logits, as many as were needed at once so far."""
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    def __init__(self) -> None:
         self._whole = torch.empty(0)
 
-    def first(self, rows: int) -> torch.Tensor:
-        """Return its first `rows` rows, uninitialized; reallocates if there are too few."""
-        count = rows * self._width
+    def first(self, rows: int, width: int) -> torch.Tensor:
+        """Return its first `rows` rows of `width` values, uninitialized; reallocates if there are too few."""
+        count = rows * width
         if len(self._whole) < count:
             self._whole = torch.empty(count)
-        return self._whole[:count].view(rows, self._width)
+        return self._whole[:count].view(rows, width)
 
 
 class NativeDecoder:
@@ -182,8 +181,8 @@ class NativeDecoder:
         self.row_params: Mapping[int, RowSamplingParams] = {}
         self.offloading: Offloading | None = None
         self._step = StepDescriptor()
-        self._logits = _LogitsRoom(model.vocab)
-        self._prompt_logits = _LogitsRoom(model.vocab)
+        self._logits, self._prompt_logits = _LogitsRoom(), _LogitsRoom()
+        self._step.logits_width = model.vocab
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._model_segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
@@ -209,8 +208,9 @@ class NativeDecoder:
         states: NativeStates | None = None,
         model_segments: Segments | None = None,
     ) -> torch.Tensor:
-        """Compute a step and write its KV; return logits `[kept, vocab]` float32, in memory that the next step
-        overwrites.
+        """Compute a step and write its KV; return logits `[kept, vocab + added]` float32, in memory that the next step
+        overwrites. The first rank has columns of the tokens that adapters of the step add to the model's: -inf in rows
+        of adapters that have no such token.
 
         token_ids, positions, offset: `[tokens]` int64. page: `[page groups, tokens]` int64.
         logit_tokens: `[logits]` int64, the tokens to compute logits for; `kept` names those to return, None: all.
@@ -236,7 +236,7 @@ class NativeDecoder:
             rows_kept = array("i", [-1]) * wanted
             for index, at in enumerate(kept):
                 rows_kept[at] = index
-        logits = self._logits.first(wanted if kept is None else len(kept))
+        logits = self._logits.first(wanted if kept is None else len(kept), step.logits_width)
         if kept_tokens is not None:
             logit_tokens = torch.cat((logit_tokens, kept_tokens))
         if CHECKS_STEPS:
@@ -284,12 +284,13 @@ class NativeDecoder:
         return logits
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` of some of the last step's kept tokens, valid until the next call.
+        """Logits `[end - begin, vocab + added]` of some of the last step's kept tokens, as of `forward`, valid until
+        the next call.
 
         Raises RuntimeError if the step kept fewer.
         """
         self._check_kept(end)
-        logits = self._prompt_logits.first(end - begin)
+        logits = self._prompt_logits.first(end - begin, self._step.logits_width)
         self._library.chorus_decoder_prompt_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits
 
@@ -302,17 +303,6 @@ class NativeDecoder:
         states = torch.empty(end - begin, self._model.hidden)
         first = self._step.logits_wanted + begin
         self._library.chorus_decoder_hidden_states(self._handle, first, end - begin, states.data_ptr())
-        return states
-
-    def logit_states(self, rows: Sequence[int]) -> torch.Tensor:
-        """Final hidden states `[rows, hidden]` float32 of some of the last step's tokens with logits, by their place
-        among these.
-        """
-        if max(rows) >= self._step.logits_wanted:
-            raise RuntimeError(f"the last step had logits of {self._step.logits_wanted} tokens, not {max(rows) + 1}")
-        states = torch.empty(len(rows), self._model.hidden)
-        for state, row in zip(states, rows, strict=True):
-            self._library.chorus_decoder_hidden_states(self._handle, row, 1, state.data_ptr())
         return states
 
     def _check_kept(self, end: int) -> None:
@@ -376,6 +366,7 @@ class NativeDecoder:
     def _set_model_segments(self, segments: Segments | None) -> None:
         """As `_set_segments`, of the model's own modules; none of them is offloaded."""
         step = self._step
+        step.logits_width = self._model.vocab + self._num_added(segments)
         if segments is None or not segments.rows:
             step.model_segments, step.model_ready, step.model_late = SegmentsDescriptor(), None, None
             self._model_segments = segments, ()
@@ -385,6 +376,14 @@ class NativeDecoder:
         step.model_ready = None if ready is None else ctypes.addressof(ready)
         step.model_late = ctypes.addressof(late)
         self._model_segments = segments, kept
+
+    def _num_added(self, segments: Segments | None) -> int:
+        """The most tokens beyond the model's that an adapter has rows of the head for. The first rank computes them."""
+        module, vocab = self._model.head_rows_module, len(self._model.embed)
+        if segments is None or module < 0 or (self._ranks is not None and self._ranks.rank):
+            return 0
+        last = (rows.token_ids[-1] for rows in segments.rows if rows.token_ids and rows.a_offset[module] >= 0)
+        return max((token + 1 - vocab for token in last if token >= vocab), default=0)
 
     def _described_segments(self, segments: Segments) -> tuple[SegmentsDescriptor, tuple[Any, ...]]:
         """A step's segments, and what is to be kept alive as long as the step points to it: with the adapters first,
@@ -441,7 +440,7 @@ class NativeSampling:
         first, stride = _rows_of(logits)
         rows_to_sample = _sample_rows(row_params)
         rows_to_sample["logits"] = first + np.asarray(rows) * stride
-        self._run(self._decoder, rows_to_sample.ctypes.data, len(rows_to_sample), None, 0)
+        self._run(self._decoder, rows_to_sample.ctypes.data, len(rows_to_sample), None, 0, logits.shape[1])
         return rows_to_sample["token"].tolist()
 
     def row_logprobs(
@@ -456,7 +455,7 @@ class NativeSampling:
         logprobs["token"], logprobs["count"] = tokens, counts
         logprobs["ids"] = ids.ctypes.data + 8 * most * np.arange(len(rows))
         logprobs["values"] = values.ctypes.data + 8 * most * np.arange(len(rows))
-        self._run(self._decoder, None, 0, logprobs.ctypes.data, len(logprobs))
+        self._run(self._decoder, None, 0, logprobs.ctypes.data, len(logprobs), logits.shape[1])
         return RowLogprobs(logprobs["own"].tolist(), ids.tolist(), values.tolist())
 
 

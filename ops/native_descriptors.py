@@ -172,7 +172,7 @@ class StepDescriptor(Structure):
     """Everything that one step reads and writes."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "states_wanted")),
+        *((name, c_int32) for name in ("tokens", "rows", "logits_wanted", "states_wanted", "logits_width")),
         *(
             (name, c_void_p)
             for name in ("token_ids", "positions", "offset", "page", "qo_indptr", "kv_lens", "page_table")

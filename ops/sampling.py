@@ -135,8 +135,8 @@ def ban(logits: torch.Tensor, masks: np.ndarray) -> None:
     """
     if _on_host(logits):
         vocab = logits.shape[1]
-        if (found := library()) is not None and logits.is_contiguous() and masks.flags.c_contiguous:
-            found.chorus_ban(logits.data_ptr(), vocab, masks.ctypes.data, *masks.shape)
+        if (found := library()) is not None and logits.stride(1) == 1 and masks.flags.c_contiguous:
+            found.chorus_ban(logits.data_ptr(), logits.stride(0), vocab, masks.ctypes.data, *masks.shape)
             return
         values = logits.numpy()
         for mask in masks:

@@ -24,7 +24,15 @@ from ...ops.native import NativeRows
 from ...ops.ranks import Ranks
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
-from ..model.added_tokens import StepLogits, part_runs, prompt_runs, sample_with_added
+from ..model.added_tokens import (
+    Run,
+    StepLogits,
+    adding_tokens,
+    part_runs,
+    prompt_runs,
+    sample_with_added,
+    with_added,
+)
 from ..model.batch import RowPlan, StepBatch, ragged_batch
 from ..model.config import UnsupportedModel
 from ..model.decoder import DecoderModel, capped
@@ -148,20 +156,17 @@ class CpuExecutor(ModelExecutor):
         logits: RowLogits,
         chosen: Collection[int] = (),
     ) -> StepResult:
-        sampling = self.steps.sampling
+        sampling, vocab = self.steps.sampling, self.model.vocab_size
         sample = partial(sample_tokens, eos_token_ids=self.model.eos_token_ids, grammars=self.model.grammars)
-        if adapters := adding(plan, rows):
-            step = StepLogits(argmax, logits, chosen, self.decoder.logit_states, self._added_logits)
-            result = sample_with_added(rows, adapters, step, sample, sampling)
+        adapters = adding(plan, rows)
+        if adapters and logits.at:
+            result = sample_with_added(rows, adapters, vocab, StepLogits(argmax, logits, chosen), sample, sampling)
         else:
             result = sample(rows, argmax, logits, sampling, chosen=chosen)
         if any(row.wants_prompt_logprobs for row in rows):
-            parted = None
-            if adapters:
-                runs = prompt_runs(rows, adapters)
-                parted = partial(part_runs, runs, self.decoder.hidden_states, self._added_logits, sampling)
-            vocab = self.model.vocab_size
-            add_prompt_logprobs(rows, self.decoder.prompt_logits, sampling, vocab, result, parted=parted)
+            runs = prompt_runs(rows, adapters) if adapters else []
+            parted = partial(part_runs, runs, vocab) if runs else None
+            add_prompt_logprobs(rows, self.steps.prompt_logits(runs), sampling, vocab, result, parted=parted)
         if any(row.params.pooling is not None for row in rows):
             add_pooled(rows, self.decoder.hidden_states, result)
         if plan.num_drafts:
@@ -170,10 +175,6 @@ class CpuExecutor(ModelExecutor):
             for request_id in self._lora.late_requests(plan.sequences):
                 result.retract(request_id)
         return result
-
-    def _added_logits(self, adapter: Adapter, states: torch.Tensor) -> torch.Tensor:
-        """See `AddedLogits`."""
-        return capped(self._lora.added_logits(adapter, states), self.config)
 
     def close(self) -> None:
         self.steps.close()
@@ -237,6 +238,13 @@ class CpuSteps(ABC, Generic[A]):
         """Compute a step; the first rank samples its tokens.
 
         kept: entries whose logits of the whole vocabulary it needs, not of its share alone.
+        """
+
+    @abstractmethod
+    def prompt_logits(self, runs: Sequence[Run]) -> Callable[[int, int], torch.Tensor]:
+        """Return a function that computes logits of a range of the last step's prompt-logprob tokens.
+
+        runs: of all of them, see `prompt_runs`; empty: no adapter adds tokens.
         """
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
@@ -330,7 +338,28 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         asking = asking_rows(plan, rows)
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
+            logits = with_added(logits, adding(plan, rows), self._state, self._added)
             return sample(plan, rows, greedy(logits), RowLogits(logits, {index: index for index in asking}))
+
+    def prompt_logits(self, runs: Sequence[Run]) -> Callable[[int, int], torch.Tensor]:
+        decoder = self._decoder
+
+        def logits(begin: int, end: int) -> torch.Tensor:
+            def state(at: int) -> torch.Tensor:
+                return decoder.hidden_states(begin + at, begin + at + 1)
+
+            return with_added(decoder.prompt_logits(begin, end), adding_tokens(runs, begin, end), state, self._added)
+
+        return logits
+
+    def _state(self, index: int) -> torch.Tensor:
+        return self._decoder.logit_states([index])
+
+    def _added(self, adapter: Adapter, states: torch.Tensor) -> torch.Tensor:
+        """See `AddedLogits`."""
+        logits = self._lora.added_logits(adapter, states)
+        absent = logits.isneginf()
+        return capped(logits, self._decoder.config).masked_fill_(absent, -torch.inf)
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
         self._decoder.gathered(self.forward(plan))
@@ -361,8 +390,8 @@ class NativeSteps(CpuSteps[NativeRows]):
 
     def execute(self, plan: StepPlan, sample: SampleStep) -> StepResult:
         rows = plan.rows_with_logits()
-        asking, adapters = asking_rows(plan, rows), adding(plan, rows)
-        plain = [index for index in asking if index not in adapters] if self._samples else []
+        asking = asking_rows(plan, rows)
+        plain = asking if self._samples else []
         sampled = {index: row_params for index in plain if (row_params := plain_row_params(rows[index]))}
         kept = [
             index
@@ -373,6 +402,9 @@ class NativeSteps(CpuSteps[NativeRows]):
         logits = self.forward(plan) if self._offload is None else self._offload.run(self.forward, plan)
         at = {index: place for place, index in enumerate(kept)}
         return sample(plan, rows, self._decoder.best, RowLogits(logits, at), sampled)
+
+    def prompt_logits(self, runs: Sequence[Run]) -> Callable[[int, int], torch.Tensor]:
+        return self._decoder.prompt_logits
 
     def compute(self, plan: StepPlan, kept: Sequence[int]) -> None:
         self._decoder.keep_logits(kept)

@@ -1,7 +1,7 @@
 """Logits and sampling of sequences whose adapter adds tokens to the model's.
 
-They have more columns than the model's logits: those of the adapter's own tokens follow. Other sequences of the step
-are sampled as without them, from the model's columns alone.
+Logits of a step with such an adapter have more columns than the model's: those of added tokens follow, and are -inf in
+rows of adapters that lack them. Each row is sampled from its own adapter's columns alone, as without its neighbours.
 
 Tests: tests/core/test_added_tokens.py
 """
@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...ops.sampling import TorchSampling, greedy
 from ..requests.types import ScheduledSequence, StepResult
 from .sampler import RowLogits, Sampling, following_tokens
 
@@ -40,58 +39,59 @@ class SampleRows(Protocol):
 
 
 class StepLogits(NamedTuple):
-    """A step's logits, and the means to compute the columns of added tokens.
-
-    argmax, chosen, logits: as of `sample_tokens`. states: the hidden states of rows of the step, by index.
-    """
+    """A step's logits, with the columns of added tokens, as of `sample_tokens`."""
 
     argmax: Sequence[int]
     logits: RowLogits
     chosen: Collection[int]
-    states: Callable[[Sequence[int]], torch.Tensor]
-    added: AddedLogits
 
 
 def sample_with_added(
     rows: Sequence[ScheduledSequence],
     adapters: Mapping[int, Adapter],
+    vocab: int,
     step: StepLogits,
     sample: SampleRows,
     sampling: Sampling,
 ) -> StepResult:
-    """Sample all rows of a step. adapters: by row, those that add tokens. sampling: how the other rows are sampled."""
-    result = _sample_others(rows, adapters, step, sample, sampling)
-    by_width: dict[int, list[int]] = {}
-    for index, adapter in adapters.items():
-        if rows[index].samples:
-            by_width.setdefault(adapter.manifest.num_tokens, []).append(index)
-    vocab = step.logits.values.shape[-1]
+    """Sample all rows of a step. adapters: by row, those that add tokens. vocab: columns of the other rows."""
+    result, by_width = StepResult(), dict[int, list[int]]()
+    for index in range(len(rows)):
+        by_width.setdefault(_width(adapters.get(index), vocab), []).append(index)
     for width, indices in by_width.items():
-        logits = torch.empty(len(indices), width)
-        logits[:, :vocab] = step.logits.values[[step.logits.at[index] for index in indices]]
-        states = step.states(indices)
-        for place, index in enumerate(indices):
-            logits[place, vocab:] = step.added(adapters[index], states[place : place + 1])[0]
-        own = [rows[index] for index in indices]
-        at = {place: place for place in range(len(own))}
-        result.merge(sample(own, greedy(logits), RowLogits(logits, at), TorchSampling()))
+        place = {index: place for place, index in enumerate(indices)}
+        logits = RowLogits(
+            step.logits.values[:, :width],
+            {place[index]: row for index, row in step.logits.at.items() if index in place},
+        )
+        own, argmax = [rows[index] for index in indices], [step.argmax[index] for index in indices]
+        chosen = {place[index] for index in step.chosen if index in place}
+        result.merge(sample(own, argmax, logits, sampling, chosen=chosen))
     return result
 
 
-def _sample_others(
-    rows: Sequence[ScheduledSequence],
+def with_added(
+    logits: torch.Tensor,
     adapters: Mapping[int, Adapter],
-    step: StepLogits,
-    sample: SampleRows,
-    sampling: Sampling,
-) -> StepResult:
-    others = [index for index in range(len(rows)) if index not in adapters]
-    place = {index: place for place, index in enumerate(others)}
-    at = {place[index]: row for index, row in step.logits.at.items() if index in place}
-    chosen = {place[index] for index in step.chosen if index in place}
-    argmax = [step.argmax[index] for index in others]
-    logits = RowLogits(step.logits.values, at)
-    return sample([rows[index] for index in others], argmax, logits, sampling, chosen=chosen)
+    states: Callable[[int], torch.Tensor],
+    added: AddedLogits,
+) -> torch.Tensor:
+    """Logits `[rows, vocab]` with the columns of added tokens. adapters: by row, those that add tokens. states: hidden
+    states `[1, hidden]` of a row.
+    """
+    if not adapters:
+        return logits
+    vocab, width = logits.shape[1], max(adapter.manifest.num_tokens for adapter in adapters.values())
+    found = torch.full((len(logits), width), -torch.inf)
+    found[:, :vocab] = logits
+    for index, adapter in adapters.items():
+        found[index, vocab : adapter.manifest.num_tokens] = added(adapter, states(index))[0]
+    return found
+
+
+def _width(adapter: Adapter | None, vocab: int) -> int:
+    """Columns of a row. adapter: its, if that adds tokens."""
+    return vocab if adapter is None else adapter.manifest.num_tokens
 
 
 class Run(NamedTuple):
@@ -116,25 +116,19 @@ def prompt_runs(rows: Sequence[ScheduledSequence], adapters: Mapping[int, Adapte
     return found
 
 
-def part_runs(
-    runs: Sequence[Run],
-    states: Callable[[int, int], torch.Tensor],
-    added: AddedLogits,
-    sampling: Sampling,
-    begin: int,
-    end: int,
-    logits: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, Sampling]]:
-    """Logits of prompt-logprob tokens `begin` … end-1, run by run, with all their columns.
+def adding_tokens(runs: Sequence[Run], begin: int, end: int) -> dict[int, Adapter]:
+    """The adapters that add tokens of prompt-logprob tokens `begin` … end-1, by their place after `begin`."""
+    found = {}
+    for run in runs:
+        if run.adapter is not None:
+            for token in range(max(begin, run.begin), min(end, run.end)):
+                found[token - begin] = run.adapter
+    return found
 
-    states: called with a range of these tokens. sampling: for runs without added tokens.
-    """
+
+def part_runs(runs: Sequence[Run], vocab: int, begin: int, end: int, logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Logits of prompt-logprob tokens `begin` … end-1, run by run, with each run's own columns."""
     for run in runs:
         first, last = max(begin, run.begin), min(end, run.end)
-        if first >= last:
-            continue
-        part = logits[first - begin : last - begin]
-        if run.adapter is None:
-            yield part, sampling
-        else:
-            yield torch.cat((part, added(run.adapter, states(first, last))), 1), TorchSampling()
+        if first < last:
+            yield logits[first - begin : last - begin, : _width(run.adapter, vocab)]

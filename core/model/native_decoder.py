@@ -78,7 +78,7 @@ class NativeDecoderModel:
         packed, weights.keeps = PackedWeights(embed.dtype), is_packable
         self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         head = weights.kept_lm_head(embed)
-        vocab = len(head.values if isinstance(head, GroupScaled) else head)
+        self._share = vocab = len(head.values if isinstance(head, GroupScaled) else head)
         model = native_model.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=vocab,
@@ -128,18 +128,14 @@ class NativeDecoderModel:
         self._decoder.kept, self._decoder.row_params = rows, row_params
 
     def prompt_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` float32 of some of the last step's prompt-logprob tokens, until the next
-        call.
+        """Logits `[end - begin, vocab + added]` float32 of some of the last step's prompt-logprob tokens, until the
+        next call; see `NativeDecoder.forward`.
         """
         return self._gathered(self._decoder.prompt_logits(begin, end))
 
     def hidden_states(self, begin: int, end: int) -> torch.Tensor:
         """Final hidden states `[end - begin, hidden]` float32 of some of the last step's kept tokens."""
         return self._decoder.hidden_states(begin, end)
-
-    def logit_states(self, rows: Sequence[int]) -> torch.Tensor:
-        """Final hidden states `[rows, hidden]` float32 of some rows of the last step's logits."""
-        return self._decoder.logit_states(rows)
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' columns, see `Ranks.gather`. Ranks agree on how many rows they keep."""
@@ -148,10 +144,12 @@ class NativeDecoderModel:
         self._ranks.check()
         if not len(logits):
             return logits
-        return self._ranks.gather(logits, self.config.vocab_size)
+        own, added = logits.split((self._share, logits.shape[1] - self._share), 1)
+        gathered = self._ranks.gather(own, self.config.vocab_size)
+        return torch.cat((gathered, added), 1) if added.shape[1] else gathered
 
     def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
+        """Compute the step's tokens and write their KV; logits `[kept, vocab + added]` float32, until the next step."""
         logit_tokens = batch.logit_tokens
         if logit_tokens is None:
             tokens = len(batch.token_ids)

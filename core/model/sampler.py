@@ -80,9 +80,8 @@ def adding(plan: StepPlan, rows: Sequence[ScheduledSequence]) -> dict[int, Adapt
 
 
 def asking_rows(plan: StepPlan, rows: Sequence[ScheduledSequence]) -> list[int]:
-    """Indices of the rows that need more than the argmax of the model's own logits."""
-    adapters = adding(plan, rows)
-    return [index for index, row in enumerate(rows) if needs_logits(row) or (index in adapters and row.samples)]
+    """Indices of the rows that need more than the argmax of their logits."""
+    return [index for index, row in enumerate(rows) if needs_logits(row)]
 
 
 def plain_row_params(row: ScheduledSequence) -> RowSamplingParams | None:
@@ -277,13 +276,13 @@ def add_prompt_logprobs(
     sampling: Sampling,
     vocab: int,
     result: StepResult,
-    parted: Callable[[int, int, torch.Tensor], Iterator[tuple[torch.Tensor, Sampling]]] | None = None,
+    parted: Callable[[int, int, torch.Tensor], Iterator[torch.Tensor]] | None = None,
 ) -> None:
     """Add the log-probabilities of prompt tokens to a step's result, in slices of bounded memory.
 
     logits: called with a range of the step's prompt-logprob tokens (see `following_tokens`), returns their logits,
-    which are valid until the next call. parted: divides these into runs of tokens that are computed apart, as some have
-    more columns; None: they are one run.
+    which are valid until the next call. parted: divides these into runs of tokens, each with its own number of columns;
+    None: they are one run.
     """
     with_logprobs = [row for row in rows if row.wants_prompt_logprobs]
     tokens = [token for row in with_logprobs for token in following_tokens(row)]
@@ -291,9 +290,9 @@ def add_prompt_logprobs(
     found: list[TokenLogprobs] = []
     for begin, end in prompt_logprob_slices(rows, vocab):
         values = logits(begin, end)
-        for part, with_part in [(values, sampling)] if parted is None else parted(begin, end, values):
+        for part in [values] if parted is None else parted(begin, end, values):
             at = slice(len(found), len(found) + len(part))
-            found += _with_ranks(with_part, part, tokens[at], counts[at])
+            found += _with_ranks(sampling, part, tokens[at], counts[at])
     _add_scored(with_logprobs, found, result)
 
 

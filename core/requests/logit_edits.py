@@ -167,14 +167,15 @@ def edited(
     eos_token_ids: Collection[int],
     grammars: Grammars | None = None,
 ) -> Iterator[None]:
-    """Apply requests' changes to rows of logits `[rows, vocab]` for the duration of the context.
+    """Apply requests' changes to rows of logits `[rows, vocab]`, perhaps the first columns of wider ones, for the
+    duration of the context.
 
     rows: of the logits, with the scheduled row that each belongs to. All rows are changed by the same few operations.
     Order: allowed tokens, bias, repetition, presence and frequency; banned tokens stay banned. A token that a grammar
     or a list does not allow stays banned for good, unless the row's token is scored.
     """
-    vocab, undo = logits.shape[1], []
-    flat = logits.view(-1)
+    (count, vocab), stride, undo = logits.shape, logits.stride(0), []
+    flat = logits.as_strided(((count - 1) * stride + vocab,), (1,))
     ids, changes, banned = [], [], []
     restricted: list[tuple[int, LogitEdits, GrammarState | None]] = []
     for index, sequence in rows:
@@ -184,9 +185,9 @@ def edited(
             restricted.append((index, edits, edits.state_after(sequence.unknown_tokens)))
             if sequence.params.logprobs is not None:
                 undo.append((logits[index], slice(None), logits[index].clone()))
-        ids.append(at + index * vocab)
+        ids.append(at + index * stride)
         changes.append(change)
-        banned += [index * vocab + token for token in edits.banned(eos_token_ids, sequence.kv_len)]
+        banned += [index * stride + token for token in edits.banned(eos_token_ids, sequence.kv_len)]
     if restricted:
         ban(logits, _masks(restricted, vocab, grammars))
     if logits.device.type == "cpu":  # where these few numbers cost torch several times as long

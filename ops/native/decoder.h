@@ -30,13 +30,13 @@ struct AnyDecoder {
     // Compute a share of every layer and of the logits, beside other ranks with the other shares.
     //
     //   ranks  with this rank's number; the caller's
-    //   vocab  of all shares: `sample` is of rows of all logits
+    //   vocab  of all shares
     virtual void join(Ranks* ranks, int vocab) = 0;
 
     // Compute logits of some of the last step's kept tokens.
     //
     //   first, count  of the tokens
-    //   logits        [count, vocab]: written
+    //   logits        [count, logits_width of the step]: written
     virtual void prompt_logits(int first, int count, float* logits) = 0;
 
     // Copy final hidden states of some of the last step's tokens: those with logits, and behind them the kept ones.
@@ -52,7 +52,8 @@ struct AnyDecoder {
     //
     //   samples   [num_samples]: the tokens are written
     //   logprobs  [num_logprobs]: the same of what they ask for
-    virtual void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs) = 0;
+    //   columns   logits of a row
+    virtual void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs, int columns) = 0;
 
     // Threads of the next step.
     virtual int threads() const = 0;
@@ -87,6 +88,7 @@ class Decoder final : public AnyDecoder {
         ranks_ = ranks;
         vocab_ = vocab;
         projections_.join(ranks);
+        head_.join(vocab);
     }
 
     void prompt_logits(int first, int count, float* logits) override {
@@ -107,9 +109,9 @@ class Decoder final : public AnyDecoder {
         return merge_.run(desc, projections_.products(), arena);
     }
 
-    void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs) override {
-        const bool few = (int64_t)(num_samples + num_logprobs) * vocab_ <= kFewLogits;
-        sampling_.plan(samples, num_samples, logprobs, num_logprobs, vocab_, few ? 1 : team_.size());
+    void sample(SampleRow* samples, int num_samples, LogprobRow* logprobs, int num_logprobs, int columns) override {
+        const bool few = (int64_t)(num_samples + num_logprobs) * columns <= kFewLogits;
+        sampling_.plan(samples, num_samples, logprobs, num_logprobs, columns, few ? 1 : team_.size());
         const auto finish = [&](int i, int thread) {
             if (i < num_samples) sampling_.sample(i, samples[i], thread);
             else sampling_.logprobs(i, logprobs[i - num_samples], thread);

@@ -103,6 +103,7 @@ struct OffloadWorkerDesc {
 struct StepDesc {
     int32_t tokens, rows, logits_wanted,
         states_wanted;  // the last: tokens whose hidden states are kept for afterwards
+    int32_t logits_width;  // the vocabulary, and the most tokens beyond it that an adapter of the step has rows of
     const int64_t *token_ids, *positions, *offset;  // [tokens]
     const int64_t* page;  // [page groups, page_stride]: page and offset are where a token's K and V go
     const int32_t *qo_indptr, *kv_lens;  // [rows + 1], [rows]: where a row's tokens begin; tokens of it with K and V
@@ -115,7 +116,7 @@ struct StepDesc {
     const std::atomic<int32_t>* const* segment_ready;
     int32_t* segment_late;
     int64_t max_stall_ns;  // of the step
-    float* logits;  // rows of vocab; null when only the best are wanted
+    float* logits;  // rows of logits_width; null when only the best are wanted
     const int32_t* logit_rows;  // [logits_wanted]: the row of `logits` of each, below 0: not kept; null: in order
     int64_t* best;  // [logits_wanted]: the argmax, or a sampled one; -1 when a logit is not finite
     const SampleRow*

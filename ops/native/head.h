@@ -26,7 +26,13 @@ class OutputHead {
           scratch_(team.most()) {}
 
     // Find which rows of the step's logits adapters change.
-    void plan_adapters(const StepDesc& step) { lora_.plan(step); }
+    void plan_adapters(const StepDesc& step) {
+        width_ = step.logits_width;
+        lora_.plan(step, width_ - weights_.outputs);
+    }
+
+    // Compute logits beside other ranks. vocab: of all of them.
+    void join(int vocab) { lora_.join(vocab); }
 
     // The first half of what adapters add, before `run`. x: [rows of all logits, hidden], normalised.
     void shrink_adapters(Team::Member& me, Rows<const X> x) {
@@ -42,15 +48,19 @@ class OutputHead {
             const int most = std::min(kColumnChunk, kRunLogits / tile_rows) / kPanel;
             run_panels_ = std::clamp(weights_.panels() / (kRunsOfThread * team_.size()), 1, most);
         }
-        stride_ = run_panels_ == 1 ? kPanel : spread<float>(run_panels_ * kPanel);
+        const int most = run_panels_ * kPanel + lora_.most_added();
+        stride_ = most == kPanel ? kPanel : spread<float>(most);
         for (auto& s : scratch_) grow(s.logits, (size_t)tile_rows * stride_);
-        if (samples) panels_.plan(rows, weights_.outputs);
+        if (!samples) return;
+        panels_.plan(rows, weights_.outputs + lora_.most_added());
+        if (lora_.most_added())
+            for (int r = 0; r < rows; r++) panels_.narrow(r, weights_.outputs + lora_.added(r));
     }
 
     // Rows of logits, and where they go.
     //
     //   count   rows
-    //   logits  [·, vocab] float32; null: none is kept
+    //   logits  [·, width of the step] float32, -inf behind a row's own columns; null: none is kept
     //   kept    [count]: which row of `logits` each goes to, below 0: none; null: one after the other
     //   samples   [count]: samples from them; null: none
     //   first     the first row's number among the step's
@@ -72,7 +82,7 @@ class OutputHead {
         const bool direct = to.logits && !to.kept;
         Best* best = best_.data() + (long)me.thread * to.count;
         std::fill(best, best + to.count, Best{});
-        const Product<T> head{x, to.count, weights_, {to.logits, vocab}, scratch_[me.thread].fixed.begin()};
+        const Product<T> head{x, to.count, weights_, {to.logits, width_}, scratch_[me.thread].fixed.begin()};
         const int panels = weights_.panels(), runs = (panels + run_panels_ - 1) / run_panels_;  // of a row chunk
         each_part(team_, me, head.chunks() * runs, [&](int i, bool more) {
             const int first = i % runs * run_panels_, last = std::min(panels, first + run_panels_);
@@ -88,12 +98,22 @@ class OutputHead {
                 const int row = t.row + r;
                 finish(y[r], columns);
                 best[row].see(y[r], columns, t.column);
+                int own = columns;
+                if (last == panels && lora_.most_added()) {
+                    own += lora_.added(to.first + row);
+                    add_beyond(me.thread, to.first + row, 0, own - columns, x[row], y[r] + columns);
+                    best[row].see(y[r] + columns, own - columns, lora_.beyond());
+                }
                 if (to.samples && to.samples[row].inverse_temperature > 0)
-                    for (int c = 0; c < columns; c += kPanel)
-                        panels_.see(row, y[r] + c, std::min(kPanel, columns - c), t.column + c,
-                                    to.samples[row].weighed(vocab));
-                if (to.kept && to.kept[row] >= 0)
-                    convert(y[r], columns, to.logits + (long)to.kept[row] * vocab + t.column);
+                    for (int c = 0; c < own; c += kPanel)
+                        panels_.see(row, y[r] + c, std::min(kPanel, own - c), t.column + c,
+                                    to.samples[row].weighed(panels_.columns(row)));
+                float* out = direct ? y[r] : nullptr;
+                if (to.kept && to.kept[row] >= 0) {
+                    out = to.logits + (long)to.kept[row] * width_ + t.column;
+                    convert(y[r], own, out);
+                }
+                if (out && last == panels) std::fill(out + own, out + (width_ - t.column), -INFINITY);
             }
         });
     }
@@ -118,12 +138,17 @@ class OutputHead {
         step.best[row] =
             panels_.sample(row, step.samples[row], scratch_[thread].candidates, [&](int panel) -> const float* {
                 const int column = panel * kPanel;
-                if (kept >= 0) return step.logits + (long)kept * weights_.outputs + column;
+                if (kept >= 0) return step.logits + (long)kept * width_ + column;
                 float* y = scratch_[thread].logits.data();
-                weights_product<T>({x, row, 1, row, 1}, weights_, column,
-                                   {{y, kPanel}, weights_.columns(column), false, nullptr}, scratch_[thread].fixed);
-                lora_.add(thread, row, 1, column, weights_.columns(column), x, {y, kPanel});
-                finish(y, weights_.columns(column));
+                const int vocab = weights_.outputs, columns = std::clamp(vocab - column, 0, kPanel);
+                if (columns) {
+                    weights_product<T>({x, row, 1, row, 1}, weights_, column, {{y, kPanel}, columns, false, nullptr},
+                                       scratch_[thread].fixed);
+                    lora_.add(thread, row, 1, column, columns, x, {y, kPanel});
+                    finish(y, columns);
+                }
+                const int end = std::min(column + kPanel, panels_.columns(row));
+                if (end > vocab) add_beyond(thread, row, column + columns - vocab, end - vocab, x[row], y + columns);
                 return y;
             });
     }
@@ -144,10 +169,16 @@ class OutputHead {
         else if (scale_ != 1) scale_by(y, columns, scale_);
     }
 
+    // Logits of tokens beyond the vocabulary; see HeadLora.
+    void add_beyond(int thread, int row, int begin, int end, const X* x, float* y) {
+        lora_.add_beyond(thread, row, begin, end, x, y, [&](float* logit) { finish(logit, 1); });
+    }
+
     const Weights<T> weights_;
     const float scale_, softcap_;
     Team& team_;
     HeadLora<T> lora_;
+    int width_ = weights_.outputs;  // of a row of the step's logits, and of prompt logits after it
     int run_panels_ = 1;  // computed one after the other, before adapters' terms: rank-rows are read in runs that long
     long stride_ = kPanel;  // of `logits` of a thread
     std::vector<Scratch> scratch_;

@@ -56,6 +56,7 @@ constexpr Field kLayout[] = {
     ALL(Segments), AT(Segments, count), AT(Segments, begin), AT(Segments, end), AT(Segments, adapters),
         AT(Segments, level), AT(Segments, vectors), AT(Segments, undoes),
     ALL(StepDesc), AT(StepDesc, tokens), AT(StepDesc, rows), AT(StepDesc, logits_wanted), AT(StepDesc, states_wanted),
+        AT(StepDesc, logits_width),
         AT(StepDesc, token_ids), AT(StepDesc, positions), AT(StepDesc, page), AT(StepDesc, offset),
         AT(StepDesc, qo_indptr), AT(StepDesc, kv_lens), AT(StepDesc, page_table), AT(StepDesc, table_stride),
         AT(StepDesc, page_stride),

@@ -45,7 +45,7 @@ CHORUS_API void chorus_decoder_forward(AnyDecoder* decoder, const StepDesc* step
 //
 //   decoder       that computed the step
 //   first, count  of the tokens
-//   logits        [count, vocab] float32: written
+//   logits        [count, logits_width of the step] float32: written
 CHORUS_API void chorus_decoder_prompt_logits(AnyDecoder* decoder, int first, int count, float* logits) {
     decoder->prompt_logits(first, count, logits);
 }
@@ -64,19 +64,22 @@ CHORUS_API void chorus_decoder_hidden_states(AnyDecoder* decoder, int first, int
 //   decoder  with the threads
 //   samples    [num_samples]
 //   logprobs   [num_logprobs]
+//   columns    logits of a row
 CHORUS_API void chorus_decoder_sample(AnyDecoder* decoder, SampleRow* samples, int num_samples, LogprobRow* logprobs,
-                                      int num_logprobs) {
-    decoder->sample(samples, num_samples, logprobs, num_logprobs);
+                                      int num_logprobs, int columns) {
+    decoder->sample(samples, num_samples, logprobs, num_logprobs, columns);
 }
 
 // Set logits of tokens that may not come next to -inf.
 //
-//   logits  [·, vocab] float32
+//   logits  [·, stride] float32
+//   stride  from row to row
 //   vocab   tokens
 //   masks   [count, words]: of each a row of the logits, then its mask; see ban.h
-CHORUS_API void chorus_ban(float* logits, int64_t vocab, const int32_t* masks, int64_t count, int64_t words) {
+CHORUS_API void chorus_ban(float* logits, int64_t stride, int64_t vocab, const int32_t* masks, int64_t count,
+                           int64_t words) {
     for (const int32_t* mask = masks; mask < masks + count * words; mask += words)
-        ban(logits + mask[0] * vocab, vocab, mask + 1);
+        ban(logits + mask[0] * stride, vocab, mask + 1);
 }
 
 // Write one matrix with adapters in it, between steps; returns how much longer its rows become, at most: see Merge.

@@ -4,6 +4,7 @@
 // Parts with whole rows have a token's row in place of a rank-row of A; it is used in place of the model's own, before LoRA.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <vector>
 #include "buffer.h"
 #include "descriptors.h"
@@ -126,7 +127,8 @@ class EmbeddingLora {
     std::vector<Scratch> scratch_;
 };
 
-// Adds adapters' terms to logits, and replaces those of tokens with rows of their own.
+// Adds adapters' terms to logits, and replaces those of tokens with rows of their own. Tokens beyond the model's vocabulary
+// have columns behind it, in rows of their adapter alone.
 template <class T>
 class HeadLora {
     using X = Act<T>;
@@ -139,13 +141,24 @@ class HeadLora {
           first_token_(model.first_token),
           layer_(model.layers - 1),
           hidden_(model.hidden),
+          beyond_(model.first_token + model.vocab),
           scratch_(threads) {}
 
+    // Compute logits beside other ranks. vocab: of all of them.
+    void join(int vocab) { beyond_ = vocab; }
+
+    // The first token beyond the model's vocabulary.
+    int beyond() const { return beyond_; }
+
     // Find which rows of logits the step's adapters change: each run of tokens is a run of rows. Kept until the next step.
-    void plan(const StepDesc& step) {
+    //
+    //   step  that is planned
+    //   room  most columns that follow the vocabulary
+    void plan(const StepDesc& step, int room) {
         entries_.clear();
         rows_.clear();
         units_.clear();
+        most_added_ = 0;
         if (module_ < 0 || !step.model_segments.count) return;
         const int wanted = step.logits_wanted, all = wanted + step.states_wanted;
         const int64_t* tokens = step.logit_tokens;
@@ -163,11 +176,13 @@ class HeadLora {
                 const int last = (int)(std::lower_bound(from, to, step.model_segments.end[s]) - tokens);
                 if (first == last) continue;
                 if (has_rows) {
-                    rows_.push_back({&adapter, first, last, 0, 0});
+                    const int added = adapter.rank ? (int)adapter.tokens[adapter.rank - 1] + 1 - beyond_ : 0;
+                    rows_.push_back({&adapter, first, last, 0, 0, std::clamp(added, 0, room)});
+                    most_added_ = std::max(most_added_, rows_.back().added);
                     continue;
                 }
                 const long ldh = (adapter.rank + 2) & ~1;
-                entries_.push_back({&adapter, first, last, elems, ldh});
+                entries_.push_back({&adapter, first, last, elems, ldh, 0});
                 elems += (last - first) * ldh;
                 rank = std::max(rank, (int)adapter.rank);
             }
@@ -186,6 +201,36 @@ class HeadLora {
 
     bool any() const { return !entries_.empty() || !rows_.empty(); }
     int units() const { return (int)units_.size(); }
+
+    // The most columns that follow the vocabulary in a row, and those of one row of the step.
+    int most_added() const { return most_added_; }
+    int added(int row) const {
+        int found = 0;
+        if (most_added_)
+            for (const Entry& entry : rows_)
+                if (row >= entry.first && row < entry.last) found = std::max(found, entry.added);
+        return found;
+    }
+
+    // Logits of tokens beyond the vocabulary; -inf where an adapter has no row of one.
+    //
+    //   thread      that computes
+    //   row         of the step
+    //   begin, end  the tokens, of those that are added
+    //   x           [hidden]: what the logits are of
+    //   y           [end - begin]: written
+    //   finish      finish(logit) turns a product into a logit in place
+    template <class Finish>
+    void add_beyond(int thread, int row, int begin, int end, const X* x, float* y, Finish finish) {
+        std::fill(y, y + (end - begin), -INFINITY);
+        for (const Entry& entry : rows_) {
+            if (row < entry.first || row >= entry.last) continue;
+            each_own(thread, *entry.adapter, beyond_ + begin, end - begin, [&](int at, const T* w) {
+                y[at] = dot<T>(x, w, hidden_);
+                finish(y + at);
+            });
+        }
+    }
 
     // A unit of x · Aᵀ; all before the first `add`.
     //
@@ -236,24 +281,32 @@ class HeadLora {
         int first, last;
         size_t at;
         long ldh;
+        int added;  // tokens beyond the vocabulary, up to the last that the adapter has a row of
     };
 
     // Replace the logits of an adapter's own tokens among some columns. begin, end: rows of the step.
     void replace(int thread, const Adapter& adapter, int begin, int end, int column, int columns, Rows<const X> x,
                  Rows<float> y) {
-        const int64_t *last = adapter.tokens + adapter.rank, first = first_token_ + column;
+        each_own(thread, adapter, first_token_ + column, columns, [&](int at, const T* w) {
+            for (int r = begin; r < end; r++) y[r][column + at] = dot<T>(x[r], w, hidden_);
+        });
+    }
+
+    // Call use(token - first, [hidden] row) for each of some tokens that an adapter has a row of.
+    template <class Use>
+    void each_own(int thread, const Adapter& adapter, int64_t first, int count, Use use) {
+        const int64_t* last = adapter.tokens + adapter.rank;
         const int64_t* found = std::lower_bound(adapter.tokens, last, first);
-        for (; found < last && *found < first + columns; found++) {
-            const T* w = row_at(arena_, adapter, layer_, rows_module_, (int)(found - adapter.tokens), hidden_,
-                                scratch_[thread].spare.data());
-            for (int r = begin; r < end; r++) y[r][*found - first_token_] = dot<T>(x[r], w, hidden_);
-        }
+        for (; found < last && *found < first + count; found++)
+            use((int)(*found - first), row_at(arena_, adapter, layer_, rows_module_, (int)(found - adapter.tokens),
+                                              hidden_, scratch_[thread].spare.data()));
     }
 
     Rows<X> h_of(const Entry& entry) { return Rows<X>{h_.data() + entry.at, entry.ldh}.from(-entry.first); }
 
     const Arena<T> arena_;
     const int module_, rows_module_, first_token_, layer_, hidden_;
+    int beyond_, most_added_ = 0;
     std::vector<Entry> entries_, rows_;
     std::vector<LoraUnit> units_;
     std::vector<LoraScratch<T>> scratch_;

@@ -2,8 +2,9 @@
 
 Each build is a process that waits for its turn. A turn is decode steps of eight rows without adapters, and with those
 of `--load`: `mixed`, one of mixed ranks on all projections for each row; `head`, one on the output projection for each
-of four rows, beside four of the base model; `unused`, no row has one, but the engine has the four of `head` in memory,
-and is compared with another engine that has none. A turn's time is its quietest tenth, as other processes' memory
+of four rows, beside four of the base model; `added` and `rows`, likewise, with eight tokens beyond the model's
+vocabulary, or 4,096 trained tokens; `unused`, no row has one, but the engine has the four of `head` in memory, and is
+compared with another engine that has none. A turn's time is its quietest tenth, as other processes' memory
 traffic comes and goes in milliseconds. Every second round runs in reverse order. Thus two layouts of adapters in
 memory, which no process has at once, are compared on a shared machine. `--beside` is the Python of an environment that
 imports another checkout with this command.
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from .context import Context
+from .random_model import AdapterForm
 from .sizes import SIZES
 from .store import ResultStore
 from .subject import Subject
@@ -40,7 +42,7 @@ RANKS = (8, 16, 32, 64)
 MOST_TIME = 0.85
 """Most that adapters may add to a step, of what they add in the build beside."""
 
-LEAST_RATE = {"mixed": 0.79, "head": 0.97, "unused": 0.99}
+LEAST_RATE = {"mixed": 0.79, "head": 0.97, "added": 0.97, "rows": 0.97, "unused": 0.99}
 """Least that the rate of steps with adapters may be, of that of steps without, by load."""
 
 HEAD_RANK = 16
@@ -96,7 +98,9 @@ def measure(size: str, load: str, steps: int, threads: int, turns: Callable[[Cal
         if load == "mixed":
             adapters = {name: path for rank in RANKS for name, path in context.adapters(rank, 2).items()}
         else:
-            adapters = context.adapters(HEAD_RANK, _ROWS // 2, on_head=True)
+            form = AdapterForm.HEAD if load == "unused" else AdapterForm(load)
+            rank = HEAD_RANK if form is AdapterForm.HEAD else 1
+            adapters = context.adapters(rank, _ROWS // 2, form)
         base: list[str | None] = [None] * _ROWS
         limits: dict[str, Any] = {
             "max_seqs": _ROWS,

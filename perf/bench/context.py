@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..report.command import say
-from .random_model import RandomModel
+from .random_model import AdapterForm, RandomModel
 from .random_model import adapters as random_adapters
 from .sizes import ModelSize, is_smoke
 from .store import ResultStore
@@ -120,14 +120,14 @@ class Context:
         """Size of the last cache before memory; 0 if unknown."""
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
 
-    def adapters(self, rank: int, count: int, *, on_head: bool = False) -> dict[str, Path]:
-        """`count` adapters of one rank on all projections, or on the output projection, by name; made on first use.
+    def adapters(self, rank: int, count: int, form: AdapterForm = AdapterForm.LAYERS) -> dict[str, Path]:
+        """`count` adapters of one rank and form, by name; made on first use.
 
         They are links to the same random weights: the engine treats them as separate adapters, but the disk holds them
         once.
         """
-        kind = "head-r" if on_head else "r"
-        model = RandomModel(self.size.geometry, (rank,), self.dtype_name, on_head=on_head)
+        kind = "r" if form is AdapterForm.LAYERS else f"{form}-r"
+        model = RandomModel(self.size.geometry, (rank,), self.dtype_name, form=form)
         (source,) = random_adapters(model, self.work_dir).values()
         named = self.work_dir / "linked" / self.dtype_name
         named.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.grammar import Grammar
 from chorus.core.requests.request_params import InvalidRequest
@@ -17,6 +18,7 @@ from chorus.graphs.runner import StepMode
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter
 from chorus.ops.sampling import RowSamplingParams, sample, uniform
+from chorus.ops.trained_rows import TrainedRows
 
 from ..conftest import quiet
 from ..tiny_tokenizer import save_tokenizer
@@ -151,6 +153,29 @@ def test_all_forms_in_one_batch(it, drive):
     added = [token for tokens in want.values() for token in tokens if token >= VOCAB]
     assert added, "no answer has an added token"
     assert max(want["0 None"]) < VOCAB > max(want["0 plain"])
+
+
+@pytest.mark.parametrize("kernels", ["native"])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+def test_the_native_head_chooses_among_them(tied, drive, monkeypatch, params):
+    """No logits of the model are copied for them, and PyTorch computes none."""
+    monkeypatch.setattr(TrainedRows, "added_logits", None)
+    kept = []
+    keep_logits = NativeDecoderModel.keep_logits
+
+    def recorded(self, rows, *of):
+        kept.append(list(rows))
+        keep_logits(self, rows, *of)
+
+    monkeypatch.setattr(NativeDecoderModel, "keep_logits", recorded)
+    driver = drive(tied, max_num_seqs=8, tensor_parallel_size=1)  # ranks sample on the host
+    for name in (None, *FORMS, "plain"):
+        prompt = prompt_of(name, 9, torch.Generator().manual_seed(8))
+        driver.add(str(name), name, prompt, max_tokens=12, seed=7, **params)
+    found = driver.drain()
+    assert not {name: answer.error for name, answer in found.items() if answer.error}
+    assert max(max(answer.tokens) for answer in found.values()) >= VOCAB
+    assert kept and not any(kept)
 
 
 @pytest.mark.parametrize("kernels", ["native"])
@@ -360,6 +385,31 @@ def changed(tied, tmp_path):
         return path
 
     return make
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_an_id_between_them_without_a_row_is_never_sampled(it, drive, tmp_path):
+    """However unlikely all others are; a cap of logits would make it likelier."""
+    path = tmp_path / "own"
+    shutil.copytree(it.adapters["tokens"], path)
+    tensors, config = load_file(path / "adapter_model.safetensors"), path / "adapter_config.json"
+    raw = json.loads(config.read_text())
+    kept = [at for at, token in enumerate(raw["trainable_token_indices"]) if token != 151]
+    raw["trainable_token_indices"] = [raw["trainable_token_indices"][at] for at in kept]
+    config.write_text(json.dumps(raw))
+    for name in tensors:
+        if name.endswith("trainable_tokens_delta"):
+            tensors[name] = tensors[name][kept]
+    save_file(tensors, path / "adapter_model.safetensors")
+    found = manifest_of(Alone(it.model, {"own": path}, {}), "own")
+    assert (found.num_tokens, found.added) == (153, {150, 152})
+    driver = drive(it, adapters={"own": path})
+    bias = dict.fromkeys([*range(VOCAB), 150, 152], -100.0)
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        driver.add(name, "own", [5, 150, 9], max_tokens=6, temperature=temperature, seed=3, logit_bias=bias)
+    answers = driver.drain()
+    assert not {name: answer.error for name, answer in answers.items() if answer.error}
+    assert 151 not in {token for answer in answers.values() for token in answer.tokens}
 
 
 def refused(tied, path, message):

@@ -147,7 +147,7 @@ template <class T, int kFfn> void run(bool kinds, int bits = 0) {
             samples[i] = {
                 i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
         StepDesc desc{};
-        desc.tokens = tokens, desc.rows = rows, desc.logits_wanted = tokens;
+        desc.tokens = tokens, desc.rows = rows, desc.logits_wanted = tokens, desc.logits_width = kVocab;
         const int count = segments < 3 ? std::min(rows, segments) : segments;
         desc.token_ids = ids.data(), desc.positions = positions.data(), desc.page = page.data();
         desc.offset = offset.data(), desc.qo_indptr = begin.data(), desc.kv_lens = lengths.data();

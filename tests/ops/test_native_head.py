@@ -16,7 +16,7 @@ from chorus.core.model.lora_state import rows_in
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.projections import Group, Projections, model_projections
 from chorus.ops import native, native_library, native_model
-from chorus.ops.sampling import RowSamplingParams
+from chorus.ops.sampling import RowSamplingParams, TorchSampling
 from chorus.ops.sgmv import AdapterRows, Segments
 
 from .native_layers import LAYERS, Kind, Model
@@ -33,6 +33,11 @@ RANKS = (5, 17, 16, 1)
 TOKENS = (0, 31, 32, 20, 1030, 9000)
 """That an adapter has rows of its own for, if the vocabulary has them."""
 
+BEYOND = ((0, 1, 3), (*range(2, 40), *range(41, 70)))
+"""Tokens beyond the vocabulary that two adapters have rows for, some between them without: of less than a panel, and of
+three.
+"""
+
 
 class Own(NamedTuple):
     """What an adapter changes: LoRA on the head, or whole rows of it."""
@@ -44,11 +49,11 @@ class Own(NamedTuple):
     """`[rank, vocab]`, with the scale."""
 
     def change(self, states: torch.Tensor, logits: torch.Tensor) -> None:
-        """Change the logits `[rows, vocab]` of states `[rows, hidden]`, all in float64."""
+        """Change the logits `[rows, columns]` of states `[rows, hidden]`, all in float64."""
         if self.b is None:
             logits[:, list(self.rows.token_ids)] = states @ self.a.T
         else:
-            logits += states @ self.a.T @ self.b
+            logits[:, : self.b.shape[1]] += states @ self.a.T @ self.b
 
 
 @dataclass
@@ -70,6 +75,7 @@ class Headed:
         self._ids = torch.randint(0, self.vocab, (self.rows,), generator=self.generator)
         wanted = [token for token in sorted(TOKENS) if token < self.vocab]
         self.adapters = [*(self._lora(rank) for rank in RANKS), self._whole(wanted)]
+        self.adapters += [self._whole([*wanted[:2], *(self.vocab + token for token in each)]) for each in BEYOND]
 
     def native(self) -> native_model.NativeModel:
         hidden, modules = self._model.kind.hidden, self._table
@@ -104,13 +110,22 @@ class Headed:
         return logits, decoder.hidden_states(0, count)
 
     def want(self, states: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
-        """Logits in float64."""
+        """Logits in float64, -inf for tokens that a row does not have."""
         states = states.double()
-        logits = states @ self.head.double().T
+        width = max(self.width(adapters) for _, adapters in rows)
+        logits = torch.full((len(rows), width), -torch.inf, dtype=torch.float64)
+        logits[:, : self.vocab] = states @ self.head.double().T
         for row, (_, adapters) in enumerate(rows):
             for own in sorted((self.adapters[each] for each in adapters), key=lambda own: own.b is not None):
                 own.change(states[row : row + 1], logits[row : row + 1])
-        return self.softcap * torch.tanh(0.7 * logits / self.softcap) if self.softcap else logits
+        if not self.softcap:
+            return logits
+        return torch.where(logits.isneginf(), logits, self.softcap * torch.tanh(0.7 * logits / self.softcap))
+
+    def width(self, adapters: Sequence[int]) -> int:
+        """Columns of a row with these adapters."""
+        tokens = chain.from_iterable(self.adapters[each].rows.token_ids for each in adapters)
+        return max([self.vocab, *(token + 1 for token in tokens)])
 
     def _lora(self, rank: int) -> Own:
         hidden, scale = self._model.kind.hidden, 0.5
@@ -149,7 +164,16 @@ def runs(adapters: Sequence[Sequence[int]]) -> list[tuple[int, int, Sequence[int
 
 def mixed(count: int) -> list[tuple[int, tuple[int, ...]]]:
     """Rows of the base model, of each adapter and of two at once, in runs of one to seven rows."""
-    kinds: list[tuple[int, ...]] = [(), (0,), (1,), (), (2,), (0, 3), (4,), (1, 4), (3,)]
+    return in_runs(count, [(), (0,), (1,), (), (2,), (0, 3), (4,), (1, 4), (3,)])
+
+
+def beyond(count: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Rows of adapters with tokens beyond the vocabulary, and of others."""
+    return in_runs(count, [(5,), (), (6,), (1, 5), (4,), (6,), (0,)])
+
+
+def in_runs(count: int, kinds: Sequence[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Rows of each kind, in runs of one to seven rows."""
     lengths = (1, 2, 7, 1, 3, 1, 2, 5)
     every = chain.from_iterable([kinds[i % len(kinds)]] * lengths[i % len(lengths)] for i in range(count))
     return list(zip(range(count), every, strict=False))
@@ -189,6 +213,45 @@ def test_logits_and_their_bits(level, dtype, softcap, vocab):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["", "capped"])
+@pytest.mark.parametrize("vocab", VOCAB)
+def test_tokens_beyond_the_vocabulary(level, dtype, softcap, vocab):
+    """Their logits, the argmax among them, and the bits of a row, whose neighbours have other tokens or none."""
+    made = Headed(vocab, dtype, 40, softcap)
+    model = made.native()
+    alone, rows = native.NativeDecoder(model, 1), beyond(40)
+    single = torch.full((40, vocab + 70), -torch.inf)
+    for place, row in zip(single, rows, strict=True):
+        own = made.step(alone, [row])[0]
+        assert own.shape == (1, made.width(row[1]))
+        place[: own.shape[1]] = own[0]
+        assert alone.best == [int(own.argmax())]
+    for threads in (1, 3):
+        decoder = native.NativeDecoder(model, threads)
+        logits, states = made.step(decoder, rows)
+        want = made.want(states, rows)
+        there = want.isfinite()
+        assert torch.equal(there, logits.isfinite())
+        assert ((logits - want)[there].abs().max() / want[there].std()).item() < BOUND[dtype]
+        assert torch.equal(logits, single)
+        best = logits.argmax(-1).tolist()
+        assert decoder.best == best
+        assert vocab <= max(best) and min(best) < vocab
+        assert torch.equal(decoder.prompt_logits(0, 40), single)
+        assert torch.equal(decoder.prompt_logits(3, 17), single[3:17])
+        for kept in ([], [0, 1, 4, 5, 30]):
+            decoder.kept = kept
+            found, _ = made.step(decoder, rows)
+            assert torch.equal(found, single[kept])
+            assert decoder.best == best
+        decoder.kept = None
+        without, _ = made.step(decoder, [(index, ()) for index, _ in rows])
+        assert torch.equal(without[1:3], logits[1:3, :vocab])
+        decoder.close()
+    alone.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_rows_than_stay_in_the_cache(level, dtype):
     """Rows in several chunks, and so many that few panels are computed together."""
     made = Headed(1031, dtype, 230)
@@ -216,18 +279,23 @@ def test_base_rows_have_the_bits_of_a_batch_without_adapters(level, dtype, vocab
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab", [97, 9001])
-def test_a_sample_is_of_the_adapters_logits_whether_they_are_kept_or_not(vocab, threads):
+@pytest.mark.parametrize("rows", [mixed(16), beyond(16)], ids=["mixed", "beyond"])
+def test_a_sample_is_of_the_adapters_logits_whether_they_are_kept_or_not(vocab, threads, rows):
     """Logits that are not kept are computed again for the panels that a draw needs."""
     made = Headed(vocab, torch.float32, 16)
-    decoder, rows = native.NativeDecoder(made.native(), threads), mixed(16)
+    decoder = native.NativeDecoder(made.native(), threads)
     drawn = []
     for kept in (None, []):
         decoder.kept = kept
         for seed in range(6):
             params = RowSamplingParams(0.9, (seed + 0.5) / 6, top_k=20 * (seed % 2), top_p=0.8 if seed % 3 else 1.0)
             decoder.row_params = dict.fromkeys(range(0, 16, 2), params)
-            made.step(decoder, rows)
+            logits, _ = made.step(decoder, rows)
             drawn.append(decoder.best)
+            for row in range(0, 16, 2) if kept is None else ():
+                own = logits[row : row + 1, : made.width(rows[row][1])]
+                assert decoder.sampling.sample(own, [0], [params]) == [decoder.best[row]]
+                assert TorchSampling().sample(own, [0], [params]) == [decoder.best[row]]
     assert drawn[:6] == drawn[6:]
     assert any(drawn[0] != other for other in drawn[1:6])
     decoder.close()

@@ -10,6 +10,7 @@ import pytest
 from chorus.memory.adapters.adapter import Tier
 from chorus.perf.bench import adapter_step
 from chorus.perf.bench.adapter_step import Build, Turn, conclude, main
+from chorus.perf.bench.sizes import SIZES
 from chorus.perf.bench.subject import Subject
 
 FLAGS = ["--model-size=tiny", "--steps=2"]
@@ -61,22 +62,29 @@ def test_beside_adapters_on_the_head_the_base_model_keeps_its_rate(capsys):
     assert [json.loads(line)["load"] for line in capsys.readouterr().out.splitlines() if line[0] == "{"] == ["head"] * 2
 
 
-@pytest.mark.parametrize("load", ["head", "mixed"])
+@pytest.mark.parametrize("load", ["head", "mixed", "added", "rows"])
 def test_the_rows_of_a_load(monkeypatch, load):
     """Adapters that are measured are those that the load is named for."""
     seen = []
     monkeypatch.setattr(Subject, "decode_seconds", lambda self, names, *of: seen.append((self, names)) or [1.0])
-    targets = []
+    targets, tokens = [], []
 
     def turns(turn):
         turn()
         store = seen[0][0].engine.store
-        targets.extend(store.get(name).manifest.targets for name in seen[1][1] if name is not None)
+        manifests = [store.get(name).manifest for name in seen[1][1] if name is not None]
+        targets.extend(manifest.targets for manifest in manifests)
+        tokens.extend((manifest.num_tokens, max(part.rank for part in manifest.parts)) for manifest in manifests)
 
     adapter_step.measure("tiny", load, 2, 1, turns)
     assert seen[0][1] == [None] * 8 and len(seen[1][1]) == 8
-    assert [len(each) for each in targets] == ([1] * 4 if load == "head" else [7] * 8)
-    assert load == "mixed" or {*targets} == {("lm_head",)}
+    of_tokens = {"q_proj", "embed_tokens_rows", "lm_head_rows"}
+    wanted = {"head": {"lm_head"}, "added": of_tokens, "rows": of_tokens}
+    assert len(targets) == (8 if load == "mixed" else 4)
+    assert all(len(each) == 7 if load == "mixed" else {*each} == wanted[load] for each in targets)
+    vocab = SIZES["tiny"].geometry.vocab
+    assert load != "added" or {*tokens} == {(vocab + 8, 8)}
+    assert load != "rows" or {*tokens} == {(0, vocab // 4)}
 
 
 def test_an_engine_with_adapters_that_no_row_uses_is_held_against_one_without(monkeypatch):
