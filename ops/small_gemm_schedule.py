@@ -149,11 +149,11 @@ def gemm_schedule(outputs: int, rows: int, form: WeightForm = FULL, *, expanded:
     if form.group % _BLOCK_K:  # a block of inputs has one scale
         return replace(gemm_schedule(outputs, rows, form._replace(group=0), expanded=expanded), block_k=_BLOCK_K // 2)
     if tile_rows(rows) == TILE_ROWS[0]:
-        registers = 255 if expanded and form.bits < 16 else 0  # else a few of float16's spill
-        few = GemmSchedule(16, 16, splits=4, warps=4, stages=4, max_registers=registers)
+        few = GemmSchedule(16, 16, splits=4, warps=4, stages=4, max_registers=255 if expanded else 0)
         if outputs >= _WIDE:
-            own = 128 if form.bits == 16 else 0  # by itself the compiler chooses 80, and spills
-            wide = GemmSchedule(16, 64, splits=4, warps=4, stages=2, max_registers=own)
+            # the compiler's own choice spills a few registers, of FP8 and four bits this one would
+            registers = 0 if form.float8 or form.bits < 8 else 255
+            wide = GemmSchedule(16, 64, splits=4, warps=4, stages=2, max_registers=registers)
             return replace(few, block_n=32, stages=3) if expanded else wide
         return few if few.blocks((outputs,)) <= _TWICE else replace(few, stages=3)
     if expanded:

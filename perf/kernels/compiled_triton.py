@@ -116,8 +116,8 @@ class Job:
         options = backend.parse_options(dict(self.options, **source.parse_options()))
         ir.load_dialects(context)
         backend.load_dialects(context)
-        made = backend.get_codegen_implementation(options), backend.get_module_map()
-        source.make_ir(self._target, options, *made, context)
+        functions = backend.get_codegen_implementation(options)  # pyright: ignore[reportAttributeAccessIssue]
+        source.make_ir(self._target, options, functions, backend.get_module_map(), context)
 
     def compile(self) -> Compiled:
         log = StringIO()
