@@ -37,6 +37,9 @@ FILES = {CONFIG: CONFIG_FILE, WEIGHTS: WEIGHTS_FILE}
 _ENCODED = {WEIGHTS: WEIGHTS_FILE} | {name: name for name in TEXT_FILES}
 """Fields of a JSON body that hold a file as base64."""
 
+UNUSED_FILES = ("README.md",)
+"""Files that PEFT writes into every adapter's folder, and that are sent with it."""
+
 MAX_FIELD_BYTES = 64 << 10
 WRITE_BYTES = 1 << 20
 
@@ -108,6 +111,11 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
         buffer += data
         known = (*FILES.values(), *TEXT_FILES)
         file = FILES.get(name) or next((one for one in (name, file_name) if one in known), None)
+        if file is None and file_name is not None:
+            if file_name not in UNUSED_FILES:
+                raise ApiError(400, f"{file_name!r} is no file of an adapter; leave it out", param=name)
+            buffer.clear()
+            continue
         if file is None and len(buffer) > MAX_FIELD_BYTES:
             raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
         if file is None and not data:

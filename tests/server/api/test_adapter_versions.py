@@ -105,9 +105,9 @@ def test_bytes_that_are_not_taken_change_nothing(serve, reference, tmp_path):
     assert error_of(push(live, large), 413) is None
     post = live.client.post("/v1/load_lora_adapter", data={"lora_name": NAME}, files={FILES[0]: ("x", config)})
     assert post.status_code == 400 and post.json()["error"]["param"] == "adapter_model"
-    files = {FILES[0]: ("x", config), FILES[1]: ("y", weights), "README.md": ("README.md", b"# Mine")}
+    files = {FILES[0]: ("x", config), FILES[1]: ("y", weights), "notes.md": ("notes.md", b"# Mine")}
     post = live.client.post("/v1/load_lora_adapter", data={"lora_name": NAME}, files=files)
-    assert post.status_code == 400 and post.json()["error"]["param"] == "README.md"
+    assert post.status_code == 400 and post.json()["error"]["param"] == "notes.md"
     body = {"lora_name": NAME, "adapter_config": config.decode(), "adapter_model": "no base64!"}
     assert live.post("/v1/load_lora_adapter", **body).json()["error"]["param"] == "adapter_model"
     assert live.post("/v1/load_lora_adapter", **body, lora_path="x").status_code == 400

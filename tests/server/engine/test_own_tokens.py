@@ -213,6 +213,19 @@ def test_an_uploaded_adapter_brings_its_tokenizer(adapters, tmp_path, name):
     assert chat == it.tokenizer.apply_chat_template(USER, add_generation_prompt=True)["input_ids"]
 
 
+def test_an_uploaded_file_that_no_adapter_has_is_named(adapters, tmp_path):
+    """A model's card is in every folder; whatever else is there would be of no effect."""
+    settings = Settings(model=BUILTIN_MODEL, adapter_uploads=tmp_path, **SMALL)
+    files = [("file", (path.name, path.read_bytes())) for path in (adapters / "own").iterdir() if path.is_file()]
+    files = [*(each for each in files if each[1][0] != "README.md"), ("file", ("README.md", b"# A card"))]
+    with serving(build_app(settings), settings) as url, httpx.Client(base_url=url) as client:
+        more = [*files, ("file", ("optimizer.pt", b"x"))]
+        told = client.post("/v1/load_lora_adapter", data={"lora_name": "sent"}, files=more)
+        assert told.status_code == 400
+        assert told.json()["error"]["message"] == "'optimizer.pt' is no file of an adapter; leave it out"
+        assert client.post("/v1/load_lora_adapter", data={"lora_name": "sent"}, files=files).status_code == 200
+
+
 ITS_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
