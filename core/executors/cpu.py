@@ -338,7 +338,8 @@ class TorchSteps(CpuSteps[GroupedAttention]):
         asking = asking_rows(plan, rows)
         with torch.inference_mode():
             logits = self._decoder.gathered(self.forward(plan))
-            logits = with_added(logits, adding(plan, rows), self._state, self._added)
+            if adapters := adding(plan, rows):
+                logits = with_added(logits, adapters, self._state, self._added)
             return sample(plan, rows, greedy(logits), RowLogits(logits, {index: index for index in asking}))
 
     def prompt_logits(self, runs: Sequence[Run]) -> Callable[[int, int], torch.Tensor]:

@@ -108,14 +108,10 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
     await upload.begin(_length(request))
     room.take(WRITE_BYTES)  # at most this much of the body is in memory
     async for name, file_name, data in pieces(request.stream(), boundary):
-        buffer += data
-        known = (*FILES.values(), *TEXT_FILES)
-        file = FILES.get(name) or next((one for one in (name, file_name) if one in known), None)
-        if file is None and file_name is not None:
-            if file_name not in UNUSED_FILES:
-                raise ApiError(400, f"{file_name!r} is no file of an adapter; leave it out", param=name)
-            buffer.clear()
+        file = _file_of(name, file_name)
+        if file in UNUSED_FILES:
             continue
+        buffer += data
         if file is None and len(buffer) > MAX_FIELD_BYTES:
             raise ApiError(400, f"a field of the form has more than {MAX_FIELD_BYTES} bytes", param=name)
         if file is None and not data:
@@ -126,6 +122,15 @@ async def _read_form(request: Request, upload: AdapterUpload, room: _HeldBytes, 
             buffer.clear()
     _require(upload)
     return fields
+
+
+def _file_of(name: str, file_name: str | None) -> str | None:
+    """The adapter's file that a part of a form is, by the name of its field or its own; None if it is a plain field."""
+    known = (*FILES.values(), *TEXT_FILES, *UNUSED_FILES)
+    file = FILES.get(name) or next((one for one in (name, file_name) if one in known), None)
+    if file is None and file_name is not None:
+        raise ApiError(400, f"{file_name!r} is no file of an adapter; leave it out", param=name)
+    return file
 
 
 async def _read_json(
