@@ -139,7 +139,7 @@ def proposers(want):
 @pytest.mark.parametrize("is_merged", [False, True], ids=["lora", "merged"])
 def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, is_merged):
     """In decode steps, and in mixed ones next to the prompts of later requests."""
-    it, want = tiny(family), {}
+    it, want, decoding = tiny(family), {}, set()
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 128, "tensor_parallel_size": ranks}
     for proposer in proposers(want):
         driver = speculating(drive, it, proposer, **limits)
@@ -150,8 +150,9 @@ def test_rejected_drafts_leave_no_trace_in_a_state(tiny, drive, family, ranks, i
         stats, drafted = driver.engine.stats(), [plan for plan in driver.plans if plan.num_drafts]
         assert stats.num_proposed_tokens > 0
         assert (stats.num_accepted_tokens > 0) == (type(proposer) is not Wrong)
-        assert {plan.bucket is None for plan in drafted} == {False, True}
+        decoding |= {plan.bucket is not None for plan in drafted}
         assert (StepMode.MERGED in {plan.mode for plan in drafted}) == is_merged
+    assert decoding == {False, True}
 
 
 @on_one_or_two_ranks
