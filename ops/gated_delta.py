@@ -10,8 +10,8 @@ For every token t, from its row `[q, k, v | z | b | a]` of the input projection:
 
 All of it is float32. A sequence's state is S, and the convolution's last inputs; both go from step to step.
 
-A sequence's last tokens may be drafts. The state after a step is the one before its drafts; their inputs, rows
-`[q, k, v | b | a]`, are kept beside it, and the next step takes in those of the accepted ones first.
+A sequence's last tokens may be drafts. A step stores the state before its drafts, and next to it one row of inputs
+`[q, k, v | b | a]` for each draft. The next step first updates the state with the rows of the accepted drafts.
 
 Tests: tests/ops/test_gated_delta.py
 """
@@ -129,7 +129,7 @@ def _take_in(number: int, weights: DeltaWeights, state: DeltaState) -> None:
 def _drafted(
     mixed: torch.Tensor, number: int, weights: DeltaWeights, state: DeltaState, eps: float
 ) -> list[torch.Tensor]:
-    """One sequence's tokens, of which the last so many are drafts: the state has their inputs, but is before them."""
+    """Mix one sequence. The state does not include its last tokens, the drafts; their inputs are stored next to it."""
     assert state.drafts is not None
     known, v_heads, channels = mixed[:-number], state.recurrent.shape[1], state.conv.shape[2]
     parts = [(_prompt if len(known) > 1 else _tokens)(known, weights, state, eps)]

@@ -75,7 +75,7 @@ def _pick(index, VALUES: tl.constexpr, COUNT: tl.constexpr):
     return tl.where(index == 0, VALUES[0], tl.where(index == 1, VALUES[1], last))
 
 
-# For Triton 3.6 an attribute of a constant is no constant as an argument, but is one by an annotation.
+# Triton 3.6 does not pass an attribute of a constant as a constant, so each is first named with an annotation.
 
 
 @triton.jit

@@ -66,7 +66,7 @@ struct ModelDesc {
     int32_t output_gate;  // 1: each head's query is followed by a gate of its output
     DeltaShape delta;  // without heads where no layer has Gated DeltaNet
     int32_t convs_per_page, heads_per_page, conv_pages;  // of a state: see paged_states.h
-    int32_t most_drafts, drafts_per_page, draft_page;  // of inputs of drafts beside it; the last: first page
+    int32_t most_drafts, drafts_per_page, draft_page;  // rows of drafts' inputs next to a state, and their first page
     int32_t kv_copies;  // TP ranks that have the same K/V heads
     int32_t embed_module, head_module;  // of the embeddings and the output projection; -1: adapters have none
     int32_t embed_rows_module, head_rows_module;  // likewise, of whole rows of them

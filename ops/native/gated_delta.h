@@ -4,8 +4,8 @@
 // a GPU has as many multiply-adds in float32 (some 65,000 a token and head of 128 × 128), and here a state's columns stay in
 // cache for as many tokens as there are. So a sequence's bits depend neither on its batch nor on how its prompt is cut.
 //
-// A sequence's last tokens may be drafts. The state after a step is the one before its drafts, whose inputs are kept beside it:
-// the next step takes in those of the accepted ones first. A draft so costs a row of inputs, not a state of its own.
+// A sequence's last tokens may be drafts. A step stores the state before its drafts, and their inputs next to it. The next step
+// first updates the state with the inputs of the accepted drafts. So a draft costs a row of inputs, not a state of its own.
 #pragma once
 #include <chrono>
 #include <cmath>

@@ -217,7 +217,7 @@ class HeadLora {
     //   thread      that computes
     //   row         of the step
     //   begin, end  the tokens, of those that are added
-    //   x           [hidden]: what the logits are of
+    //   x           [hidden]: the final hidden state
     //   y           [end - begin]: written
     //   finish      finish(logit) turns a product into a logit in place
     template <class Finish>
@@ -236,7 +236,7 @@ class HeadLora {
     //
     //   thread  that computes
     //   i       the unit
-    //   x       [rows, hidden]: what the logits are of
+    //   x       [rows, hidden]: the final hidden states
     void run_shrink(int thread, int i, Rows<const X> x) {
         const LoraUnit& unit = units_[i];
         const Entry& entry = entries_[unit.segment];
@@ -249,7 +249,7 @@ class HeadLora {
     //   thread           that computes
     //   row, rows        of the step
     //   column, columns  first token, and how many: at most kColumnChunk
-    //   x                [rows of the step, hidden]: what the logits are of
+    //   x                [rows of the step, hidden]: the final hidden states
     //   y                [rows, columns]
     void add(int thread, int row, int rows, int column, int columns, Rows<const X> x, Rows<float> y) {
         for (const Entry& entry : rows_) {

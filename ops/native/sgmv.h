@@ -141,8 +141,8 @@ inline void add_rows(const T* const* rows, Rows<const float> h, Rows<float> y, i
 //
 // Ranks are added in pairs, 0 and 1, 2 and 3, …, by the instruction that `tile` takes for them, so that a token's sum has
 // the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows are
-// interleaved for that: of every eight columns the first four in one register, the others in another. What is fetched goes
-// into the second-level cache: see `dots`.
+// interleaved for that: of every eight columns the first four in one register, the others in another. The rows
+// that follow are prefetched into the second-level cache: see `dots`.
 template <int TOKENS, int RANKS>
 inline void add_rows(const bf16* const* rows, Rows<const bf16> h, Rows<float> y, int columns, int ahead) {
     using K = Kind<bf16>;
