@@ -11,10 +11,16 @@ from chorus.memory.host.daemon_pool import DaemonPool, NoAnswer, PoolFull
 
 
 def test_stuck_functions_take_no_more_threads_than_there_may_be():
-    threads, go_on = DaemonPool("test", 3, 0), threading.Event()
-    stuck = [threads.submit(go_on.wait) for _ in range(3)]
+    threads, go_on, begun = DaemonPool("test", 3, 0), threading.Event(), threading.Barrier(4)
+
+    def hang():
+        begun.wait(30)
+        return go_on.wait()
+
+    stuck = [threads.submit(hang) for _ in range(3)]
     with pytest.raises(PoolFull):
         threads.submit(lambda: None)
+    begun.wait(30)  # a call that has not begun could be cancelled
     with pytest.raises(TimeoutError):
         stuck[0].result(0.01)
     assert not stuck[0].cancel()
