@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from allpairspy import AllPairs
 from hypothesis import HealthCheck, settings
 
 from .interpreted import InterpretedFile, is_interpreting
+from .kept import KeptAnswers, kept_files
 from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
@@ -363,11 +364,13 @@ class Subject:
     adapters: dict[str, Path]
     _peft: Any = None
     _drafts: dict[str | None, LlamaDraft] = field(default_factory=dict)
-    _greedy: dict[tuple[str | None, tuple[int, ...], int], tuple[list[int], float]] = field(default_factory=dict)
+    kept: KeptAnswers = field(default_factory=KeptAnswers)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        return self._reference().config.vocab_size
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.model).vocab_size
 
     def greedy(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
         """The `count` tokens that follow `prompt`, past any end-of-sequence token."""
@@ -391,10 +394,8 @@ class Subject:
             return model(torch.tensor([tokens])).logits[0]
 
     def _run(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        key = (adapter, tuple(prompt), count)
-        if key not in self._greedy:
-            self._greedy[key] = self._generate(adapter, prompt, count)
-        return self._greedy[key]
+        tokens, margin = self.kept.get([adapter, prompt, count], lambda: self._generate(adapter, prompt, count))
+        return tokens, margin
 
     def _generate(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
         """A token of a draft stands if it is the reference's choice after all before it, as are most of them."""
@@ -442,18 +443,19 @@ class Subject:
 
 
 @pytest.fixture(scope="session")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
-    """`subject("gqa")`: one of MODELS with all of ADAPTERS, made once."""
-    made: dict[str, Subject] = {}
+def subject() -> Callable[[str], Subject]:
+    """`subject("gqa")`: one of MODELS with all of ADAPTERS, made once in a process."""
 
+    def save(name: str, root: Path) -> None:
+        save_model(MODELS[name], root / "model")
+        for seed, (adapter, recipe) in enumerate(ADAPTERS.items()):
+            save_adapter(root / "model", root / "adapters" / adapter, *recipe, seed=100 * MODELS[name].seed + seed)
+
+    @cache
     def make(name: str) -> Subject:
-        if name not in made:
-            root = tmp_path_factory.mktemp(name)
-            save_model(MODELS[name], root / "model")
-            for seed, (adapter, recipe) in enumerate(ADAPTERS.items()):
-                save_adapter(root / "model", root / "adapters" / adapter, *recipe, seed=100 * MODELS[name].seed + seed)
-            made[name] = Subject(root / "model", {adapter: root / "adapters" / adapter for adapter in ADAPTERS})
-        return made[name]
+        root = kept_files(name, lambda root: save(name, root))
+        adapters = {adapter: root / "adapters" / adapter for adapter in ADAPTERS}
+        return Subject(root / "model", adapters, kept=KeptAnswers(root))
 
     return make
 

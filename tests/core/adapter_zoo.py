@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..conftest import ATTENTION, MIN_MARGIN, MLP, ModelSpec, quiet, save_model
+from ..kept import KeptAnswers, kept_files
 from .tiny_families import train_vectors
 
 BASE = ModelSpec(seed=11, layers=3)
@@ -137,6 +138,13 @@ def save_zoo(
     return Zoo(root / "model", paths, forms, spec)
 
 
+def kept_zoo(*, biased: bool = False) -> Zoo:
+    """As `save_zoo`, in a directory and with answers that other processes have, too."""
+    root = kept_files(f"zoo{' biased' * biased}", lambda root: save_zoo(root, biased=biased))
+    forms = BIASED_FORMS if biased else FORMS
+    return Zoo(root / "model", {name: root / "adapters" / name for name in forms}, forms, kept=KeptAnswers(root))
+
+
 def _train_rows(model: torch.nn.Module) -> None:
     """Change trained rows of embeddings and heads, and some rows of whole copies."""
     with torch.no_grad():
@@ -172,7 +180,7 @@ class Zoo:
     forms: dict[str, dict[str, Any]] = field(default_factory=lambda: FORMS)
     spec: ModelSpec = BASE
     _peft: dict[str | None, Any] = field(default_factory=dict)
-    _answers: dict[tuple[str | None, tuple[int, ...], int], tuple[list[int], float]] = field(default_factory=dict)
+    kept: KeptAnswers = field(default_factory=KeptAnswers)
 
     @property
     def vocab_size(self) -> int:
@@ -198,10 +206,8 @@ class Zoo:
 
     def greedy(self, adapter: str | None, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
         """PEFT's answer to a request that runs alone, and the smallest margin of a choice."""
-        key = (adapter, tuple(prompt), count)
-        if key not in self._answers:
-            self._answers[key] = self._generate(adapter, prompt, count)
-        return self._answers[key]
+        tokens, margin = self.kept.get([adapter, prompt, count], lambda: self._generate(adapter, prompt, count))
+        return tokens, margin
 
     @quiet()
     def _generate(self, adapter: str | None, prompt: Sequence[int], count: int) -> tuple[list[int], float]:

@@ -314,14 +314,9 @@ def drive(kernels: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+def tiny() -> Callable[[str], Tiny]:
     """`tiny("qwen3")`: the family's model with adapters, made once in a process. It takes six megabytes."""
-
-    @cache
-    def make(name: str) -> Tiny:
-        return make_tiny(name, tmp_path_factory.mktemp(name))
-
-    return make
+    return cache(make_tiny)
 
 
 @pytest.fixture

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..conftest import quiet
-from .tiny_families import ATTENTION, MLP, Tiny, save_family
+from ..kept import KeptAnswers, kept_files
+from .tiny_families import ATTENTION, MLP, Tiny, load_peft, save_family
 
 #: name → arguments of `LoraConfig`.
 FORMS: dict[str, dict[str, Any]] = {
@@ -39,38 +42,29 @@ def save_form(model: Path, path: Path, seed: int, save_embedding_layers: bool = 
     get_peft_model(base, config).save_pretrained(path, save_embedding_layers=save_embedding_layers)
 
 
-@quiet()
-def reference_of(model: Path, adapters: dict[str, Path]) -> Any:
-    """The model with these adapters in transformers + peft, in float32."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    found: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for name, path in adapters.items():
-        if isinstance(found, PeftModel):
-            found.load_adapter(path, adapter_name=name)
-        else:
-            found = PeftModel.from_pretrained(found, path, adapter_name=name)
-    return found.eval()
-
-
+@dataclass(eq=False)
 class Alone(Tiny):
     """A model with adapters that PEFT can't load side by side: each has a model of its own."""
 
+    load: Callable[[Path, dict[str, Path]], Any] = load_peft
+    alone: dict[str | None, Any] = field(default_factory=dict)
+
     def use(self, adapter: str | None) -> Any:
-        if adapter not in self.reference:
-            adapters = {} if adapter is None else {adapter: self.adapters[adapter]}
-            self.reference[adapter] = reference_of(self.model, adapters)
-        return self.reference[adapter]
+        if adapter not in self.alone:
+            self.alone[adapter] = self.load(self.model, {} if adapter is None else {adapter: self.adapters[adapter]})
+        return self.alone[adapter]
 
 
-def make_forms(family: str, root: Path) -> Tiny:
-    """A family's model with an adapter of each form, below `root`. "odd": one with an odd vocabulary."""
+def make_forms(family: str) -> Tiny:
+    """A family's model with an adapter of each form. "odd": one with an odd vocabulary."""
+    root = kept_files(f"forms {family}", lambda root: _save_forms(family, root))
+    return Tiny(root / "model", {name: root / name for name in FORMS}, load_peft, KeptAnswers(root))
+
+
+def _save_forms(family: str, root: Path) -> None:
     if family == "odd":
         save_family("llama2", root / "model", vocab_size=151)
     else:
         save_family(family, root / "model")
-    adapters = {name: root / name for name in FORMS}
     for seed, (name, arguments) in enumerate(FORMS.items()):
-        save_form(root / "model", adapters[name], seed, **arguments)
-    return Tiny(root / "model", adapters, reference_of(root / "model", adapters))
+        save_form(root / "model", root / name, seed, **arguments)

@@ -8,7 +8,7 @@ import pytest
 
 from chorus.graphs.runner import StepMode
 
-from .adapter_zoo import FORMS, INVOCATION, save_zoo
+from .adapter_zoo import FORMS, INVOCATION, kept_zoo
 from .conftest import moved
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native]
@@ -17,9 +17,8 @@ ACTIVATED = [name for name, form in FORMS.items() if "alora_invocation_tokens" i
 
 
 @pytest.fixture(scope="module")
-def zoos(tmp_path_factory):
-    names = ("plain base", "biased base")
-    return {name: save_zoo(tmp_path_factory.mktemp("zoo"), biased=name == "biased base") for name in names}
+def zoos():
+    return {"plain base": kept_zoo(), "biased base": kept_zoo(biased=True)}
 
 
 @pytest.fixture(params=["plain base", "biased base"])

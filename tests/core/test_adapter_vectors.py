@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.images import ThreadReads
 from chorus.ops import native_library
 
-from .adapter_zoo import FORMS, save_zoo
+from .adapter_zoo import FORMS, kept_zoo, save_zoo
 from .tiny_families import make_tiny, save_family
 
 NEEDS_NATIVE = pytest.mark.skipif(
@@ -29,20 +30,13 @@ FAMILIES = ["phi-3", "gemma-3", "cohere-2", "granite", "qwen3.5", "qwen2"]
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    return save_zoo(tmp_path_factory.mktemp("zoo"), biased=True)
+def zoo():
+    return kept_zoo(biased=True)
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = make_tiny(name, tmp_path_factory.mktemp(name), use_dora=True)
-        return made[name]
-
-    return make
+def family():
+    return cache(partial(make_tiny, use_dora=True))
 
 
 def ask(driver, it, seed, names=None, lengths=(1, 60), tokens=6, mark=""):

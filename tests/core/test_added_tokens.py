@@ -21,6 +21,7 @@ from chorus.ops.sampling import RowSamplingParams, sample, uniform
 from chorus.ops.trained_rows import TrainedRows
 
 from ..conftest import quiet
+from ..kept import KeptAnswers, kept_files
 from ..tiny_tokenizer import save_tokenizer
 from .conftest import moved
 from .merging.test_merged import merge
@@ -87,30 +88,33 @@ class Resized(Alone):
     def use(self, adapter):
         from peft import PeftModel
 
-        if adapter in FORMS and adapter not in self.reference:
+        if adapter in FORMS and adapter not in self.alone:
             with quiet():
                 base = resized(self.model, FORMS[adapter][0])
-                self.reference[adapter] = PeftModel.from_pretrained(base, self.adapters[adapter]).eval()
+                self.alone[adapter] = PeftModel.from_pretrained(base, self.adapters[adapter]).eval()
         return super().use(adapter)
 
 
-def make(family, root):
+def save(family, root):
     save_family(family, root / "model", vocab_size=VOCAB)
-    adapters = {name: root / name for name in (*FORMS, "plain")}
     for seed, (name, (rows, arguments)) in enumerate(FORMS.items()):
-        save_added(root / "model", adapters[name], seed, rows, **arguments)
-    save_form(root / "model", adapters["plain"], 9, r=4, lora_alpha=6, target_modules=["q_proj", "lm_head"])
-    return Resized(root / "model", adapters, {})
+        save_added(root / "model", root / name, seed, rows, **arguments)
+    save_form(root / "model", root / "plain", 9, r=4, lora_alpha=6, target_modules=["q_proj", "lm_head"])
+
+
+def make(family):
+    root = kept_files(f"added tokens {family}", lambda root: save(family, root))
+    return Resized(root / "model", {name: root / name for name in (*FORMS, "plain")}, kept=KeptAnswers(root))
 
 
 @pytest.fixture(scope="module", params=["llama2", "llama3", "gemma-2", "granite"])
-def it(request, tmp_path_factory):
-    return make(request.param, tmp_path_factory.mktemp(request.param))
+def it(request):
+    return make(request.param)
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return make("llama3", tmp_path_factory.mktemp("tied"))
+def tied():
+    return make("llama3")
 
 
 def prompt_of(name, length, generator):

@@ -13,7 +13,7 @@ from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.identity import with_content
 
 from ..conftest import quiet
-from .adapter_zoo import save_zoo
+from .adapter_zoo import kept_zoo
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native]
 
@@ -72,8 +72,8 @@ class ComposedZoo:
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    return ComposedZoo(save_zoo(tmp_path_factory.mktemp("zoo")))
+def zoo():
+    return ComposedZoo(kept_zoo())
 
 
 def ask(zoo, driver, seed, names=NAMES, lengths=(3, 40), tokens=8):

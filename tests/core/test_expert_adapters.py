@@ -43,9 +43,9 @@ def kernels() -> str:
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    """`mixture("mixtral")`: the family's model with adapters, made once."""
-    return cache(lambda family: make_mixture(family, tmp_path_factory.mktemp(family)))
+def mixture():
+    """`mixture("mixtral")`: the family's model with adapters, made once in a process."""
+    return cache(make_mixture)
 
 
 @pytest.mark.numerics

@@ -13,14 +13,14 @@ from chorus.core.engine import Engine
 
 from ..memory.conftest import Draft
 from ..memory.files.test_adapter_forms import write_gguf, write_mlx
-from .adapter_zoo import Zoo, save_zoo
+from .adapter_zoo import Zoo, kept_zoo
 
 pytestmark = [pytest.mark.numerics, pytest.mark.native]
 
 
 @pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    return save_zoo(tmp_path_factory.mktemp("zoo"))
+def zoo():
+    return kept_zoo()
 
 
 def draft_of(path):

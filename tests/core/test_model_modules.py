@@ -22,8 +22,8 @@ FAMILIES = ("llama2", "llama3", "granite", "gemma-2", "cohere-2-untied", "qwen3.
 
 
 @pytest.fixture(scope="module")
-def forms(tmp_path_factory):
-    return cache(lambda family: make_forms(family, tmp_path_factory.mktemp(family)))
+def forms():
+    return cache(make_forms)
 
 
 def ask_all(it, driver, seed, lengths=(1, 40), tokens=8, names=(None, *FORMS), times=1, **params):

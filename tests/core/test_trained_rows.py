@@ -16,6 +16,7 @@ from chorus.memory.files.format import inspect_adapter
 from chorus.memory.files.identity import with_content
 
 from ..conftest import quiet
+from ..kept import KeptAnswers, kept_files
 from .conftest import moved
 from .merging.test_merged import merge
 from .model_module_forms import Alone
@@ -60,22 +61,25 @@ def save_rows(model, path, seed, **arguments):
     peft.save_pretrained(path)
 
 
-def make(family, root):
+def save(family, root):
     save_family(family, root / "model", **({"vocab_size": 151} if family == "llama2" else {}))
-    adapters = {name: root / name for name in FORMS}
     for seed, (name, arguments) in enumerate(FORMS.items()):
-        save_rows(root / "model", adapters[name], seed, **arguments)
-    return Alone(root / "model", adapters, {})
+        save_rows(root / "model", root / name, seed, **arguments)
+
+
+def make(family):
+    root = kept_files(f"trained rows {family}", lambda root: save(family, root))
+    return Alone(root / "model", {name: root / name for name in FORMS}, kept=KeptAnswers(root))
 
 
 @pytest.fixture(scope="module", params=["llama2", "llama3", "gemma-2", "granite"])
-def it(request, tmp_path_factory):
-    return make(request.param, tmp_path_factory.mktemp(request.param))
+def it(request):
+    return make(request.param)
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return make("llama3", tmp_path_factory.mktemp("tied"))
+def tied():
+    return make("llama3")
 
 
 def ask_all(it, driver, names=(None, *FORMS), times=2, tokens=8):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,6 +20,9 @@ from chorus.core.model.read_config import read_model_config
 from chorus.core.requests.request import Request
 from chorus.core.requests.request_params import RequestParams
 from chorus.perf.inline_reads import InlineReads
+
+from ..conftest import quiet
+from ..kept import KeptAnswers, kept_files
 
 MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
@@ -365,15 +370,23 @@ class Tiny:
 
     model: Path
     adapters: dict[str, Path]
-    reference: Any
+    load: Callable[[Path, dict[str, Path]], Any]
+    """Returns the model with all adapters, or with one."""
 
+    kept: KeptAnswers = field(default_factory=KeptAnswers)
     router_margins: list[float] = field(default_factory=list)
     """Of all choices of experts so far, empty for a model without experts."""
 
-    def __post_init__(self) -> None:
-        for module in self.reference.modules() if isinstance(self.reference, torch.nn.Module) else ():
+    @cached_property
+    def reference(self) -> Any:
+        return self.watched(self.load(self.model, self.adapters))
+
+    def watched(self, reference: Any) -> Any:
+        """A reference whose choices of experts are noted."""
+        for module in reference.modules():
             if type(module).__name__.endswith("Router"):
                 module.register_forward_hook(self._note_router)
+        return reference
 
     def _note_router(self, router: Any, _: Any, output: Any) -> None:
         scores = output[0].float()
@@ -403,13 +416,27 @@ class Tiny:
         generator = torch.Generator().manual_seed(seed)
         while True:
             prompt = torch.randint(3, 150, (length,), generator=generator).tolist()
-            self.router_margins.clear()
-            tokens, margin = self.greedy(adapter, prompt, count)
-            if margin >= MIN_MARGIN and min(self.router_margins, default=1.0) >= MIN_ROUTER_MARGIN:
+            tokens, margin, router_margin = self._answer(adapter, prompt, count)
+            if margin >= MIN_MARGIN and router_margin >= MIN_ROUTER_MARGIN:
                 return prompt, tokens
 
     def greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """The reference's choices, and by how much the closest one leads.
+        """The reference's choices, and by how much the closest one leads."""
+        tokens, margin, _ = self._answer(adapter, prompt, count)
+        return tokens, margin
+
+    def _answer(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float, float]:
+        """As `greedy`, and by how much the closest choice of an expert leads."""
+
+        def compute() -> tuple[list[int], float, float]:
+            self.router_margins.clear()
+            tokens, margin = self._compute(adapter, prompt, count)
+            return tokens, margin, min(self.router_margins, default=1.0)
+
+        return self.kept.get([adapter, prompt, count], compute)
+
+    def _compute(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """What `greedy` returns.
 
         An engine's answer is the draft: the reference computes it in one pass, and goes on by itself from the first
         token that is not its own choice.
@@ -512,19 +539,40 @@ def _paths(config: ModelConfig, layer: int, targets: list[str]) -> list[str]:
     return [path for path, modules in config.module_paths.in_layer(layer).items() if set(modules) & set(targets)]
 
 
-def make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
-    """A family's model with ADAPTERS, below `root`. arguments: further ones of `LoraConfig`."""
+def without_conversion() -> AbstractContextManager[Any]:
+    """PEFT takes names of projections as they are: it would take gate_proj of a dense layer for that of experts."""
     conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
-    with patch(conversion, lambda *_: None):  # PEFT would take gate_proj of a dense layer for that of experts
-        return _make_tiny(name, root, **arguments)
+    return patch(conversion, lambda *_: None)
 
 
-def _make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
-    from peft import LoraConfig, PeftModel, get_peft_model
+def make_tiny(name: str, **arguments: Any) -> Tiny:
+    """A family's model with ADAPTERS. arguments: further ones of `LoraConfig`."""
+    root = kept_files(" ".join(["tiny", name, *arguments]), lambda root: _save_tiny(name, root, **arguments))
+    return Tiny(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft, KeptAnswers(root))
+
+
+@quiet()
+@without_conversion()
+def load_peft(path: Path, adapters: dict[str, Path]) -> Any:
+    """The model with these adapters in transformers + peft, in float32."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for adapter, path in adapters.items():
+        if isinstance(model, PeftModel):
+            model.load_adapter(path, adapter_name=adapter)
+        else:
+            model = PeftModel.from_pretrained(model, path, adapter_name=adapter)
+    return model.eval()
+
+
+@without_conversion()
+def _save_tiny(name: str, root: Path, **arguments: Any) -> None:
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     save_family(name, root / "model")
-    adapters = {adapter: root / adapter for adapter in ADAPTERS}
     config = read_model_config(root / "model")
     paths = config.module_paths.by_path
     for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
@@ -542,11 +590,4 @@ def _make_tiny(name: str, root: Path, **arguments: Any) -> Tiny:
         )
         trained = get_peft_model(AutoModelForCausalLM.from_pretrained(root / "model"), lora)
         train_vectors(trained)
-        trained.save_pretrained(adapters[adapter])
-    model: Any = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-    for adapter, path in adapters.items():
-        if isinstance(model, PeftModel):
-            model.load_adapter(path, adapter_name=adapter)
-        else:
-            model = PeftModel.from_pretrained(model, path, adapter_name=adapter)
-    return Tiny(root / "model", adapters, model.eval())
+        trained.save_pretrained(root / adapter)

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from .tiny_families import Tiny, save_family
+from ..kept import KeptAnswers, kept_files
+from .tiny_families import Tiny, load_peft, save_family, without_conversion
 
 ATTENTION = ["q_proj", "o_proj", "in_proj_z"]
 SHARED = ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"]
@@ -44,27 +44,28 @@ class Mixture(Tiny):
 
     references: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for reference in self.references.values():
-            self.reference = reference
-            super().__post_init__()
-
     def use(self, adapter: str | None) -> Any:
-        self.reference = self.references[adapter or next(iter(self.references))]
+        name = adapter or next(iter(self.adapters))
+        if name not in self.references:
+            self.references[name] = self.watched(self.load(self.model, {"default": self.adapters[name]}))
+        self.reference = self.references[name]
         return super().use(adapter and "default")
 
 
-def make_mixture(name: str, root: Path) -> Mixture:
-    """A family's model with ADAPTERS, below `root`."""
+def make_mixture(name: str) -> Mixture:
+    """A family's model with ADAPTERS."""
+    root = kept_files(f"mixture {name}", lambda root: _save_mixture(name, root))
+    return Mixture(root / "model", {adapter: root / adapter for adapter in ADAPTERS}, load_peft, KeptAnswers(root))
+
+
+@without_conversion()
+def _save_mixture(name: str, root: Path) -> None:
     save_family(name, root / "model")
-    conversion = "peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping"
-    with patch(conversion, lambda *_: None):  # see `make_tiny`
-        references = {adapter: _trained(root, adapter, seed) for seed, adapter in enumerate(ADAPTERS)}
-    paths = {adapter: root / adapter for adapter in references}
-    return Mixture(root / "model", paths, None, references=references)
+    for seed, adapter in enumerate(ADAPTERS):
+        _save_trained(root, adapter, seed)
 
 
-def _trained(root: Path, adapter: str, seed: int) -> Any:
+def _save_trained(root: Path, adapter: str, seed: int) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -79,7 +80,6 @@ def _trained(root: Path, adapter: str, seed: int) -> Any:
         fields["target_parameters"] = found
     trained = get_peft_model(model, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **fields))
     trained.save_pretrained(root / adapter)
-    return trained.eval()
 
 
 def one_by_one(
