@@ -92,6 +92,7 @@ def test_steps_ahead_do_not_advance_a_state_twice(tiny, drive, family, ranks, mo
 
 
 @pytest.mark.slow
+@pytest.mark.pairs
 @pytest.mark.usefixtures("crowded")
 @on_one_or_two_ranks
 def test_preempted_requests_swap_and_go_on(tiny, drive, family, ranks):
