@@ -110,8 +110,9 @@ class Subject:
 
     def startup(self) -> dict[str, Any]:
         """Seconds to build the engine, cost of the captures so far, and each bucket's GEMM backends."""
-        report = [*self._graphs.report, *(self._steps.mixed.graphs.report if hasattr(self._steps, "mixed") else ())]
-        backends = getattr(self._steps, "backends", {})
+        has_pieces = hasattr(self.executor, "steps")
+        report = [*self._graphs.report, *(self.executor.steps.mixed.graphs.report if has_pieces else ())]
+        backends = getattr(self._decoding, "backends", {})
         seconds = [step.seconds for step in report]
         return {
             "seconds": self._startup_seconds,
@@ -221,7 +222,7 @@ class Subject:
 
         A replay reads and writes the same data as the step, so it changes nothing. NaN if steps are not captured.
         """
-        if not getattr(self._steps, "_captures", True):
+        if not getattr(self._decoding, "captures", True):
             return math.nan
         bucket, form = self._buckets.pick(rows), StepForm(StepMode.LORA if lora else StepMode.BASE)
         device = getattr(self.executor, "_device", None)
@@ -297,13 +298,13 @@ class Subject:
         return self.executor.arena.pages
 
     @property
-    def _steps(self) -> Any:
-        """The object that captures steps: the executor itself, or its steps."""
-        return getattr(self.executor, "steps", self.executor)
+    def _decoding(self) -> Any:
+        """The object that captures decode steps: the executor itself, or its decode steps."""
+        return self.executor.steps.decoding if hasattr(self.executor, "steps") else self.executor
 
     @property
     def _graphs(self) -> GraphRunner:
-        return self._steps.graphs
+        return self._decoding.graphs
 
     def _expect(self, name: str, tier: Tier) -> None:
         """Wait until a read whose bytes have all arrived has returned, too; raises Unsettled in any other tier."""
