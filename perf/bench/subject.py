@@ -110,8 +110,7 @@ class Subject:
 
     def startup(self) -> dict[str, Any]:
         """Seconds to build the engine, cost of the captures so far, and each bucket's GEMM backends."""
-        has_pieces = hasattr(self.executor, "steps")
-        report = [*self._graphs.report, *(self.executor.steps.mixed.graphs.report if has_pieces else ())]
+        report = [*self._graphs.report, *(self._steps.mixed.graphs.report if hasattr(self._steps, "mixed") else ())]
         backends = getattr(self._decoding, "backends", {})
         seconds = [step.seconds for step in report]
         return {
@@ -298,9 +297,14 @@ class Subject:
         return self.executor.arena.pages
 
     @property
+    def _steps(self) -> Any:
+        """The object that runs steps: the executor itself, or its steps."""
+        return getattr(self.executor, "steps", self.executor)
+
+    @property
     def _decoding(self) -> Any:
-        """The object that captures decode steps: the executor itself, or its decode steps."""
-        return self.executor.steps.decoding if hasattr(self.executor, "steps") else self.executor
+        """The object that captures decode steps."""
+        return getattr(self._steps, "decoding", self._steps)
 
     @property
     def _graphs(self) -> GraphRunner:
